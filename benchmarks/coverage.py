@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from kvprobe.ranks import spearman
+from kvprobe.report.crossing import crossings
 from kvprobe.stats import DIFFERENCE, FEWEST, SHARE, Estimate, estimate, means, newcombe, ratio, statistic, wilson
-from kvprobe.studies.policies.conclude import least_memory
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "results" / "coverage.md"
 CLUSTERS = (4, 8, 16, 48)
@@ -174,7 +174,7 @@ def _crossing(rng: np.random.Generator, count: int) -> Estimate:
     """The loss is 0.5 less the memory, so that it crosses 0.1 at 0.4."""
     memory = np.array([1.0, 0.75, 0.5, 0.3, 0.1])
     losses = 0.5 - memory[:, None] + 0.3 * rng.normal(size=(1, count)) + 0.1 * rng.normal(size=(5, count))
-    crossing = least_memory(memory, np.stack(means(losses, np.arange(count))), 0.1, between=True)
+    crossing = crossings(memory, np.stack(means(losses, np.arange(count))), 0.1, between=True)
     return Estimate(*map(float, crossing))
 
 

@@ -112,7 +112,7 @@ def _retrieval(model: Model, needles: int, seed: int) -> Float[Tensor, "layers h
         # The answer is read again from the prompt's last token on, whose query chose the answer's first token.
         last = len(asking) - 1
         slots = torch.arange(generated.cache.slots, device=model.lanes.device)
-        again = asking[last:] + Tokens.of(answer[:-1], "answer", asking.following)
+        again = asking[last:].answered(answer, "answer")
         patterns = attend(model, again, generated.cache.select(slots=slots[None] < last), queries=steps)
         top = patterns.weights.argmax(-1).cpu()
         for place, step in enumerate(steps):

@@ -11,10 +11,9 @@ from kvprobe.brief import Brief, Table, brief, frame_table
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
-from kvprobe.inference.outcomes import divergence
+from kvprobe.inference.outcomes import divergence, surprise
 from kvprobe.inference.readable import require_type
 from kvprobe.names import near_keywords
-from kvprobe.text.tokens import GENERATED, Tokens
 from kvprobe.text.transcript import Transcript
 
 ARMS = {
@@ -152,15 +151,13 @@ def compare(
 
     given = {arm: model.generate(cache, ask=ask, max_new_tokens=max_new_tokens) for arm, cache in caches.items()}
     expected = given["full"].tokens[0]
-    answer = torch.tensor(expected, device=model.lanes.device)
     replies, reference = {}, torch.empty(0)
     for arm, cache in caches.items():
         (prompt,) = model.prompts(cache, ask)
-        _, logits = model.extend(cache, answered(prompt, expected), logits=len(expected))
-        scores = logits[0].float().log_softmax(-1)
-        reference = scores if arm == "full" else reference
-        kl, _ = divergence(reference, scores)
-        logprobs = scores.gather(1, answer[:, None])[:, 0].tolist()
+        _, logits = model.extend(cache, prompt.answered(expected), logits=len(expected))
+        reference = logits[0] if arm == "full" else reference
+        kl, _ = divergence(reference, logits[0])
+        logprobs = (-surprise(logits[0], expected)).tolist()
         slots = int(cache.ledger.live_somewhere.sum())
         replies[arm] = Reply(arm, given[arm].text, tuple(logprobs), float(kl.mean()), slots, cache.nbytes)
     tokens = tuple(model.tokenizer.decode([token]) for token in expected)
@@ -169,16 +166,11 @@ def compare(
     )
 
 
-def answered(prompt: Tokens, reply: Sequence[int]) -> Tokens:
-    """The prompt and all of the reply but its last token, after which nothing is read."""
-    return prompt + Tokens.of(reply[:-1], GENERATED, prompt.following)
-
-
 def _attention(
     model: Model, caches: Mapping[str, KVCache], ask: str, expected: Sequence[int], mask: Sequence[str]
 ) -> pd.DataFrame:
     """Of the question and the reply to it, before and after the mask."""
     (prompt,) = model.prompts(caches["full"], ask)
-    read = answered(prompt, expected)
+    read = prompt.answered(expected)
     before, after = (attend(model, read, caches[arm], queries=range(len(read))) for arm in ("full", "masked"))
     return dangling(before, after, mask)

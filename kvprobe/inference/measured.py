@@ -73,18 +73,29 @@ class Measured(Brief):
     def _html(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
 
-    def __str__(self) -> str:
+    def rows(self) -> list[tuple[str, int, int]]:
+        """Bytes predicted and measured: of the weights, the cache in the end, beside the weights while the prompt is
+        read and (if there was one) at the last generated token, and at the peak."""
         budget = self.budget
-        rows = [("weights", budget.weights, self.weights), ("cache in the end", budget.cache, self.cache)]
-        rows += [("beside the weights, reading", budget.phases["reading"].total, self.reading.peak)]
+        rows = [("weights", budget.weights, self.weights), ("cache", budget.cache, self.cache)]
+        rows += [("reading", budget.phases["reading"].total, self.reading.peak)]
         if self.generating is not None:
-            rows += [("beside the weights, last token", budget.phases["generating"].total, self.generating.peak)]
-        rows += [("peak", budget.peak, self.peak)]
+            rows += [("generating", budget.phases["generating"].total, self.generating.peak)]
+        return [*rows, ("peak", budget.peak, self.peak)]
+
+    def __str__(self) -> str:
         lines = [f"{'measured':34}{'predicted':>26}{'measured':>26}{'off by':>10}"]
-        for name, predicted, measured in rows:
+        for name, predicted, measured in self.rows():
             error = 100 * (predicted / measured - 1)
-            lines.append(f"{name:34}{both(predicted):>26}{both(measured):>26}{error:>+8.2f} %")
+            lines.append(f"{_WRITTEN.get(name, name):34}{both(predicted):>26}{both(measured):>26}{error:>+8.2f} %")
         return "\n".join(lines)
+
+
+_WRITTEN = {
+    "cache": "cache in the end",
+    "reading": "beside the weights, reading",
+    "generating": "beside the weights, last token",
+}
 
 
 def measurable(budget: Budget) -> None:

@@ -58,3 +58,39 @@ def code_measurements(
     logprob = of_codes.gather(2, index)[..., 0]
     others = (of_codes.sum(2) - logprob) / (len(codes) - 1)
     return {"logprob": logprob, "margin": logprob - others, "correct": scores.argmax(2) == codes[mine]}
+
+
+def choice_measurements(
+    logits: Float[Tensor, "rows vocab"],
+    choices: Int[Tensor, "rows choices"],
+    true: Sequence[int],
+    prior: Float[Tensor, "rows choices"],
+) -> dict[str, Shaped[Tensor, "rows"]]:
+    """How well the next token tells the true one of several choices from the others, whatever words a model likes.
+
+    A choice scores the log-probability that it gains on its `prior`, that with nothing before the question: its
+    pointwise mutual information with what was read (Holtzman et al. 2021, "Surface Form Competition").
+
+    Returns:
+        Per row the `margin` of the true choice's score over the mean of the others, in nats, and whether it is the
+        largest (`correct`).
+
+    Args:
+        choices: their tokens.
+        true: index of each row's true choice.
+    """
+    scores = logprobs_of(logits, choices) - prior
+    index = torch.tensor(true, device=scores.device)
+    right = scores.gather(1, index[:, None])[:, 0]
+    margin = right - (scores.sum(1) - right) / (scores.shape[1] - 1)
+    return {"margin": margin, "correct": scores.argmax(1) == index}
+
+
+def logprobs_of(logits: Float[Tensor, "rows vocab"], ids: Int[Tensor, "rows choices"]) -> Float[Tensor, "rows choices"]:
+    """The log-probabilities of some tokens in each row, in nats."""
+    return logits.float().log_softmax(-1).gather(1, ids)
+
+
+def surprise(logits: Float[Tensor, "reply vocab"], reply: Sequence[int]) -> Float[Tensor, "reply"]:
+    """Negative log-probability of each token of a reply, in nats, from the logits that it met."""
+    return -logprobs_of(logits, torch.tensor(reply, device=logits.device)[:, None])[:, 0]

@@ -5,7 +5,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from jaxtyping import Float
 from transformers import DynamicCache
 
 from kvprobe.inference.measured import storage_bytes
@@ -56,6 +58,15 @@ def token_times(model: Model, length: int, repeats: int) -> list[dict[str, int |
         else:
             seconds.append({"length": length, "repeat": repeat, "cached": with_cache, "anew": without})
     return [{**row, "difference": difference, "others": clock.timing.others} for row in seconds]
+
+
+def power_of_length(
+    lengths: Float[np.ndarray, "lengths"], seconds: Float[np.ndarray, "repeats lengths"]
+) -> Float[np.ndarray, "repeats"]:
+    """By what power of the length a token's time grows, for each repeat: the slope on logarithmic axes over the longer
+    half of the lengths, since the shorter half is ruled by what every pass costs."""
+    longer = lengths >= np.median(lengths)
+    return np.polyfit(np.log(lengths[longer]), np.log(seconds[:, longer]).T, 1)[0]
 
 
 def _ids(model: Model, length: int) -> torch.Tensor:

@@ -1,14 +1,18 @@
 """Tables that others reported, to be shown beside what was measured."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
 
 import yaml
 
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
+from kvprobe.report.findings import Finding, Findings, Key
+from kvprobe.stats import wilson
+from kvprobe.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,9 @@ class Reported:
     rates: tuple[float, ...]
     rows: Mapping[str, tuple[float, ...]]
 
-    def accuracy(self, row: str, rate: float) -> float | None:
-        """What was reported for a condition at a rate in percent; None where nothing was."""
-        if row not in self.rows or rate not in self.rates:
-            return None
-        return self.rows[row][self.rates.index(rate)]
+    def is_about(self, task: str) -> bool:
+        """Whether it is about this task, wherever its items were read from."""
+        return task.partition(":")[0] == self.task
 
 
 def reported(name: str) -> Reported:
@@ -66,3 +68,27 @@ def tables() -> dict[str, Reported]:
         )
         for name, entry in yaml.safe_load(text).items()
     }
+
+
+def add_published(
+    findings: Findings, tasks: Sequence[Task], table: Reported, along: str, struck: Mapping[str, Key] | None = None
+) -> None:
+    """Add what was published (`published` and `published_sound`), with the intervals of its sample size.
+
+    Args:
+        along: the key whose values are the table's rows.
+        struck: the other keys, the same for all.
+    """
+    for task in (task.name for task in tasks if table.is_about(task.name)):
+        sound = wilson(table.clean * table.samples, table.samples)
+        findings.add(Finding("published_sound", {"task": task}, sound))
+        for row, shares in table.rows.items():
+            for rate, right in zip(table.rates, shares, strict=True):
+                keys = {"task": task, **(struck or {}), along: row, "rate": rate}
+                findings.add(Finding("published", keys, wilson(right * table.samples, table.samples)))
+
+
+def published_facts(table: Reported, model: str) -> dict[str, Any]:
+    """Where a table comes from, and whether it is about this model."""
+    same = model.lower().endswith(table.model.lower())
+    return {"source": table.source, "model": table.model, "samples": table.samples, "same_model": same}

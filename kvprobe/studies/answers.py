@@ -3,7 +3,7 @@
 Answers are kept sample by sample, so that an interrupted run resumes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,9 @@ from kvprobe.experiments.study import Control, Written
 from kvprobe.faults.fault import When
 from kvprobe.inference.model import Model
 from kvprobe.inference.trials import Case, Sample, answer
-from kvprobe.report.findings import Finding, Findings, Key
-from kvprobe.report.reported import Reported
-from kvprobe.stats import wilson
+from kvprobe.report.findings import Findings
+from kvprobe.report.reported import add_published as add_published
+from kvprobe.report.reported import published_facts as published_facts
 from kvprobe.studies.settings import TIMINGS, AnswerSettings, Timing
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.task import Task, items_digest, prompt, rankable, shown_task, too_hard
@@ -90,35 +90,6 @@ def task_facts(table: Rows, task: Task, findings: Findings) -> dict[str, Any]:
         "slots": [int(slots.min()), int(slots.max())],
         "too_hard": too_hard(task.name, findings.at("sound", task=task.name).mean, task.chance),
     }
-
-
-def same_task(task: str, table: Reported) -> bool:
-    """Whether a table is about this task, wherever its items were read from."""
-    return task.partition(":")[0] == table.task
-
-
-def add_published(
-    findings: Findings, tasks: Sequence[Task], table: Reported, along: str, struck: Mapping[str, Key] | None = None
-) -> None:
-    """What was published, with the intervals of its sample size.
-
-    Args:
-        along: the key whose values are the table's rows.
-        struck: the other keys, the same for all.
-    """
-    for task in (task.name for task in tasks if same_task(task.name, table)):
-        sound = wilson(table.clean * table.samples, table.samples)
-        findings.add(Finding("published_sound", {"task": task}, sound))
-        for row, shares in table.rows.items():
-            for rate, right in zip(table.rates, shares, strict=True):
-                keys = {"task": task, **(struck or {}), along: row, "rate": rate}
-                findings.add(Finding("published", keys, wilson(right * table.samples, table.samples)))
-
-
-def published_facts(table: Reported, model: str) -> dict[str, Any]:
-    """Where a table comes from, and whether it is about this model."""
-    same = model.lower().endswith(table.model.lower())
-    return {"source": table.source, "model": table.model, "samples": table.samples, "same_model": same}
 
 
 def as_sound(rows: Rows, allowed: float) -> str:

@@ -18,6 +18,7 @@ from kvprobe.errors import UserError
 from kvprobe.tasks.passcode import Context, contexts, draw_codes
 from kvprobe.text.chat_template import Tokenizer
 from kvprobe.text.messages import Message, Part
+from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
 
 PLACES, VALUES = 4, 8
@@ -139,14 +140,62 @@ def conversation(given: Given, length: int, tokenizer: Tokenizer) -> Transcript:
     return _laid_out(given, given.fillers[:count], place)
 
 
-def asked(chat: Transcript, question: str, lead: str, answer: str) -> Transcript:
-    """The conversation's last exchange, then a question with its reply as the segment `question`.
+@dataclass(frozen=True)
+class ClosedQuestion:
+    """A question after a conversation, whose answer is one of several.
 
-    The part `answer` follows the lead.
+    Attributes:
+        tokens: the question, and the reply up to the answer, beginning at position 0.
+        answers: the tokens of each possible answer.
+        true: which of them is right.
     """
+
+    tokens: Tokens
+    answers: tuple[tuple[int, ...], ...]
+    true: int
+
+
+def needle_question(given: Given, chat: Transcript, tokenizer: Tokenizer) -> ClosedQuestion:
+    """The question for the code. Beside the true one, which comes first, nine codes might be the answer; together they
+    hold every digit at every place.
+
+    Raises:
+        UserError: the tokenizer joins digits with each other, or the answer with the text before it.
+    """
+    codes = ["".join(str((int(digit) + shift) % 10) for digit in given.code) for shift in range(10)]
+    question = _closed(chat, given.needle.question, given.needle.lead, codes, given.code, tokenizer)
+    if len(set(map(len, question.answers))) > 1:
+        raise UserError("This tokenizer joins the digits of some codes; use a model that tokenises digits apart.")
+    return question
+
+
+def instruction_questions(given: Given, chat: Transcript, tokenizer: Tokenizer) -> tuple[ClosedQuestion, ...]:
+    """For each instruction, in the order of the system prompt, the question of which of its values it was given.
+
+    Raises:
+        UserError: the tokenizer joins the answer with the text before it.
+    """
+    return tuple(
+        _closed(chat, instruction.query, instruction.lead, instruction.values, value, tokenizer)
+        for instruction, value in given.instructions
+    )
+
+
+def _closed(
+    chat: Transcript, question: str, lead: str, answers: Sequence[str], true: str, tokenizer: Tokenizer
+) -> ClosedQuestion:
+    """The question as it stands after the conversation's last exchange."""
     asking = Message("user", (Part(question),), "question")
-    reply = Message("assistant", (Part(lead + " "), Part(answer, "answer")), "question")
-    return replace(chat, messages=(*chat.messages[-2:], asking, reply))
+    rows = []
+    for answer in answers:
+        reply = Message("assistant", (Part(lead + " "), Part(answer, "answer")), "question")
+        rows.append(replace(chat, messages=(*chat.messages[-2:], asking, reply)).tokens(tokenizer))
+    places = [row.part("answer") for row in rows]
+    if len({row.ids[: place.start] for row, place in zip(rows, places, strict=True)}) > 1:
+        raise UserError(f"This tokenizer joins the answer to {question!r} with the text before it; use another model.")
+    tokens = rows[0][rows[0].span("question").start : places[0].start].shifted(0)
+    ids = tuple(row.ids[place] for row, place in zip(rows, places, strict=True))
+    return ClosedQuestion(tokens, ids, answers.index(true))
 
 
 def _laid_out(given: Given, fillers: Sequence[Context], place: int | None) -> Transcript:

@@ -13,6 +13,7 @@ from importlib import resources
 import yaml
 
 from kvprobe.errors import UserError
+from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
 
 TURNS = 8
@@ -65,3 +66,15 @@ def conversation(session: Session) -> Transcript:
             messages.append({"role": "assistant", "content": session.summary})
             names += ["summary"] * 2
     return Transcript.from_messages(messages, names)
+
+
+def question(tokens: Tokens, turn: int) -> Tokens:
+    """Of a session's tokens, the user's message of a turn and the header of the answer, but for the header's last
+    token: that one is read with the answer, whose first token is predicted from it."""
+    return tokens[tokens.span(f"T{turn}").start : tokens.part(f"reply{turn}").start - 1]
+
+
+def last_of_header(tokens: Tokens, turn: int) -> Tokens:
+    """The token that follows `question`."""
+    reply = tokens.part(f"reply{turn}")
+    return tokens[reply.start - 1 : reply.start]

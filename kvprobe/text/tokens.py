@@ -126,6 +126,11 @@ class Tokens(Brief):
         end = None if self.end is None else self.end + shift
         return replace(self, positions=tuple(position + shift for position in self.positions), end=end)
 
+    def answered(self, reply: Sequence[int], segment: str = GENERATED) -> "Tokens":
+        """These tokens and all of a reply but its last token, after which nothing is read: the logits after the last
+        `len(reply)` of them are those that each token of the reply met."""
+        return self + Tokens.of(reply[:-1], segment, self.following)
+
 
 def token_texts(ids: Sequence[int], tokenizer: "Decoder | None") -> tuple[str, ...]:
     """The text of each token, control tokens included; none without a tokenizer."""

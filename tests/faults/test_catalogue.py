@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvprobe.faults import Draws, Scope
-from kvprobe.faults.catalogue import CATALOGUE
+from kvprobe.faults.catalogue import CATALOGUE, REPORTED_FAULTS
 from kvprobe.faults.strike import corrupt
 from kvprobe.inference import trials
 from kvprobe.inference.model import Model
@@ -29,3 +29,16 @@ def test_each_fault_writes_the_parts_that_it_says(tiny_llama: Model, name: str):
     }
     only = {"zero-values": "v", "permuted-keys": "k", "shifted": "k", "overlapping": "k"}.get(name)
     assert changed == {"k": only in (None, "k"), "v": only in (None, "v")}
+
+
+@pytest.mark.parametrize("unit", ["slot", "layer", "head", "number"])
+def test_pages_keep_their_blocks_and_whole_vectors_their_numbers_whatever_the_unit(unit: str):
+    def scope(name: str) -> Scope:
+        return CATALOGUE[name].make(scope=Scope(unit=CATALOGUE[name].unit(unit))).scope
+
+    for name in ("pointers-swapped", "pointers-repeated", "foreign-block", "stale-block", "overlapping"):
+        assert (scope(name).unit, scope(name).block) == ("slot", 16)
+    for name in ("permuted", "permuted-keys", "shifted"):
+        assert scope(name).unit == ("slot" if unit == "number" else unit)
+    for name in (*REPORTED_FAULTS, "fp8-scale", "rounded-2-bit"):
+        assert scope(name).unit == unit

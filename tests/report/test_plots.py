@@ -10,13 +10,20 @@ from matplotlib.figure import Figure
 
 import kvprobe as kv
 from kvprobe import views
+from kvprobe.faults import catalogue as faults
 from kvprobe.inference.model import Model
+from kvprobe.memory.budget import budget
+from kvprobe.policies import catalogue as policies
 from kvprobe.report.document import HeatMap
 from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.plots.dots import Dots, Panel
+from kvprobe.report.plots.faults import FAULT_STYLES
 from kvprobe.report.plots.heatmaps import Heatmaps
 from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.report.plots.policies import POLICY_STYLES
 from kvprobe.report.plots.scatter import Scatter
+from kvprobe.report.plots.stack_figure import StackFigure, stack_findings
+from kvprobe.report.plots.tradeoff import Tradeoff
 from kvprobe.stats import Estimate
 
 ARMS, PLACES = ("kept", "masked"), ("code", "summary")
@@ -186,3 +193,51 @@ def test_a_figure_of_replies_has_the_probability_of_each_token_in_every_arm(tiny
     expected = np.exp([reply.logprobs for reply in compared.replies.values()])
     assert np.allclose(axis.collections[0].get_array(), expected)
     assert [text.get_text() for text in axis.get_yticklabels()] == list(compared.replies)
+
+
+def test_every_named_fault_and_policy_has_a_line_style_of_its_own():
+    for styles, catalogue in ((FAULT_STYLES, faults.CATALOGUE), (POLICY_STYLES, policies.CATALOGUE)):
+        assert styles.keys() == catalogue.keys()
+        assert len(set(styles.values())) == len(styles)
+
+
+def test_a_tradeoff_draws_quality_against_the_memory_of_the_same_condition():
+    findings = Findings()
+    for kind, level, memory, quality in (
+        ("full", 9, 1, 0.9),
+        ("a", 1, 0.2, 0.3),
+        ("a", 2, 0.5, 0.8),
+        ("b", 4, 0.3, 0.1),
+    ):
+        findings.number("memory", memory, kind=kind, level=level)
+        for measure, value in {"kl": 1 - quality, "right": quality}.items():
+            mean = Estimate(value, value - 0.1, value + 0.1, 9)
+            findings.add(Finding("quality", {"kind": kind, "level": level, "measure": measure}, mean))
+    findings.number("chance", 0.05, measure="right")
+    tradeoff = Tradeoff(
+        file="f", caption="c", quality="quality", memory="memory", line="kind", panels={"kl": "KL", "right": "right"},
+        logarithmic="kl", styles={"b": Style("#000000"), "a": Style("#ff0000")}, full={"kind": "full", "level": 9},
+        level="chance", shaded="a", named={"b": "level"}, x_label="memory",
+    )  # fmt: skip
+    divergence, right = tradeoff.draw(findings, label, "t").axes
+    assert (divergence.get_yscale(), right.get_yscale()) == ("log", "linear")
+    lines = {line.get_label(): line.get_xydata().tolist() for line in right.lines}
+    assert lines["a"] == [[20, 0.3], [50, 0.8]]
+    assert [point[1] for point in lines["full"] + lines["chance"]] == [0.9, 0.9, 0.05, 0.05]
+    assert [text.get_text() for text in right.texts] == ["4"]
+    assert right.collections[0].get_label() == "a, 95 % interval"
+
+
+def test_a_budget_is_drawn_again_from_its_findings():
+    plan = budget("smollm2-135m", context=64, memory="1GiB")
+    findings = Findings(stack_findings(plan, "context", points=5))
+    findings.number("measured", 3e8, context=64, what="peak")
+    figure = StackFigure(file="f", caption="c", along="context", measured="measured", where={"what": "peak"}).draw(
+        findings, label, "t"
+    )
+    assert figure is not None
+    dots, usable, out = figure.axes[0].lines
+    assert dots.get_xydata().tolist() == [[64, 0.3]]
+    assert usable.get_ydata()[0] == pytest.approx(findings.at("usable", along="context").mean / 1e9)
+    assert out.get_xdata()[0] == plan.largest_context
+    assert StackFigure(file="f", caption="c", along="new").draw(findings, label, "t") is None

@@ -3,8 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 
 from kvprobe.inference.model import Model
 from tests.models import llama, tiny_tokenizer
@@ -26,32 +24,6 @@ def deep() -> Model:
 def roomy() -> Model:
     """Room for whole conversations, and weights large enough for caches to matter."""
     return llama(tokenizer=tiny_tokenizer(), max_position_embeddings=2048, initializer_range=0.4)
-
-
-@pytest.fixture(scope="session")
-def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny random Qwen2 and its tokenizer; many tokens end an answer, so that answers are short."""
-    folder = tmp_path_factory.mktemp("qwen2")
-    shape = transformers.Qwen2Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        initializer_range=0.5,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = transformers.Qwen2ForCausalLM(shape)
-    assert model.generation_config is not None
-    model.generation_config.eos_token_id = list(range(48))
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
 from kvprobe.experiments.study import Conclusion, Study
 from kvprobe.inference.model import Model
+from kvprobe.inference.trials import Case
 from kvprobe.tasks.facts import Fact
 from kvprobe.tasks.passcode import Context
 
@@ -81,6 +82,31 @@ def answer_of(study: Study[Any], config: Settings, conclusion: Conclusion, folde
 def every(**levels: Any) -> pd.DataFrame:
     """A row for each combination of these."""
     return pd.MultiIndex.from_product(list(levels.values()), names=list(levels)).to_frame(index=False)
+
+
+def made_up_answers(
+    task: str,
+    samples: int,
+    cases: Callable[[int], Iterable[Case]],
+    right: Callable[[int], bool],
+    became: Callable[[dict[str, Any], int], dict[str, Any]],
+) -> pd.DataFrame:
+    """A table as `kvprobe.inference.trials.answer` gives it.
+
+    Args:
+        cases: of an item, by its number.
+        right: whether an item is answered rightly with a sound cache.
+        became: what is otherwise in a case, by its labels and the item's number.
+    """
+    sound = {"broken": "", "kl": 0.0, "same": True, "diverged": -1, "struck": 1, "text": " 531."}
+    rows: list[dict[str, Any]] = []
+    for item in range(samples):
+        known = {"task": task, "sample": item, "item": f"item-{item}", "slots": 101, "answer": "531"}
+        row = known | sound | {"right": right(item)}
+        rows.append(row | {"case": -1, "struck": 0})
+        for number, labels in enumerate(dict(case.labels) for case in cases(item)):
+            rows.append(row | labels | {"case": number} | became(labels, item))
+    return pd.DataFrame(rows)
 
 
 def close(one: torch.Tensor, other: torch.Tensor) -> None:

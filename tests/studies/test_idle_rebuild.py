@@ -3,7 +3,6 @@ and what made-up measurements decide."""
 
 import dataclasses
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence
-from kvprobe.policies import MaskSpans, RestartInPlace, RestartRebuilt
 from kvprobe.stats import FEWEST
 from kvprobe.studies import idle_rebuild
 from kvprobe.studies.idle_rebuild import AVAILABLE_SESSIONS, Config
@@ -28,12 +26,9 @@ from kvprobe.studies.idle_rebuild.collect import (
     LISTENERS,
     MEASURED,
     REFERENCES,
-    REPLY,
     SHARED,
     SPEAKERS,
     read_session,
-    rebuilt,
-    relative_distance,
     tables_of,
 )
 from kvprobe.studies.idle_rebuild.conclude import conclude
@@ -42,8 +37,7 @@ from kvprobe.tasks.sessions import SUMMARISED, Session, conversation, sessions
 from kvprobe.text.transcript import PositionMode
 from kvprobe.tidy import Rows, chosen
 from tests.models import any_model
-from tests.refusals import refused
-from tests.studies.runs import answer_of, assert_figures, in_steps
+from tests.studies.runs import answer_of, assert_figures, every, in_steps
 
 SMALL = Config(sessions=2, continuation=3)
 ROUND_OFF = 1e-5
@@ -104,7 +98,7 @@ def compacted(model: Model, turn: int) -> KVCache:
 
 
 def logits_along(model: Model, cache: KVCache, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits that each token of the scripted reply meets, which is read token by token; and its surprise."""
+    """The logits that each token of the scripted reply meets, read token by token; and its surprise."""
     tokens = conversation(SHORT[0]).tokens(model.tokenizer)
     reply, met = tokens.part(f"reply{turn}"), []
     for place in range(reply.start - 1, reply.stop - 1):
@@ -112,26 +106,6 @@ def logits_along(model: Model, cache: KVCache, turn: int) -> tuple[torch.Tensor,
         met.append(logits[0, -1])
     reply_logits = torch.stack(met)
     return reply_logits, -reply_logits.log_softmax(-1)[range(len(met)), list(tokens.ids[reply])]
-
-
-@pytest.mark.parametrize("turn", [4, 7])
-@pytest.mark.parametrize(("policy", "mode"), [(RestartRebuilt, "contiguous"), (RestartInPlace, "gapped")])
-def test_a_rebuild_is_a_prefill_of_the_conversation_without_the_hidden_turns(
-    deep: Model, turn: int, policy: type[MaskSpans], mode: PositionMode
-):
-    tokens = conversation(SHORT[0]).tokens(deep.tokenizer)
-    fresh = conversation(SHORT[0]).without(*SUMMARISED, mode=mode).tokens(deep.tokenizer)
-    expected = deep.prefill(fresh[: fresh.span(f"T{turn}").start])
-    kept = deep.prefill(tokens[: tokens.span(f"T{turn}").start])
-    # Whether the cache to be dropped was compacted does not matter: only its text is read.
-    for start in (kept, deep.apply(MaskSpans(SUMMARISED), kept)):
-        restarted = deep.apply(policy(SUMMARISED), start)
-        assert torch.equal(restarted.ledger.positions, expected.ledger.positions)
-        assert torch.equal(restarted.ledger.tokens, expected.ledger.tokens)
-        for one, other in zip(restarted.keys + restarted.values, expected.keys + expected.values, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=ROUND_OFF * float(other.abs().max()))
-    if policy is RestartRebuilt:
-        torch.testing.assert_close(rebuilt(deep, tokens, kept, turn).keys[-1], restarted.keys[-1], rtol=0, atol=1e-4)
 
 
 READ_AT_ONCE: list[tuple[tuple[str, ...], PositionMode]] = [
@@ -204,36 +178,29 @@ def test_the_light_cone_of_a_rebuild_in_place(deep: Model, read: Rows):
         distance = values(read, "distance", segment=segment).reshape(2, 4)
         assert distance[:, :first].max() < ROUND_OFF
         assert (distance[:, first:] > 10 * ROUND_OFF).all()
-    # Keys are compared at equal rotation or not at all.
-    kept = deep.prefill(conversation(SHORT[0]).tokens(deep.tokenizer))
-    restarted, masked = (deep.apply(policy(SUMMARISED), kept) for policy in (RestartRebuilt, MaskSpans))
-    refused(lambda: relative_distance(restarted, masked), "same positions")
 
 
 # ---- made-up measurements
 
 FIRST = {"in_place": AFTER[0]} | {f"rebuilt{turn}": turn for turn in MEASURED}
 """The first turn of runs that are not there from the beginning."""
-TOKENS = pd.DataFrame(
+SCRIPTED = every(turn=MEASURED, reference=REFERENCES, arm=ARMS, token=(1, 2, 3)).assign(reply="scripted")
+OWN = every(turn=AFTER, reference=SPEAKERS, arm=LISTENERS, token=(1, 2, 3)).assign(reply="own")
+EARLY = every(turn=AFTER, read=range(len(AFTER)), arm=("compacted", "rebuilt"), token=(1, 2, 3)).assign(reply="early")
+STARTED = (
+    SCRIPTED[["reference", "arm"]].replace(FIRST | dict.fromkeys(("kept", "compacted"), 0)).astype(int).max(axis=1)
+)
+SHORTER = (SCRIPTED["turn"] == 5) & (SCRIPTED["token"] == 3)
+TOKENS = pd.concat(
     [
-        *(
-            ("scripted", turn, turn - AFTER[0], reference, arm, token)
-            for turn, reference, arm, token in product(MEASURED, REFERENCES, ARMS, (1, 2, 3))
-            if turn >= max(FIRST.get(reference, 0), FIRST.get(arm, 0)) and (turn, token) != (5, 3)
-        ),
-        *(
-            ("own", turn, turn - AFTER[0], reference, arm, token)
-            for turn, reference, arm, token in product(AFTER, SPEAKERS, LISTENERS, (1, 2, 3))
-        ),
-        *(
-            ("early", turn, read, "compacted", arm, token)
-            for turn, read, arm, token in product(AFTER, range(len(AFTER)), ("compacted", "rebuilt"), (1, 2, 3))
-            if read <= turn - AFTER[0]
-        ),
+        SCRIPTED[(SCRIPTED["turn"] >= STARTED) & ~SHORTER],
+        OWN,
+        EARLY[EARLY["read"] <= EARLY["turn"] - AFTER[0]].assign(reference="compacted"),
     ],
-    columns=[*REPLY, "token"],
+    ignore_index=True,
 ).assign(kl=0.0, agrees=1.0, nll=0.0)
-LAYERS = pd.DataFrame(list(product("kv", range(4), SHARED)), columns=["family", "layer", "segment"])
+TOKENS["read"] = TOKENS["read"].fillna(TOKENS["turn"] - AFTER[0]).astype(int)
+LAYERS = every(family=("k", "v"), layer=range(4), segment=SHARED)
 
 
 def measured(session: int, drift: float, cost: float, position: float, slope: float) -> Rows:

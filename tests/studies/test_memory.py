@@ -1,9 +1,7 @@
 """The memory study on real weights, at short contexts, and its page on numbers that were made up."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -40,15 +38,19 @@ def times(cached: Callable[[int], float], anew: Callable[[int], float], repeats:
     return pd.DataFrame(rows).assign(difference=0.0, others=0.0)
 
 
+GROWTH = pd.DataFrame(
+    {"new": [0, 1], "measured": [10, 20], "transformers": [10, 20], "logical": [1, 2], "vLLM": [3, 4]}
+)
+
+
+def peaks(predicted: int, context: int = 64) -> pd.DataFrame:
+    return pd.DataFrame({"what": PARTS}).assign(context=context, predicted=predicted, measured=1_000_000)
+
+
 def made_up(**changed: pd.DataFrame) -> Conclusion:
     """A conclusion from made-up tables: the budget one hundredth too large, time that is constant and linear."""
-    peaks = pd.DataFrame(
-        [{"context": 64, "what": what, "predicted": 1_010_000, "measured": 1_000_000} for what in PARTS]
-    )
-    growth = pd.DataFrame(
-        {"new": [0, 1], "measured": [10, 20], "transformers": [10, 20], "logical": [1, 2], "vLLM": [3, 4]}
-    )
-    tables = {"samples": peaks, "growth": growth, "times": times(lambda _: 0.01, lambda length: 0.001 * length)}
+    taken = times(lambda _: 0.01, lambda length: 0.001 * length)
+    tables = {"samples": peaks(1_010_000), "growth": GROWTH, "times": taken}
     return concluded(tables | changed, budget("smollm2-135m", context=64, memory="1GiB"))
 
 
@@ -74,18 +76,11 @@ def test_the_budget_of_real_weights_is_right_and_its_cache_equal_to_the_byte(fin
     assert conclusion.controls[0].holds
     assert all("Other processes" in warning for warning in conclusion.warnings)
     assert conclusion.findings.values("faster", "length") == [8, 32, 96]
-
-
-def test_the_figures_are_drawn_and_the_tables_kept(finished: Run):
     assert_figures(finished, "stack", "generating", "growth", "times")
     assert len(finished.df("growth")) == SMALL.new + 1
-    assert set(finished.df("times")["length"]) == {8, 32, 96}
 
 
-def test_the_slope_is_the_power_of_the_length_over_its_longer_half():
-    slope = slopes(times(lambda _: 1.0, lambda length: 1e-3 * max(length, 256) ** 2)).groupby("way")["slope"].mean()
-    assert slope["anew"] == pytest.approx(2.0)
-    assert slope["cached"] == pytest.approx(0.0, abs=1e-9)
+def test_slopes_are_over_repeats_and_hold_together_over_both_ways():
     rng = np.random.default_rng(0)
     drawn = times(lambda _: float(rng.lognormal()), float)
     cached = slopes(drawn).query("way == 'cached'")["slope"].to_numpy()
@@ -98,14 +93,7 @@ def test_the_answer_is_decided_by_the_numbers(tmp_path: Path):
     assert "at 2 of 2 tokens" in right
     assert "After 512 tokens the next one takes 51.2 times as long" in right
     assert "without it, it grows with the length (power 1.00" in right
-    wrong: dict[str, Any] = {
-        "samples": pd.DataFrame(
-            [{"context": 64, "what": what, "predicted": 1_200_000, "measured": 1_000_000} for what in PARTS]
-        ),
-        "growth": pd.DataFrame(
-            {"new": [0, 1], "measured": [10, 21], "transformers": [10, 20], "logical": [1, 2], "vLLM": [3, 4]}
-        ),
-    }
+    wrong = {"samples": peaks(1_200_000), "growth": GROWTH.assign(measured=[10, 21])}
     wrongly = said(made_up(**wrong), tmp_path / "wrong")
     assert "The budget was not right" in wrongly
     assert "20.00 %" in wrongly
@@ -113,23 +101,14 @@ def test_the_answer_is_decided_by_the_numbers(tmp_path: Path):
 
 
 def test_the_worst_error_keeps_its_sign_and_context():
-    rows = [
-        {"context": context, "what": what, "predicted": predicted, "measured": 1_000_000}
-        for context, predicted in ((64, 1_010_000), (128, 970_000))
-        for what in PARTS
-    ]
-    findings = made_up(samples=pd.DataFrame(rows)).findings
+    findings = made_up(samples=pd.concat([peaks(1_010_000), peaks(970_000, 128)], ignore_index=True)).findings
     assert findings.at("worst", what="peak").mean == pytest.approx(-0.03)
     assert findings.at("worst_at", what="peak").mean == 128
 
 
-def test_other_logits_with_the_cache_fail_the_control():
-    other = times(lambda _: 0.01, float).assign(difference=0.1)
-    assert [control.holds for control in made_up(times=other).controls] == [False]
-    assert replace(made_up(), findings=made_up().findings).controls[0].holds
-
-
-def test_timings_beside_other_work_are_reported_with_a_warning():
-    busy = times(lambda _: 0.01, float).assign(others=1.3)
-    assert "used 1.3 cores" in made_up(times=busy).warnings[-1]
+def test_other_logits_with_the_cache_fail_the_control_and_other_work_is_warned_of():
+    assert [control.holds for control in made_up().controls] == [True]
     assert not made_up().warnings
+    other = made_up(times=times(lambda _: 0.01, float).assign(difference=0.1, others=1.3))
+    assert [control.holds for control in other.controls] == [False]
+    assert "used 1.3 cores" in other.warnings[-1]

@@ -1,7 +1,7 @@
-"""The policies study: what policies keep and what is said from it on a tiny model, and what the numbers decide."""
+"""The policies study: what is said from a cache that a policy left, and what the numbers decide."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,37 +10,26 @@ import pytest
 import torch
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.footprint import footprint
 from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
+from kvprobe.inference.forward import onwards
 from kvprobe.inference.model import Model
-from kvprobe.policies.policy import Scene
+from kvprobe.inference.outcomes import code_measurements
+from kvprobe.policies.catalogue import CATALOGUE, SINKS, WINDOW
 from kvprobe.studies import policies
 from kvprobe.studies.policies import Config
 from kvprobe.studies.policies import collect as collecting
-from kvprobe.studies.policies.collect import FULL, KINDS, RANDOM, RANDOM_SINKS, SINKS, WINDOW, Condition
-from kvprobe.studies.policies.conclude import BY_PLACE, MARGINS, MEASURES, concluded, judged_budgets, least_memory
+from kvprobe.studies.policies.collect import FULL
+from kvprobe.studies.policies.conclude import BY_PLACE, MARGINS, MEASURES, concluded, judged_budgets
 from kvprobe.studies.policies.study import STUDY
-from kvprobe.tasks.instructions import VALUES
+from kvprobe.tasks.instructions import needle_question
 from kvprobe.text.tokens import Tokens
 from tests.studies.runs import assert_figures, in_steps, page_of
 
 SMALL = Config(samples=2, length=160, budgets=(20, 100))
-MEASURED = ("sliding", RANDOM, RANDOM_SINKS, "quantise")
-"""Few enough kinds for all of them to be asked within seconds; the others are held to the cache that they leave."""
-EVICTING = [name for name, kind in KINDS.items() if not kind.rounds]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A conversation that was read, and what is asked of it."""
-
-    scene: Scene
-    script: collecting.Script
-
-    def act(self, model: Model, kind: str, level: int) -> KVCache:
-        return model.apply(Condition(kind, level).policy(self.scene.cache.slots, SMALL.seed), self.scene)
+MEASURED = ("sliding", "random", "random-sinks", "quantise")
+"""Few enough policies for all of them to be asked within seconds; tests/policies/test_catalogue.py has the others."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,11 +41,11 @@ def short() -> Iterator[None]:
 
 
 def run_few(model: Model, root: Path) -> Run:
-    """The study with few kinds of policies."""
+    """The study with few policies."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in KINDS.keys() - set(MEASURED):
-            patch.delitem(KINDS, name)
-        patch.setitem(KINDS, "quantise", replace(KINDS["quantise"], bits=(4,)))
+        for name in CATALOGUE.keys() - set(MEASURED):
+            patch.delitem(CATALOGUE, name)
+        patch.setitem(CATALOGUE, "quantise", replace(CATALOGUE["quantise"], bits=(4,)))
         return policies.run(SMALL, root, model=model)
 
 
@@ -65,57 +54,10 @@ def finished(wordy: Model, root: Path) -> Run:
     return in_steps(lambda: run_few(wordy, root))
 
 
-@pytest.fixture(scope="module")
-def prepared(wordy: Model) -> Prepared:
+def test_what_is_said_is_that_of_reading_token_by_token_on_a_cache_evicted_by_hand(wordy: Model):
     given, chat = collecting.sample_conversation(wordy, SMALL, 0)
     scene = replace(wordy.watch(chat, queries=WINDOW), samples=(0,))
-    return Prepared(scene, collecting.write_script(wordy, scene.cache, given, chat))
-
-
-def test_a_policy_that_may_keep_everything_changes_nothing(wordy: Model, prepared: Prepared):
-    caches = [prepared.act(wordy, name, 100) for name in EVICTING]
-    start = prepared.scene.cache.slots
-    assert all(int(cache.ledger.following[0]) == start for cache in caches)
-    rows = [prepared.script.continuation.shifted(start)] * (len(caches) + 1)
-    _, logits = wordy.extend(KVCache.join([prepared.scene.cache, *caches]), rows, logits=prepared.script.continued)
-    kl, agreement = collecting.divergence(logits[:1].expand_as(logits), logits)
-    assert float(kl.max()) < 1e-6
-    assert bool(agreement.all())
-
-
-@pytest.mark.parametrize("name", [*EVICTING, "sinks-quantised"])
-def test_a_budget_is_the_share_of_memory_that_is_kept(wordy: Model, prepared: Prepared, name: str):
-    whole = footprint(prepared.scene.cache.ledger, prepared.scene.cache.shape, 2)
-    slots = prepared.scene.cache.slots
-    for level in (10, 20, 50):
-        cache = prepared.act(wordy, name, level)
-        kept, budget = footprint(cache.ledger, cache.shape, 2) / whole * slots, round(level * slots / 100)
-        if name == "pyramidkv":  # its published steps between layers are rounded down
-            assert budget <= kept <= budget + (cache.n_layers - 2) / 2
-        elif name == "adakv":  # its published shares of heads are rounded
-            assert budget - 1.5 <= kept <= budget + 0.5
-        elif name in EVICTING:
-            assert kept == pytest.approx(budget, rel=1e-9)
-        else:
-            assert kept <= budget
-
-
-def test_fewer_bits_take_less_memory(wordy: Model, prepared: Prepared):
-    caches = [prepared.act(wordy, "quantise", bits) for bits in KINDS["quantise"].bits]
-    taken = [footprint(cache.ledger, cache.shape, 2) for cache in caches]
-    assert taken == sorted(taken, reverse=True)
-
-
-def test_the_baseline_that_spares_sinks_differs_in_nothing_else(wordy: Model, prepared: Prepared):
-    spared = prepared.act(wordy, RANDOM_SINKS, 20).ledger.positions[0].tolist()
-    drawn = prepared.act(wordy, RANDOM, 20).ledger.positions[0].tolist()
-    assert spared[:SINKS] == list(range(SINKS))
-    assert len(spared) == len(drawn)
-    assert set(spared[SINKS:]) <= set(drawn)
-
-
-def test_what_is_said_is_that_of_reading_token_by_token_on_a_cache_evicted_by_hand(wordy: Model, prepared: Prepared):
-    cache, script = prepared.scene.cache, prepared.script
+    cache, script = scene.cache, collecting.write_script(wordy, scene.cache, given, chat)
     kept = round(0.5 * cache.slots)
     index = torch.arange(cache.slots)[None]
     by_hand = cache.select(slots=(index < SINKS) | (index >= cache.slots - (kept - SINKS))).reindex("contiguous")
@@ -129,8 +71,9 @@ def test_what_is_said_is_that_of_reading_token_by_token_on_a_cache_evicted_by_ha
             logprobs.append(logits[0, -1].log_softmax(-1))
         return torch.stack(logprobs)
 
+    evicted = wordy.apply(CATALOGUE["sinks"].at(50, cache.slots), scene)
     full = collecting.say(wordy, cache, script)
-    outcomes = collecting.outcomes_of(script, collecting.say(wordy, prepared.act(wordy, "sinks", 50), script), full)
+    outcomes = collecting.outcomes_of(script, collecting.say(wordy, evicted, script), full)
 
     said = next_tokens(by_hand, script.continuation, script.continued)
     reference = next_tokens(cache, script.continuation, script.continued)
@@ -145,21 +88,9 @@ def test_what_is_said_is_that_of_reading_token_by_token_on_a_cache_evicted_by_ha
     assert outcomes["code_margin"] == pytest.approx(float(margin), abs=1e-2)
     assert outcomes["code"] == float((digits.argmax(1) == code).double().mean())
 
-    last = next_tokens(by_hand, script.questions[2], 1)[0][script.values[1]] - script.prior[1]
-    assert outcomes["instruction2"] == float(int(last.argmax()) == script.chosen[1])
-
-
-def test_the_codes_hold_every_digit_at_every_place_and_the_values_differ(wordy: Model, prepared: Prepared):
-    script = prepared.script
-    digits = [set(wordy.tokenizer.convert_ids_to_tokens(column.tolist())) for column in script.codes.T]
-    assert digits == [set("0123456789")] * script.codes.shape[1]
-    assert all(len(set(row.tolist())) == VALUES for row in script.values)
-    true = [
-        wordy.tokenizer.decode(script.values[place, chosen].tolist()).strip()
-        for place, chosen in enumerate(script.chosen)
-    ]
-    given, _ = collecting.sample_conversation(wordy, SMALL, 0)
-    assert all(value.startswith(begun) for begun, (_, value) in zip(true, given.instructions, strict=True))
+    _, unasked = wordy.extend(None, [script.questions[2].shifted(0)])
+    last = (next_tokens(by_hand, script.questions[2], 1)[0] - unasked[0, -1].log_softmax(-1))[script.values[1]]
+    assert outcomes["instruction2"] == float(int(last.argmax()) == script.true[1])
 
 
 def test_a_run_holds_every_condition_and_its_control(finished: Run):
@@ -175,16 +106,16 @@ def test_a_run_holds_every_condition_and_its_control(finished: Run):
 
 def test_with_everything_in_view_a_real_model_recalls_the_code(smol: Model):
     given, chat = collecting.sample_conversation(smol, SMALL, 0)
-    cache = smol.prefill(chat)
-    script = collecting.write_script(smol, cache, given, chat)
-    said = collecting.say(smol, cache, script)
-    whole = collecting.outcomes_of(script, said, said)
-    assert whole["code"] > 0.5
-    assert whole["code_margin"] > 0
+    question, cache = needle_question(given, chat, smol.tokenizer), smol.prefill(chat)
+    asked, codes = question.tokens.answered(question.answers[0]), torch.tensor(question.answers)
+    _, logits = smol.extend(cache, onwards(cache, [asked]), logits=codes.shape[1])
+    told = code_measurements(logits, codes, [0])
+    assert told["correct"].double().mean() > 0.5
+    assert told["margin"].sum() > 0
 
 
 def test_a_sample_does_not_depend_on_the_others(finished: Run, wordy: Model, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(collecting, "conditions", lambda _: [Condition(RANDOM, 20)])
+    monkeypatch.setattr(collecting, "conditions", lambda _: [("random", 20)])
     alone = collecting.read_sample(wordy, SMALL, 1).set_index("condition")
     together = finished.df().query("sample == 1").set_index("condition").loc[alone.index]
     pd.testing.assert_frame_equal(alone, together)
@@ -208,16 +139,13 @@ def made_up(values: Values, full: float = 0.9, config: Config = MADE_UP) -> Conc
     known = {"slots": 500, "reach": 560, "depth": 0.5, "continued": 32, "code_tokens": 5, "bytes_held": 1, "bytes": 1}
     rows = []
     for sample in range(config.samples):
-        for condition in [Condition(FULL, 100), *collecting.conditions(config)]:
-            whole = condition.kind == FULL
-            memory = 1.0 if whole else condition.level / (16 if KINDS[condition.kind].bits else 100)
+        for kind, level in [(FULL, 100), *collecting.conditions(config)]:
+            whole = kind == FULL
+            memory = 1.0 if whole else level / (16 if CATALOGUE[kind].bits else 100)
             measures = (*MEASURES, *MARGINS, *BY_PLACE)
-            row = {name: full if whole else values(name, condition.kind, condition.level, sample) for name in measures}
-            if whole:
-                row |= {"kl": 0.0, "agreement": 1.0}
-            rows.append(
-                {"sample": sample, "kind": condition.kind, "level": condition.level, "memory": memory, **known, **row}
-            )
+            row = {name: full if whole else values(name, kind, level, sample) for name in measures}
+            perfect = {"kl": 0.0, "agreement": 1.0} if whole else {}
+            rows.append({"sample": sample, "kind": kind, "level": level, "memory": memory, **known, **row, **perfect})
     return concluded(pd.DataFrame(rows), config, FACTS)
 
 
@@ -226,7 +154,7 @@ def graded(measure: str, kind: str, level: int, _: int) -> float:
     what SnapKV does; H2O is near the full cache from 50 % on."""
     if kind == "h2o" and level >= 50:
         return 1.0
-    better = {"snapkv": 0.3, "sliding": -0.2, RANDOM_SINKS: 0.15}.get(kind, 0.0)
+    better = {"snapkv": 0.3, "sliding": -0.2, "random-sinks": 0.15}.get(kind, 0.0)
     return 0.5 + (better if measure == "agreement" and level == 20 else 0.0)
 
 
@@ -263,18 +191,19 @@ def test_the_answer_says_who_beats_random_eviction_who_does_worse_and_how_little
 def test_gains_are_on_the_same_budget_and_those_of_quantisation_on_as_much_memory_or_more():
     findings = made_up(lambda measure, kind, level, _: 0.5 + level / 1000 + 0.1 * (kind == "tova")).findings
     for measure, gain in {"kl": -0.1, "agreement": 0.1}.items():
-        keys = {"measure": measure, "kind": "tova", "level": 50, "against": 50, "baseline": RANDOM_SINKS}
+        keys = {"measure": measure, "kind": "tova", "level": 50, "against": 50, "baseline": "random-sinks"}
         assert findings.at("gain", **keys).mean == pytest.approx(gain)
     against = {
-        finding.keys["level"]: finding.keys["against"] for finding in findings.where("gain_quantised", baseline=RANDOM)
+        finding.keys["level"]: finding.keys["against"]
+        for finding in findings.where("gain_quantised", baseline="random")
     }
     assert against == {8: 50, 4: 50, 3: 20, 2: 20}
-    (quantised,) = findings.where("gain_quantised", measure="code", level=8, baseline=RANDOM)
-    assert quantised.value.mean == pytest.approx(-0.042)
+    (of_code,) = findings.where("gain_quantised", measure="code", level=8, baseline="random")
+    assert of_code.value.mean == pytest.approx(-0.042)
     assert findings.at("from_full", measure="code", kind="tova", level=50).mean == pytest.approx(0.65 - 0.9)
     assert set(findings.values("gain", "level")) == {20, 50}
     comparisons = {finding.comparisons for finding in findings.where("gain")}
-    assert comparisons == {len(findings.where("gain", baseline=RANDOM))} == {72}
+    assert comparisons == {len(findings.where("gain", baseline="random"))} == {72}
 
 
 def test_a_measure_at_which_the_full_cache_fails_is_not_judged(tmp_path: Path):
@@ -282,16 +211,15 @@ def test_a_measure_at_which_the_full_cache_fails_is_not_judged(tmp_path: Path):
     assert conclusion.facts["judged"] == {"kl": True, "agreement": True, "code": False, "instructions": False}
     assert sum("cannot be judged" in warning for warning in conclusion.warnings) == 2
     page = page_of(STUDY, MADE_UP, conclusion, tmp_path).read("report.html")
-    assert page.count("<td>cannot be judged</td>") == 2 * len(KINDS) + 2 * 9 * 2
+    assert page.count("<td>cannot be judged</td>") == 2 * len(CATALOGUE) + 2 * 9 * 2
     assert "less that of the full cache" in page
     assert "Recall of the hidden code, less" not in page
 
 
-def test_few_conversations_and_a_missing_control_are_warned_of():
+def test_few_conversations_are_warned_of_and_a_missing_control_is_named():
     assert made_up(lambda *_: 0.9).warnings == []
     few = made_up(lambda *_: 0.9, config=replace(MADE_UP, samples=3, budgets=(20, 50)))
     assert "too few for an interval" in few.warnings[0]
-    assert any("was not checked" in warning for warning in few.warnings)
     assert [control.holds for control in few.controls] == [None]
 
 
@@ -302,15 +230,6 @@ def test_some_instructions_forgotten_and_some_kept_differs_from_all_forgotten():
     findings = made_up(values, full=1.0).findings
     forgotten = {finding.keys["kind"]: finding.value.mean for finding in findings.where("quality", measure="forgotten")}
     assert (forgotten["h2o"], forgotten["tova"], forgotten["snapkv"], forgotten[FULL]) == (0, 0, 1, 0)
-
-
-def test_the_least_memory_is_where_the_line_crosses_the_tolerance():
-    memory = np.array([1.0, 0.5, 0.2])
-    losses = np.array([[0.0, 0.0, 0.1], [0.0, 0.2, 0.0], [0.0, 0.0, 0.0], [0.1, 0.0, 0.0]])
-    np.testing.assert_allclose(least_memory(memory, losses, 0.05, True), [0.35, 0.875, 0.2, np.inf])
-    np.testing.assert_allclose(least_memory(memory, losses, 0.05, False), [0.5, 1.0, 0.2, np.inf])
-    losses[1, 2] = np.nan
-    np.testing.assert_allclose(least_memory(memory, losses, 0.05, True), [0.35, np.nan, 0.2, np.inf])
 
 
 def test_policies_are_judged_at_the_measured_budgets_nearest_to_those_wanted():

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvprobe.experiments.page import answer, write_page
+from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
 from kvprobe.experiments.study import Conclusion
@@ -23,19 +23,19 @@ from kvprobe.stats import Estimate, wilson
 from kvprobe.studies import robustness
 from kvprobe.studies.robustness import Config
 from kvprobe.studies.robustness.collect import CONTROL, MAIN, NOT_A_NUMBER, PROCEDURE, cases, reported_beside
-from kvprobe.studies.robustness.conclude import conclude, ranking
-from kvprobe.studies.robustness.study import STUDY, STYLES
+from kvprobe.studies.robustness.conclude import conclude
+from kvprobe.studies.robustness.study import STUDY
 from kvprobe.tasks.catalogue import find_task
 from tests.models import N_LAYERS, any_model
 from tests.refusals import refused
-from tests.studies.runs import assert_figures, gsm8k_questions, in_steps, page_of
+from tests.studies.runs import assert_figures, gsm8k_questions, in_steps, made_up_answers, page_of
 
 SMALL = Config(tasks=("retrieve",), samples=2, faults=tuple(CATALOGUE), rates=(10.0, 50.0), repeats=2)
 
 
 @pytest.fixture(scope="module")
 def finished(tiny_llama: Model, root: Path) -> Run:
-    return robustness.run(SMALL, root, model=tiny_llama)
+    return in_steps(lambda: robustness.run(SMALL, root, model=tiny_llama))
 
 
 def test_there_is_a_case_for_each_fault_rate_and_repeat_and_for_each_control():
@@ -54,46 +54,28 @@ def test_a_fault_strikes_when_and_where_its_labels_say():
         fault, label = case.trial.fault, case.labels
         when = {"once": (0, False), "fresh": ("every", True), "piling": ("every", False)}[str(label["timing"])]
         assert (fault.at, fault.transient) == when
-        assert fault.scope.unit == label["unit"]
-        assert case.trial.repeat == label["repeat"]
+        assert (fault.scope.unit, case.trial.repeat) == (label["unit"], label["repeat"])
         if label["fault"] != NOT_A_NUMBER:
             assert fault.scope.rate == pytest.approx(float(label["rate"]) / 100)
 
 
-@pytest.mark.parametrize("unit", ["slot", "layer", "head", "number"])
-def test_pages_keep_their_blocks_and_whole_vectors_their_numbers_whatever_the_unit(unit: str):
-    drawn = {str(case.labels["fault"]): case for case in reversed(cases(replace(SMALL, unit=unit, procedure=0.0)))}
-    for name in ("pointers-swapped", "pointers-repeated", "foreign-block", "stale-block", "overlapping"):
-        assert (drawn[name].trial.fault.scope.unit, drawn[name].trial.fault.scope.block) == ("slot", 16)
-    for name in ("permuted", "permuted-keys", "shifted"):
-        assert drawn[name].trial.fault.scope.unit == ("slot" if unit == "number" else unit)
-    for name in (*REPORTED_FAULTS, "fp8-scale", "rounded-2-bit"):
-        assert drawn[name].trial.fault.scope.unit == unit
-
-
-def test_every_named_fault_has_a_line_style_of_its_own():
-    assert list(STYLES) == list(CATALOGUE)
-    assert len(set(STYLES.values())) == len(STYLES)
-
-
-def test_a_run_holds_every_condition_number_and_figure(finished: Run):
-    samples, findings = finished.df(), finished.findings
+def test_a_run_holds_every_condition_number_and_figure_and_its_controls_hold(finished: Run):
+    samples, conclusion = finished.df(), Conclusion.of(finished.metrics)
+    findings = conclusion.findings
     assert len(samples) == SMALL.samples * (len(cases(SMALL)) + 1)
     for name in ("accuracy", "lost", "same", "kl"):
-        assert len(findings[findings["name"] == name]) == len(CATALOGUE) * 2
-    assert len(findings[findings["name"] == "reading"]) == 27
+        assert len(findings.where(name)) == len(CATALOGUE) * 2
+    assert len(findings.where("reading")) == 27
     assert_figures(finished, "accuracy_by_rate", "kl_by_rate")
-    page = write_page(STUDY, finished).read_text()
-    assert all(kind.label.replace("&", "&amp;") in page for kind in CATALOGUE.values())
-
-
-def test_controls_hold_on_a_real_sweep(finished: Run):
-    controls = Conclusion.of(finished.metrics).controls
     # Nothing struck, a NaN, and two faults that only reorder.
-    assert [control.holds for control in controls] == [True] * 4
-    page = write_page(STUDY, finished).read_text()
-    assert page.count("<b>Holds.</b>") == 4
-    assert "A control fails" not in page
+    assert [control.holds for control in conclusion.controls] == [True] * 4
+    nan = samples.query("fault == @NOT_A_NUMBER")
+    assert nan["broken"].str.match(rf"[KV] of layer [0-{N_LAYERS - 1}], KV head \d, slot \d+").all()
+    assert nan["kl"].isna().all()
+    assert not any("were not finite" in warning for warning in conclusion.warnings)
+    # A random model cannot do the task: its faults are ranked by KL alone.
+    assert not findings.where("harm")
+    assert set(findings.values("harm_kl", "fault")) == {name for name in CATALOGUE if not CATALOGUE[name].control}
 
 
 def test_damage_grows_with_the_rate_and_noise_moves_more_than_rounding(finished: Run):
@@ -103,41 +85,6 @@ def test_damage_grows_with_the_rate_and_noise_moves_more_than_rounding(finished:
     for name in ("gaussian", "zeros", "distractor", "rounded-2-bit"):
         assert kl(name, 50.0) > kl(name, 10.0) > 0
     assert kl("gaussian", 50.0) > kl("rounded-2-bit", 50.0) > kl("rounded-4-bit", 50.0)
-
-
-def test_a_random_model_is_listed_with_its_baseline_and_faults_are_not_ranked(finished: Run):
-    findings = findings_of(finished)
-    assert findings.at("sound", task="retrieve").mean == 0
-    assert not findings.where("harm")
-    assert not findings.where("cliff")
-    assert "Faults are not ranked on retrieve" in answer(STUDY, finished)
-    assert set(findings.values("harm_kl", "fault")) == {name for name in CATALOGUE if not CATALOGUE[name].control}
-
-
-def test_the_nan_is_named_and_not_counted_among_rows_that_broke(finished: Run):
-    nan = finished.df().query("fault == @NOT_A_NUMBER")
-    assert nan["broken"].str.match(rf"[KV] of layer [0-{N_LAYERS - 1}], KV head \d, slot \d+").all()
-    assert not nan["right"].any()
-    assert nan["kl"].isna().all()
-    assert not any("were not finite" in warning for warning in Conclusion.of(finished.metrics).warnings)
-
-
-def test_an_interrupted_run_goes_on_with_the_same_numbers(finished: Run, tiny_llama: Model, tmp_path: Path):
-    again = in_steps(lambda: robustness.run(SMALL, tmp_path, model=tiny_llama))
-    pd.testing.assert_frame_equal(again.df(), finished.df())
-    assert again.metrics == finished.metrics
-
-
-def test_without_kl_the_study_still_runs_and_says_so(tiny_llama: Model, tmp_path: Path):
-    config = Config(
-        tasks=("retrieve",), samples=2, faults=("zeros", "permuted"), rates=(50.0,), procedure=0.0, follow=False
-    )
-    run = robustness.run(config, tmp_path, model=tiny_llama)
-    assert not findings_of(run).where("kl")
-    assert not (run.path / "figures" / "kl_by_rate.png").exists()
-    page = (run.path / "report.html").read_text()
-    assert "KL was not measured in this run" in page
-    assert "KL is not measured (allowed" in page
 
 
 def findings_of(run: Run) -> Findings:
@@ -156,33 +103,24 @@ def made_up(
     broken: Callable[[str, float, int], bool] = lambda *_: False,
 ) -> pd.DataFrame:
     """A table of `collect` on recite, from who answers rightly: by fault, rate in percent and item."""
-    rows = []
-    for item in range(config.samples):
-        known = {"task": "recite", "sample": item, "item": f"recite-{item}", "slots": 80, "answer": "a"}
-        sound = {"broken": "", "kl": 0.0, "same": True, "diverged": -1, "struck": 0, "text": "said"}
-        rows.append({**known, **sound, "case": -1, "score_exact": clean(item), "right": clean(item)})
-        for number, case in enumerate(cases(config)):
-            fault, rate = str(case.labels["fault"]), float(case.labels.get("rate", 0.0))
-            nothing = rate == 0 and fault != NOT_A_NUMBER
-            breaks = fault == NOT_A_NUMBER or (rate > 0 and broken(fault, rate, item))
-            correct = clean(item) if nothing else right(fault, rate, item)
-            same = nothing or CATALOGUE[fault].control if fault in CATALOGUE else False
-            rows.append(
-                {
-                    **known,
-                    **case.labels,
-                    "case": number,
-                    "score_exact": correct,
-                    "right": correct and not breaks,
-                    "same": same,
-                    "diverged": -1 if same else 3,
-                    "struck": 0 if nothing else 12,
-                    "broken": "V of layer 1, KV head 0, slot 7" if breaks else "",
-                    "kl": np.nan if breaks else 0.0 if same else kl(fault, rate, item),
-                    "text": "said",
-                }
-            )
-    return pd.DataFrame(rows)
+
+    def became(labels: dict[str, Any], item: int) -> dict[str, Any]:
+        place = (labels["fault"], labels.get("rate", 0.0), item)
+        nan = labels["fault"] == NOT_A_NUMBER
+        if labels.get("rate") == 0:
+            return {"struck": 0}
+        same = not nan and CATALOGUE[labels["fault"]].control
+        answered = {
+            "right": right(*place),
+            "same": same,
+            "diverged": -1 if same else 3,
+            "kl": 0.0 if same else kl(*place),
+        }
+        breaks = {"right": False, "broken": "V of layer 1, KV head 0, slot 7", "kl": np.nan}
+        return answered | (breaks if nan or broken(*place) else {})
+
+    table = made_up_answers("recite", config.samples, lambda _: cases(config), clean, became)
+    return table.assign(score_exact=table["right"])
 
 
 MADE_UP = Config(
@@ -235,6 +173,7 @@ def test_accuracies_and_losses_are_those_of_the_table():
     zeros = {"fault": "zeros", "rate": 10.0}
     assert at(conclusion, "accuracy", **zeros).ends == pytest.approx(wilson(12, 20).ends, rel=1e-12)
     assert at(conclusion, "lost", **zeros).mean == pytest.approx(0.95 - 0.6)
+    assert at(conclusion, "lost", fault="distractor", rate=50.0).mean == pytest.approx(0.15)
     assert at(conclusion, "sound").mean == 0.95
     assert at(conclusion, "kl", **zeros).mean == pytest.approx(0.1)
     for quartile in ("low", "median", "high"):
@@ -243,12 +182,8 @@ def test_accuracies_and_losses_are_those_of_the_table():
 
 
 def test_repeats_of_an_item_do_not_narrow_its_interval():
-    once, config, zeros = (
-        numbers(made_up(graded, MADE_UP)),
-        replace(MADE_UP, repeats=4),
-        {"fault": "zeros", "rate": 50.0},
-    )
-    often = numbers(made_up(graded, config), config)
+    config, zeros = replace(MADE_UP, repeats=4), {"fault": "zeros", "rate": 50.0}
+    once, often = numbers(made_up(graded, MADE_UP)), numbers(made_up(graded, config), config)
     assert at(often, "rows", **zeros).mean == 4 * at(once, "rows", **zeros).mean
     for name in ("accuracy", "lost"):
         assert at(often, name, **zeros).record() == at(once, name, **zeros).record()
@@ -256,16 +191,18 @@ def test_repeats_of_an_item_do_not_narrow_its_interval():
 
 def test_faults_are_ranked_by_what_they_cost_and_neighbours_compared(tmp_path: Path):
     conclusion = numbers(made_up(graded, MADE_UP))
-    order = ranking(conclusion.findings, "harm", "recite")
-    assert [finding.keys["fault"] for finding in order] == ["gaussian", "zeros", "distractor"]
-    assert [finding.value.mean for finding in order] == pytest.approx([1.0, 0.5, 0.15])
-    assert {finding.comparisons for finding in order} == {3}
+    costs = {finding.keys["fault"]: finding for finding in conclusion.findings.where("harm")}
+    assert {fault: cost.value.mean for fault, cost in costs.items()} == pytest.approx(
+        {"gaussian": 1.0, "zeros": 0.5, "distractor": 0.15}
+    )
+    assert {cost.comparisons for cost in costs.values()} == {3}
     assert at(conclusion, "harm_over_next", fault="gaussian").above()
     assert at(conclusion, "harm_over_next", fault="zeros").above()
     assert conclusion.findings.get("harm_over_next", task="recite", fault="distractor") is None
     assert at(conclusion, "cliff", fault="gaussian").mean == 10
     assert all(at(conclusion, "cliff", fault=name).unknown for name in ("zeros", "distractor", "permuted"))
     page = page_of(STUDY, MADE_UP, conclusion, tmp_path)
+    assert "right answers lost, as a share of all" in page.read("report.html")
     assert answer(STUDY, page) == (
         "On recite (100.0 % (83.9 to 100.0) right with a sound cache) the worst fault is Gaussian (layer), which costs "
         "100.0 points (74.4 to 100.0); the mildest is distractor, for which a loss was not detected (15.0 points (-4.3 "
@@ -273,26 +210,21 @@ def test_faults_are_ranked_by_what_they_cost_and_neighbours_compared(tmp_path: P
     )
 
 
-def verdicts(conclusion: Conclusion) -> dict[tuple[Any, Any], str]:
-    """What is claimed of each contrast in accuracy."""
-    findings = conclusion.findings
-    return {
-        (finding.keys["first"], finding.keys["second"]): STUDY.claim(findings, "contrast", **finding.keys)
-        for finding in findings.where("contrast")
-    }
+PAIRS = (("gaussian", "zeros"), ("zeros", "distractor"))
 
 
-def test_the_order_of_the_article_the_opposite_and_none_are_said_in_words():
-    def reversed_order(fault: str, rate: float, item: int) -> bool:
-        return item < {"gaussian": 18, "zeros": 12, "distractor": 0}.get(fault, 20)
-
-    pairs = [("gaussian", "zeros"), ("zeros", "distractor")]
-    claims = verdicts(numbers(made_up(graded, MADE_UP)))
-    assert [claims[pair] for pair in pairs] == ["Gaussian (layer) costs more", "zeros costs more"]
-    claims = verdicts(numbers(made_up(reversed_order, MADE_UP)))
-    assert [claims[pair] for pair in pairs] == ["zeros costs more", "distractor costs more"]
-    claims = verdicts(numbers(made_up(lambda fault, rate, item: item % 2 == 0, MADE_UP)))
-    assert [claims[pair] for pair in pairs] == ["not detected"] * 2
+@pytest.mark.parametrize(
+    ("left", "claims"),
+    [
+        ((0, 10, 17), ["Gaussian (layer) costs more", "zeros costs more"]),
+        ((18, 12, 0), ["zeros costs more", "distractor costs more"]),
+        ((10, 10, 10), ["not detected"] * 2),
+    ],
+)
+def test_the_order_of_the_article_the_opposite_and_none_are_said_in_words(left: tuple[int, ...], claims: list[str]):
+    of = dict(zip(REPORTED_FAULTS, left, strict=True))
+    findings = numbers(made_up(lambda fault, rate, item: item < of.get(fault, 20), MADE_UP)).findings
+    assert [STUDY.claim(findings, "contrast", task="recite", first=one, second=two) for one, two in PAIRS] == claims
 
 
 def test_a_cliff_needs_more_than_a_point_below_half():
@@ -303,27 +235,20 @@ def test_a_cliff_needs_more_than_a_point_below_half():
 
 def test_faults_are_not_ranked_where_the_sound_cache_fails(tmp_path: Path):
     conclusion = numbers(made_up(lambda *_: False, MADE_UP, clean=lambda item: item < 3))
-    assert not conclusion.findings.where("harm")
-    assert not conclusion.findings.where("cliff")
+    assert not conclusion.findings.where("harm") + conclusion.findings.where("cliff")
     assert conclusion.findings.where("harm_kl")
     run = page_of(STUDY, MADE_UP, conclusion, tmp_path)
     assert "the model is right in 15% of its items" in answer(STUDY, run)
     assert "costs" not in answer(STUDY, run)
-    # No map of losses either.
-    assert "right answers lost, as a share of all" not in (run.path / "report.html").read_text()
+    assert "right answers lost, as a share of all" not in run.read("report.html")
 
 
-def test_the_map_of_losses_stands_under_accuracy_for_tasks_that_the_model_can_do(tmp_path: Path):
-    conclusion = numbers(made_up(graded, MADE_UP))
-    assert "right answers lost, as a share of all" in page_of(STUDY, MADE_UP, conclusion, tmp_path).read("report.html")
-    for fault, losses in {
-        "gaussian": (1, 1),
-        "zeros": (0.4, 0.6),
-        "distractor": (0.1, 0.2),
-        "permuted": (0, 0),
-    }.items():
-        lost = [at(conclusion, "lost", fault=fault, rate=rate).mean for rate in MADE_UP.rates]
-        assert lost == pytest.approx(losses)
+def test_without_kl_there_is_no_figure_of_it_and_the_page_says_so(tmp_path: Path):
+    config = replace(MADE_UP, follow=False)
+    run = page_of(STUDY, config, numbers(made_up(graded, config).assign(kl=np.nan), config), tmp_path, drawn=True)
+    assert not list(tmp_path.rglob("kl_by_rate.png"))
+    assert "KL was not measured in this run" in run.read("report.html")
+    assert "KL is not measured (allowed" in run.read("report.html")
 
 
 def test_broken_rows_are_wrong_have_no_kl_and_are_reported():
@@ -336,12 +261,9 @@ def test_broken_rows_are_wrong_have_no_kl_and_are_reported():
     (warning,) = conclusion.warnings
     assert "10 of 200 rows" in warning
     assert "V of layer 1, KV head 0, slot 7" in warning
-
-
-def test_a_fault_that_always_breaks_has_no_kl_at_all():
-    conclusion = numbers(made_up(graded, MADE_UP, broken=lambda fault, rate, item: fault == "zeros"))
-    assert conclusion.findings.get("kl", task="recite", fault="zeros", rate=50.0) is None
-    assert at(conclusion, "accuracy", fault="zeros", rate=50.0).mean == 0
+    always = numbers(made_up(graded, MADE_UP, broken=lambda fault, rate, item: fault == "zeros"))
+    assert always.findings.get("kl", task="recite", **zeros) is None
+    assert at(always, "accuracy", **zeros).mean == 0
 
 
 @pytest.mark.parametrize(
@@ -356,20 +278,19 @@ def test_a_fault_that_always_breaks_has_no_kl_at_all():
 )
 def test_a_control_that_fails_is_said_to_fail(column: str, value: Any, which: str, place: int):
     table = made_up(graded, MADE_UP)
-    assert [control.holds for control in numbers(table).controls] == [True] * 3
     table.loc[table.query(which).index[:1], column] = value
     assert [control.holds for control in numbers(table).controls] == [number != place for number in range(3)]
 
 
 def test_slots_in_another_order_are_no_control_where_a_window_hides_some(monkeypatch: pytest.MonkeyPatch):
     table = made_up(graded, MADE_UP, kl=lambda *_: 1.0)
-    reach = 80 + find_task("recite").max_new_tokens
+    reach = 101 + find_task("recite").max_new_tokens
     for window, holds in ((reach, True), (reach - 1, None)):
         monkeypatch.setattr(Geometry, "shortest_window", window)
         assert numbers(table).controls[2].holds is holds
 
 
-def test_readings_of_the_seeds_procedure_are_held_against_fresh_damage_by_slot():
+def test_readings_of_the_articles_procedure_are_held_against_fresh_damage_by_slot():
     config = replace(MADE_UP, procedure=10.0)
     table = made_up(graded, config)
     table.loc[(table["group"] == PROCEDURE) & (table["unit"] == "number"), "score_exact"] = False
@@ -400,10 +321,8 @@ def test_reported_numbers_stand_beside_measured_ones_with_their_own_intervals(tm
     assert beside["Gaussian (layer)", "50 %"][2] == "apart"
     assert ("zeros", "60 %") not in beside
     assert "(flexible)" in run.read("report.html")
-    assert (
-        conclusion.findings.at("accuracy_also", task=task.name, fault="zeros", rate=10.0, scorer="flexible").mean == 1
-    )
-    assert "table 1" in run.read("report.html")
+    also = conclusion.findings.where("accuracy_also", fault="zeros", rate=10.0, scorer="flexible")
+    assert [finding.value.mean for finding in also] == [1]
     assert "published" in run.read("figures/accuracy_by_rate.svg")
 
 
@@ -412,34 +331,12 @@ def test_a_reported_table_without_any_of_the_faults_is_refused(tmp_path: Path):
     refused(lambda: reported_beside(config, [find_task(config.tasks[0])]), "name one of those")
 
 
-GSM8K_PRESETS = [name for name in presets() if name.startswith("gsm8k")]
-
-
-def test_the_presets_of_gsm8k_have_the_settings_of_the_article():
-    assert len(GSM8K_PRESETS) == 4
-    for name in GSM8K_PRESETS:
-        preset = presets()[name]
-        config = from_mapping(Config, preset.settings)
-        assert config.faults == REPORTED_FAULTS
-        assert "canarypwn" in preset.source
-        table = reported_beside(config, [find_task("gsm8k")])
-        assert table is not None
-        assert config.model.endswith(table.model)
-        assert config.rates == table.rates
-        assert config.samples == (1319 if name.endswith("full") else table.samples)
-
-
-def test_the_seeds_own_experiment_runs_on_a_model_from_a_folder(tiny_qwen2: Path, tmp_path: Path):
-    """As the preset says, but for the model, the items and how many of them."""
-    settings = dict(presets()["gsm8k-qwen2.5-1.5b"].settings)
-    settings |= {"model": str(tiny_qwen2), "tasks": [f"gsm8k:{gsm8k_questions(tmp_path, 10)}"], "samples": 10}
-    run = robustness.run(from_mapping(Config, settings), tmp_path / "runs")
-    findings = findings_of(run)
-    (task,) = findings.values("sound", "task")
-    assert findings.at("sound", task=task).mean == 0
-    assert "Faults are not ranked on gsm8k" in answer(STUDY, run)
-    page = (run.path / "report.html").read_text()
-    assert page.count("<td>overlap</td>") + page.count("<td>apart</td>") == 1 + 3 * 10
-    for cell in ("66.0 % (56.3 to 74.5)", "0.0 % (0.0 to 27.8)", "39.0 % (30.0 to 48.8)"):
-        assert cell in page
-    assert Conclusion.of(run.metrics).controls[0].holds
+@pytest.mark.parametrize("name", [name for name in presets() if name.startswith("gsm8k")])
+def test_the_presets_of_gsm8k_have_the_settings_of_the_article(name: str):
+    config = from_mapping(Config, presets()[name].settings)
+    table = reported_beside(config, [find_task("gsm8k")])
+    assert table is not None
+    assert (config.faults, config.rates) == (REPORTED_FAULTS, table.rates)
+    assert config.model.endswith(table.model)
+    assert config.samples == (1319 if name.endswith("full") else table.samples)
+    assert "canarypwn" in presets()[name].source

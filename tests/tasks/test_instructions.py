@@ -5,7 +5,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvprobe.tasks.instructions import DEPTHS, VALUES, conversation, draw, instructions, needles
+from kvprobe.tasks.instructions import (
+    DEPTHS,
+    VALUES,
+    conversation,
+    draw,
+    instruction_questions,
+    instructions,
+    needle_question,
+    needles,
+)
 from tests.refusals import refused
 
 
@@ -36,3 +45,19 @@ def test_every_instruction_and_needle_has_its_place_to_fill():
         for instruction in instructions()
     )
     assert all(needle.text.count("{code}") == 1 and "{" not in needle.question + needle.lead for needle in needles())
+
+
+def test_questions_end_where_any_of_their_answers_may_begin(tokenizer: Any):
+    given = draw(np.random.default_rng(0), tokenizer)
+    chat = conversation(given, 300, tokenizer)
+    needle, *asked = (needle_question(given, chat, tokenizer), *instruction_questions(given, chat, tokenizer))
+    digits = [{tokenizer.decode([code[place]]).strip() for code in needle.answers} for place in range(-5, 0)]
+    assert digits == [set("0123456789")] * 5
+    assert tokenizer.decode(needle.answers[needle.true]).strip() == given.code
+    assert needle.true == 0
+    for question, (instruction, value) in zip(asked, given.instructions, strict=True):
+        assert question.tokens.positions[0] == 0
+        assert tokenizer.decode(question.tokens.ids).endswith(instruction.lead)
+        assert [tokenizer.decode(answer).strip() for answer in question.answers] == list(instruction.values)
+        assert instruction.values[question.true] == value
+        assert len({answer[0] for answer in question.answers}) == VALUES

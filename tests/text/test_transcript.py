@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -321,3 +322,10 @@ def test_shifting_moves_the_first_token_and_keeps_the_gaps(positions: list[int],
 
 def test_shifting_no_tokens_gives_no_tokens():
     assert len(Tokens.of([]).shifted(7)) == 0
+
+
+def test_a_reply_is_read_up_to_its_last_token_from_where_the_prompt_goes_on():
+    prompt = replace(Tokens.of([1, 2]), end=7)
+    read = prompt.answered([5, 6, 8])
+    assert (read.ids, read.positions) == ((1, 2, 5, 6), (0, 1, 7, 8))
+    assert prompt.answered([5]).ids == prompt.ids

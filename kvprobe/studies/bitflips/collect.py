@@ -13,7 +13,7 @@ from kvprobe.faults.bit_flips import LAYOUTS, Field, Stored
 from kvprobe.faults.scope import Part
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Trial
-from kvprobe.inference.trials import Case, Sample
+from kvprobe.inference.trials import Case, Labels, Sample
 from kvprobe.models.geometry import Geometry
 from kvprobe.studies.answers import collect_answers
 from kvprobe.studies.bitflips import Config
@@ -23,6 +23,7 @@ ANY = "any"
 FIELDS: dict[str, Field | None] = {ANY: None, "sign": "sign", "exponent": "exponent", "mantissa": "mantissa"}
 NOWHERE = -1
 """The layer, head, bit and flip of rows that are not a single flip."""
+EVERYWHERE: Labels = {**dict.fromkeys(("bit", "flip", "layer", "head"), NOWHERE), "part": "kv"}
 
 _WHERE = 0x62
 """Keeps the places of flips apart from whatever else is drawn from the same seed and sample."""
@@ -57,17 +58,8 @@ def cases(config: Config, sample: Sample, shape: Geometry) -> Iterator[Case]:
     for place in places(config, sample.number, shape):
         for dtype in config.dtypes:
             for bit in range(LAYOUTS[dtype].bits):
-                labels = {
-                    "group": "single",
-                    "dtype": dtype,
-                    "field": LAYOUTS[dtype].field_of(bit),
-                    "bit": bit,
-                    "flip": place.flip,
-                    "layer": place.layer,
-                    "head": place.head,
-                    "part": place.part,
-                    "rate": 0.0,
-                }
+                field = LAYOUTS[dtype].field_of(bit)
+                labels = {"group": "single", "dtype": dtype, "field": field, "bit": bit, "rate": 0.0, **vars(place)}
                 yield Case(labels, Trial(BitFlips(dtype, bit=bit, scope=place.scope), repeat=place.flip))
     for name, field in FIELDS.items():
         for rate in config.error_rates:
@@ -88,15 +80,5 @@ def places(config: Config, sample: int, shape: Geometry) -> list[Place]:
 
 
 def _everywhere(group: str, dtype: Stored, name: str, field: Field | None, rate: float) -> Case:
-    labels = {
-        "group": group,
-        "dtype": dtype,
-        "field": name,
-        "bit": NOWHERE,
-        "flip": NOWHERE,
-        "layer": NOWHERE,
-        "head": NOWHERE,
-        "part": "kv",
-        "rate": rate,
-    }
+    labels = {"group": group, "dtype": dtype, "field": name, "rate": rate, **EVERYWHERE}
     return Case(labels, Trial(BitFlips(dtype, field=field, scope=Scope(rate=rate, unit="number"))))

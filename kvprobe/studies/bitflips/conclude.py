@@ -2,7 +2,6 @@
 falls."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.faults.bit_flips import LAYOUTS
 from kvprobe.faults.scope import bands
 from kvprobe.inference.model import Model
+from kvprobe.report.crossing import until_below
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
 from kvprobe.stats import DIFFERENCE, UNBOUNDED
@@ -154,10 +154,8 @@ def add_tolerated(findings: Findings, task: str) -> None:
     already is, and no finding where there are too few items for intervals."""
     for field in FIELDS:
         losses = sorted(findings.where("from_clean", task=task, field=field), key=lambda loss: loss.keys["rate"])
-        before = list(takewhile(lambda loss: not loss.value.below(), losses))
         if all(loss.value.has_interval for loss in losses):
-            tolerated = float(before[-1].keys["rate"]) if before else None
-            findings.number("tolerated", tolerated, task=task, field=field)
+            findings.number("tolerated", until_below(losses, "rate")[0], task=task, field=field)
 
 
 def harm_facts(rows: Rows, too_hard: bool) -> dict[str, Any]:

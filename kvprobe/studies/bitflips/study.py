@@ -4,11 +4,11 @@ import numpy as np
 
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.findings import Key
+from kvprobe.report.plots.by_bit import PointsByBit, SharesByBit
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
 from kvprobe.studies.answers import LABELS, WRITTEN, inputs
 from kvprobe.studies.bitflips import Config
-from kvprobe.studies.bitflips.by_bit import ByBit
 from kvprobe.studies.bitflips.collect import ANY, collect
 from kvprobe.studies.bitflips.conclude import conclude
 from kvprobe.wording import percent, points, two_digits
@@ -35,6 +35,20 @@ BECAME = {
     "nonfinite": "not finite",
     "changed": "another answer or not finite",
 }
+STACKS = {
+    "breaks": (
+        ("loud", "", "#222222", "breaks: not finite"),
+        ("breaks", "loud", "#d55e00", "breaks: wrong answer"),
+        ("words", "", "#56b4e9", "other words, still right"),
+        ("nothing", "", "#e3e3e3", "nothing: same answer"),
+    ),
+    "changed": (
+        ("nonfinite", "", "#222222", "not finite"),
+        ("different", "", "#d55e00", "another answer"),
+        ("same", "", "#e3e3e3", "same answer"),
+    ),
+}
+"""What the figure of shares stacks, where answers can break and where the model fails at the task."""
 GAPS = ("contrast_breaks", "contrast_changed")
 
 
@@ -77,11 +91,14 @@ STUDY = Study(
     collect=collect,
     conclude=conclude,
     figures=(
-        ByBit(
-            "shares_by_bit",
-            "What a single flip of each bit does: of answers that were right, or of all answers where the model fails "
-            "at the task. The same places are struck at each bit. 95 % Wilson intervals over items.",
-            "bit_share",
+        SharesByBit(
+            file="shares_by_bit",
+            caption="What a single flip of each bit does: of answers that were right, or of all answers where the "
+            "model fails at the task. The same places are struck at each bit. 95 % Wilson intervals over items.",
+            finding="bit_share",
+            bits="bit_flips",
+            stacks=STACKS,
+            said={"breaks": "breaks", "changed": "differs"},
         ),
         by_rate(
             "damage_by_rate",
@@ -91,12 +108,17 @@ STUDY = Study(
             ("chance", "chance"),
         ),
         by_rate("changed_by_rate", "changed", "answers that changed (share)", "Flips all over the cache."),
-        ByBit(
-            "kl_by_bit",
-            "Flips after which numbers were not finite have no KL; how many these are is written above. A change too "
-            "small to matter still moves what is computed by rounding; the KL of the lowest bits shows how much. "
-            "95 % intervals over items.",
-            "bit_kl",
+        PointsByBit(
+            file="kl_by_bit",
+            caption="Flips after which numbers were not finite have no KL; how many these are is written above. A "
+            "change too small to matter still moves what is computed by rounding; the KL of the lowest bits shows how "
+            "much. 95 % intervals over items.",
+            finding="bit_kl",
+            bits="bit_flips",
+            left_out="bit_nonfinite",
+            y_label="KL (nats per token)",
+            limits=(5e-11, 100.0),
+            label="mean over flips and items, with its interval",
         ),
     ),
     claims=(

@@ -6,26 +6,28 @@ have given themselves. One file per session is kept, so an interrupted collectio
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.errors import UserError
+from kvprobe.cache.distance import FAMILIES, relative_distance
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.forward import onwards
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
-from kvprobe.inference.outcomes import divergence
+from kvprobe.inference.named_rows import NamedRows, read_on
+from kvprobe.inference.outcomes import divergence, surprise
 from kvprobe.policies import MaskSpans, RestartInPlace, RestartRebuilt
 from kvprobe.studies.idle_rebuild import Config
-from kvprobe.tasks.sessions import SUMMARISED, TURNS, Session, conversation, sessions
+from kvprobe.tasks.sessions import SUMMARISED, TURNS, Session, conversation, last_of_header, question, sessions
 from kvprobe.text.tokens import Tokens
+from kvprobe.tidy import crossed
 
 MEASURED = tuple(range(2, TURNS + 1))
 AFTER = tuple(range(len(SUMMARISED) + 1, TURNS + 1))
@@ -38,25 +40,10 @@ SPEAKERS = ("compacted", "kept")
 LISTENERS = ("kept", "compacted", "in_place", "rebuilt")
 SHARED = ("system", "summary", *(f"T{turn}" for turn in AFTER))
 """Segments that a compacted and a rebuilt cache both hold."""
-FAMILIES = ("k", "v")
 REPLY = ("reply", "turn", "read", "reference", "arm")
 """Columns that say which reply a row is of, and which two runs are held against each other there."""
 Scores = Mapping[str, Float[Tensor, "reply vocab"]]
 """The logits that the tokens of a reply met, by run."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Runs whose caches hold as many slots, as rows of one batch."""
-
-    names: tuple[str, ...]
-    cache: KVCache
-
-    def joined(self, name: str, cache: KVCache) -> "Rows":
-        return Rows((*self.names, name), KVCache.join([self.cache, cache]))
-
-    def only(self, *names: str) -> "Rows":
-        return Rows(names, self.cache.rows([self.names.index(name) for name in names]))
 
 
 def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
@@ -99,44 +86,41 @@ def read_session(model: Model, session: Session, continuation: int) -> pd.DataFr
         to their size.
     """
     tokens = conversation(session).tokens(model.tokenizer)
-    measured = _Measured(tokens)
-    runs = [Rows(("kept",), model.prefill(tokens[: tokens.span(f"T{MEASURED[0]}").start]))]
-    waiting: dict[int, list[Rows]] = {}
+    replies = {turn: tokens.ids[tokens.part(f"reply{turn}")] for turn in MEASURED}
+    tables: list[pd.DataFrame] = []
+    runs = [NamedRows(("kept",), model.prefill(tokens[: tokens.span(f"T{MEASURED[0]}").start]))]
+    waiting: dict[int, list[NamedRows]] = {}
     for turn in MEASURED:
         if turn == AFTER[0]:
             runs, _ = read_on(model, runs, tokens[tokens.span("summary")])
             runs = _compacted(model, runs)
-        fresh = f"rebuilt{turn}"
+        fresh, read = f"rebuilt{turn}", turn - AFTER[0]
         runs[-1] = runs[-1].joined(fresh, rebuilt(model, tokens, runs[0].only("kept").cache, turn))
         if turn in AFTER:
-            pair = runs[-1].only("compacted", fresh)
+            pair = replace(runs[-1].only("compacted", fresh), names=("compacted", "rebuilt"))
             for later in range(turn + 1, TURNS + 1):
-                reply = tokens.part(f"reply{later}")
-                exchange = tokens[tokens.span(f"T{later}").start : reply.stop - 1]
-                _, scores = read_on(model, [pair], exchange, logits=reply.stop - reply.start)
-                measured.early(later, turn - AFTER[0], {"compacted": scores["compacted"], "rebuilt": scores[fresh]})
+                exchange = tokens[tokens.span(f"T{later}").start : tokens.part(f"reply{later}").stop - 1]
+                _, scores = read_on(model, [pair], exchange, logits=len(replies[later]))
+                tables += compared(("early", later, read), replies[later], scores)
         asked, _ = read_on(model, runs, question(tokens, turn))
-        if turn in AFTER:
-            others = asked[1].only("compacted", "in_place", fresh)
-            waiting[turn] = [asked[0], replace(others, names=("compacted", "in_place", "rebuilt"))]
         runs, scores = _answered(model, asked, tokens, turn)
         if turn in AFTER:
-            measured.scripted(turn, scores)
-            measured.early(turn, turn - AFTER[0], {"compacted": scores["compacted"], "rebuilt": scores[fresh]})
+            listening = asked[1].only("compacted", "in_place", fresh)
+            waiting[turn] = [asked[0], replace(listening, names=("compacted", "in_place", "rebuilt"))]
+            early = {"compacted": scores["compacted"], "rebuilt": scores[fresh]}
+            tables += compared(("early", turn, read), replies[turn], early)
         else:
-            measured.scripted(turn, {**scores, "compacted": scores["kept"]})
+            scores = {**scores, "compacted": scores["kept"]}
+        tables += compared(("scripted", turn, read), replies[turn], scores, REFERENCES)
     for speaker in SPEAKERS:
-        for turn, unscripted in _own_replies(model, speaker, waiting, tokens, continuation).items():
-            _, scores = read_on(model, waiting[turn], _said(tokens, turn, unscripted), logits=len(unscripted))
-            measured.own(turn, speaker, unscripted, scores)
-    distance = relative_distance(runs[1].only("in_place").cache, runs[1].only("compacted").cache)
-    distances = [
-        {"family": family, "layer": layer, "segment": segment, "distance": float(value)}
-        for family, layers in zip(FAMILIES, distance, strict=True)
-        for layer, values in enumerate(layers)
-        for segment, value in zip(SHARED, values, strict=True)
-    ]
-    return pd.concat([*measured.tables, pd.DataFrame(distances)], ignore_index=True)
+        for turn, reply in _own_replies(model, speaker, waiting, tokens, continuation).items():
+            said = last_of_header(tokens, turn).answered(reply, "own")
+            _, scores = read_on(model, waiting[turn], said, logits=len(reply))
+            heard = {name: scores[name] for name in LISTENERS}
+            tables += compared(("own", turn, turn - AFTER[0]), reply, heard, (speaker,))
+    distance = relative_distance(runs[1].only("in_place").cache, runs[1].only("compacted").cache, SHARED)
+    keys = {"family": FAMILIES, "layer": range(distance.shape[1]), "segment": SHARED}
+    return pd.concat([*tables, crossed(keys, {"distance": distance.cpu().numpy()})], ignore_index=True)
 
 
 def rebuilt(model: Model, tokens: Tokens, kept: KVCache, turn: int) -> KVCache:
@@ -149,44 +133,28 @@ def rebuilt(model: Model, tokens: Tokens, kept: KVCache, turn: int) -> KVCache:
     return model.prefill(tokens[: tokens.span(f"T{turn}").start])
 
 
-def question(tokens: Tokens, turn: int) -> Tokens:
-    """The user's message of a turn and the header of the answer, but for the header's last token: that one is read with
-    the answer, whose first token is predicted from it."""
-    return tokens[tokens.span(f"T{turn}").start : tokens.part(f"reply{turn}").start - 1]
+def compared(
+    place: tuple[str, int, int], reply: Sequence[int], scores: Scores, references: Sequence[str] = ("compacted",)
+) -> list[pd.DataFrame]:
+    """A table for each run and reference: how far apart they are at each token of a reply, and its surprise.
+
+    Args:
+        place: the kind of reply, its turn, and how many turns were read since the summary.
+    """
+    said, tables = torch.tensor(reply), []
+    for arm, logits in scores.items():
+        for reference in (name for name in references if name in scores):
+            kl, agrees = divergence(scores[reference], logits)
+            if place[0] == "own":
+                agrees = logits.argmax(-1).cpu() == said
+            values = {"kl": kl, "agrees": agrees, "nll": surprise(logits, reply)}
+            table = pd.DataFrame({name: value.double().cpu().numpy() for name, value in values.items()})
+            keys = dict(zip(REPLY, (*place, reference, arm), strict=True))
+            tables.append(table.assign(**keys, token=range(1, len(table) + 1)))
+    return tables
 
 
-def read_on(
-    model: Model, runs: Sequence[Rows], tokens: Tokens, logits: int = 1
-) -> tuple[list[Rows], dict[str, Float[Tensor, "last vocab"]]]:
-    """Let every run read these tokens where its own cache ends; the logits after the last `logits` of them, by run."""
-    grown, scores = [], {}
-    for rows in runs:
-        cache, by_row = model.extend(rows.cache, onwards(rows.cache, [tokens]), logits=logits)
-        grown.append(replace(rows, cache=cache))
-        scores |= dict(zip(rows.names, by_row, strict=True))
-    return grown, scores
-
-
-def relative_distance(cache: KVCache, reference: KVCache) -> Float[Tensor, "families layers segments"]:
-    """‖difference‖ / ‖reference‖ of K and of V over the slots of each shared segment, which stand at equal
-    positions."""
-    if not torch.equal(cache.ledger.origins, reference.ledger.origins):
-        raise UserError("Keys can be compared only where both caches computed them at the same positions.")
-    places = [reference.ledger.in_segments([segment])[0] for segment in SHARED]
-
-    def relative(one: Tensor, other: Tensor) -> Tensor:
-        pairs = [(one[0][:, place].float(), other[0][:, place].float()) for place in places]
-        return torch.stack([(mine - theirs).norm() / theirs.norm() for mine, theirs in pairs])
-
-    return torch.stack(
-        [
-            torch.stack([relative(*pair) for pair in zip(mine, theirs, strict=True)])
-            for mine, theirs in ((cache.keys, reference.keys), (cache.values, reference.values))
-        ]
-    )
-
-
-def _compacted(model: Model, runs: Sequence[Rows]) -> list[Rows]:
+def _compacted(model: Model, runs: Sequence[NamedRows]) -> list[NamedRows]:
     """The runs after the summary: `kept` goes on as it is, and what is compacted has lost the summarised turns."""
     kept = runs[0].only("kept")
     controls = runs[0].only(*(f"rebuilt{turn}" for turn in CONTROLS))
@@ -196,12 +164,10 @@ def _compacted(model: Model, runs: Sequence[Rows]) -> list[Rows]:
         model.apply(RestartInPlace(SUMMARISED), kept.cache),
         model.apply(MaskSpans(SUMMARISED), controls.cache),
     ]
-    return [kept, Rows(names, KVCache.join(caches))]
+    return [kept, NamedRows(names, KVCache.join(caches))]
 
 
-def _answered(
-    model: Model, runs: Sequence[Rows], tokens: Tokens, turn: int
-) -> tuple[list[Rows], dict[str, Float[Tensor, "reply vocab"]]]:
+def _answered(model: Model, runs: Sequence[NamedRows], tokens: Tokens, turn: int) -> tuple[list[NamedRows], Scores]:
     """Let the runs, who have read the question, read the scripted reply; the logits that each of its tokens met."""
     reply = tokens.part(f"reply{turn}")
     rest = tokens[reply.start - 1 : tokens.span(f"T{turn}").stop]
@@ -210,60 +176,11 @@ def _answered(
 
 
 def _own_replies(
-    model: Model, speaker: str, waiting: dict[int, list[Rows]], tokens: Tokens, continuation: int
+    model: Model, speaker: str, waiting: Mapping[int, list[NamedRows]], tokens: Tokens, continuation: int
 ) -> dict[int, tuple[int, ...]]:
     """What this run, greedily, would reply itself at each turn whose question it has read; turns are rows of one
     batch."""
-    past = KVCache.join(
-        [rows.only(speaker).cache for group in waiting.values() for rows in group if speaker in rows.names]
-    )
-    headers = [_said(tokens, turn, ()) for turn in waiting]
+    speaking = [rows.only(speaker).cache for group in waiting.values() for rows in group if speaker in rows.names]
+    past, headers = KVCache.join(speaking), [last_of_header(tokens, turn) for turn in waiting]
     said = generate(model.lanes, onwards(past, headers), past, max_new_tokens=continuation).tokens
     return dict(zip(waiting, said, strict=True))
-
-
-def _said(tokens: Tokens, turn: int, reply: Sequence[int]) -> Tokens:
-    """What is read after a question to learn of each of these tokens: the header's last, and all of them but the
-    last."""
-    header = tokens.part(f"reply{turn}").start - 1
-    last = tokens[header : header + 1]
-    return last + Tokens.of(reply[:-1], "own", last.following)
-
-
-class _Measured:
-    """The rows that `read_session` returns, turn by turn."""
-
-    def __init__(self, tokens: Tokens) -> None:
-        self._replies = {turn: list(tokens.ids[tokens.part(f"reply{turn}")]) for turn in MEASURED}
-        self.tables: list[pd.DataFrame] = []
-
-    def scripted(self, turn: int, scores: Scores) -> None:
-        """What the runs say of a turn's scripted reply."""
-        for arm, logits in scores.items():
-            nll = _surprise(logits, self._replies[turn])
-            for reference in (name for name in REFERENCES if name in scores):
-                kl, agrees = divergence(scores[reference], logits)
-                self._add("scripted", turn, turn - AFTER[0], reference, arm, kl=kl, agrees=agrees, nll=nll)
-
-    def own(self, turn: int, speaker: str, reply: Sequence[int], scores: Scores) -> None:
-        """What the listeners say of a reply that the speaker would have given."""
-        said = torch.tensor(reply, device=scores[speaker].device)
-        for arm in LISTENERS:
-            kl, _ = divergence(scores[speaker], scores[arm])
-            self._add("own", turn, turn - AFTER[0], speaker, arm, kl=kl, agrees=scores[arm].argmax(-1) == said)
-
-    def early(self, turn: int, read: int, scores: Scores) -> None:
-        """What two runs say of a turn's scripted reply when they have read so many turns after the summary."""
-        for arm, logits in scores.items():
-            kl, _ = divergence(scores["compacted"], logits)
-            self._add("early", turn, read, "compacted", arm, kl=kl, nll=_surprise(logits, self._replies[turn]))
-
-    def _add(self, *reply: str | int, **values: Tensor) -> None:
-        table = pd.DataFrame({name: value.double().cpu().numpy() for name, value in values.items()})
-        self.tables.append(table.assign(**dict(zip(REPLY, reply, strict=True)), token=range(1, len(table) + 1)))
-
-
-def _surprise(logits: Float[Tensor, "reply vocab"], reply: Sequence[int]) -> Float[Tensor, "reply"]:
-    """Negative log-probability of each token of the reply, in nats."""
-    ids: Int[Tensor, "reply 1"] = torch.tensor(reply, device=logits.device)[:, None]
-    return -logits.float().log_softmax(-1).gather(1, ids)[:, 0]

@@ -25,6 +25,10 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     longest = max(*config.contexts, *config.timed, config.prompt + config.new)
     model.lanes.refuse_far_positions(torch.tensor([[longest - 1]]))
 
+    def peak(context: int) -> pd.DataFrame:
+        taken = measure(model, model.budget(context=context, new=GENERATED))
+        return pd.DataFrame(taken.rows(), columns=["what", "predicted", "measured"]).assign(context=context)
+
     def grow(prompt: int) -> pd.DataFrame:
         return pd.DataFrame(growth(model, prompt, config.new))
 
@@ -33,30 +37,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
 
     parts = partial(table_of_parts, run)
     return {
-        "samples": collect_peaks(model, config, run),
+        "samples": parts(config.contexts, "peak", peak, doing="Measuring peaks", unit="prompt"),
         "growth": parts([config.prompt], "growth", grow, doing="Watching a cache grow", unit="conversation"),
         "times": parts(config.timed, "time", timed, doing="Timing tokens", unit="length"),
     }
-
-
-def collect_peaks(model: Model, config: Config, run: Run) -> pd.DataFrame:
-    """For each context: bytes predicted and measured, of the weights, the cache, and beside the weights at their
-    most."""
-
-    def peak(context: int) -> pd.DataFrame:
-        predicted = model.budget(context=context, new=GENERATED)
-        taken = measure(model, predicted)
-        assert taken.generating is not None
-        reading, generating = (predicted.phases[name].total for name in ("reading", "generating"))
-        rows = [
-            ("weights", predicted.weights, taken.weights),
-            ("cache", predicted.cache, taken.cache),
-            ("reading", reading, taken.reading.peak),
-            ("generating", generating, taken.generating.peak),
-            ("peak", predicted.peak, taken.peak),
-        ]
-        return pd.DataFrame(
-            [{"context": context, "what": what, "predicted": said, "measured": seen} for what, said, seen in rows]
-        )
-
-    return table_of_parts(run, config.contexts, "peak", peak, doing="Measuring peaks", unit="prompt")

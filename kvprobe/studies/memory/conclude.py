@@ -9,11 +9,13 @@ import pandas as pd
 from kvprobe.experiments.estimands import Mean, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
+from kvprobe.inference.timed import power_of_length
 from kvprobe.memory.budget import Budget
 from kvprobe.memory.table import parts, rows
 from kvprobe.memory.units import both, short
 from kvprobe.report.findings import Finding, Findings
-from kvprobe.report.plots.budget import Along, stack_of
+from kvprobe.report.plots.budget import Along
+from kvprobe.report.plots.stack_figure import stack_findings
 from kvprobe.stats import Estimate
 from kvprobe.studies.memory import Config
 from kvprobe.tidy import Rows
@@ -26,8 +28,6 @@ QUIET = 0.2
 """Cores that other processes may use while tokens are timed."""
 WAYS = ("cached", "anew")
 VIEWS = ("transformers", "vLLM", "logical", "measured")
-POINTS = 61
-"""Lengths at which the budget is drawn."""
 
 
 def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -> Conclusion:
@@ -49,7 +49,7 @@ def concluded(tables: Mapping[str, Rows], budget: Budget, device: str = "cpu") -
     add_growth(findings, growth)
     add_times(findings, times)
     for along in get_args(Along):
-        add_stack(findings, budget, along, int(peaks["context"].max()) if along == "context" else 0)
+        findings.extend(stack_findings(budget, along, int(peaks["context"].max()) if along == "context" else 0))
     off = {what: findings.at("worst", what=what).mean for what in ("reading", "generating")}
     beside = max(off, key=lambda what: abs(off[what]))
     facts = {
@@ -116,24 +116,11 @@ def add_times(findings: Findings, times: Rows) -> None:
         findings.number("faster", medians["anew"] / medians["cached"], length=int(length))
 
 
-def add_stack(findings: Findings, budget: Budget, along: Along, longest: int) -> None:
-    """Where memory goes by length, and where it runs out."""
-    stack = stack_of(budget, along, longest, POINTS)
-    for part, sizes in stack.parts.items():
-        for length, size in zip(stack.lengths, sizes, strict=True):
-            findings.number("needed", size, "bytes", along=along, length=length, part=part)
-    findings.number("room", stack.largest, "tokens", along=along)
-    findings.number("usable", stack.usable, "bytes", along=along)
-
-
 def slopes(times: Rows) -> Rows:
-    """For each repeat, by what power of the length a token's time grows over the longer half of the lengths; the
-    shorter half is ruled by what every pass costs."""
+    """For each repeat and way, by what power of the length a token's time grows."""
     tables = []
     for way in WAYS:
-        table = times.pivot(index="repeat", columns="length", values=way)
-        lengths = np.array(table.columns, dtype=float)
-        chosen = lengths >= np.median(lengths)
-        slope = np.polyfit(np.log(lengths[chosen]), np.log(table.to_numpy(float)[:, chosen]).T, 1)[0]
-        tables.append(pd.DataFrame({"repeat": table.index, "way": way, "slope": slope}))
+        seconds = times.pivot(index="repeat", columns="length", values=way)
+        slope = power_of_length(np.array(seconds.columns, float), seconds.to_numpy(float))
+        tables.append(pd.DataFrame({"repeat": seconds.index, "way": way, "slope": slope}))
     return pd.concat(tables, ignore_index=True)

@@ -1,14 +1,9 @@
 """The memory study: its declaration."""
 
-from dataclasses import dataclass
-from typing import Any
-
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.memory.units import short
-from kvprobe.report.findings import Findings
-from kvprobe.report.plots.budget import Along, Stack, draw_stack
-from kvprobe.report.plots.figure import Labels
 from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.report.plots.stack_figure import StackFigure
 from kvprobe.stats import Estimate
 from kvprobe.studies.memory import Config
 from kvprobe.studies.memory.collect import collect
@@ -22,36 +17,6 @@ WHAT = {
     "generating": "beside the weights, at the last generated token",
     "peak": "peak",
 }
-
-
-@dataclass(frozen=True)
-class StackFigure:
-    """Where memory goes by length, with the measured peaks as dots."""
-
-    file: str
-    along: Along
-    caption: str
-
-    def draw(self, findings: Findings, labels: Labels, title: str) -> Any | None:
-        """The figure; None where nothing of it was measured."""
-        chosen: dict[str, Any] = {"along": self.along}
-        needed = findings.where("needed", **chosen)
-        if not needed:
-            return None
-        sizes: dict[str, list[float]] = {}
-        for finding in needed:
-            sizes.setdefault(str(finding.keys["part"]), []).append(finding.value.mean)
-        usable, room = (findings.at(name, **chosen) for name in ("usable", "room"))
-        stack = Stack(
-            [int(length) for length in findings.values("needed", "length", **chosen)],
-            sizes,
-            None if usable.unknown else usable.mean,
-            None if room.unknown else int(room.mean),
-            labels("along", self.along),
-            title,
-        )
-        peaks = findings.where("measured", what="peak") if self.along == "context" else []
-        return draw_stack(stack, [(int(peak.keys["context"]), peak.value.mean) for peak in peaks])
 
 
 def bytes_of(value: Estimate) -> str:
@@ -73,8 +38,14 @@ STUDY = Study(
     collect=collect,
     conclude=conclude,
     figures=(
-        StackFigure("stack", "context", "Memory by the length of a prompt that is read in one pass. Dots: measured."),
-        StackFigure("generating", "new", "Memory by generated tokens, after the prompt."),
+        StackFigure(
+            file="stack",
+            caption="Memory by the length of a prompt that is read in one pass. Dots: measured.",
+            along="context",
+            measured="measured",
+            where={"what": "peak"},
+        ),
+        StackFigure(file="generating", caption="Memory by generated tokens, after the prompt.", along="new"),
         Lines(
             file="growth",
             finding="cache",

@@ -6,7 +6,6 @@ model itself gives with the full cache, and five questions as rows of one batch.
 interrupted run resumes.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,161 +17,39 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.footprint import footprint
-from kvprobe.errors import UserError
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.forward import onwards
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
-from kvprobe.inference.outcomes import divergence, use_measurements
-from kvprobe.policies import (
-    H2O,
-    TOVA,
-    HeadBudgets,
-    LayerBudgets,
-    Policy,
-    Quantise,
-    RandomEviction,
-    SinkWindow,
-    SlidingWindow,
-    SnapKV,
-)
+from kvprobe.inference.outcomes import choice_measurements, code_measurements, divergence, logprobs_of
+from kvprobe.policies.catalogue import CATALOGUE, WINDOW
 from kvprobe.progress import Bar
 from kvprobe.studies.policies import Config
-from kvprobe.tasks.instructions import PLACES, Given, asked, conversation, draw
-from kvprobe.text.messages import Message, Part
-from kvprobe.text.tokens import GENERATED, Tokens
+from kvprobe.tasks.instructions import Given, conversation, draw, instruction_questions, needle_question
+from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
 
-SINKS, WINDOW, TAIL = 4, 16, 32
-"""Slots at the start that sink windows keep, last queries that SnapKV looks at, and slots that stay unquantised."""
 CONTINUED = 32
 """Tokens of the model's own continuation."""
 LAST_TURN = "Thank you. What would you suggest that I do next?"
 NUMBER_BYTES = 2
 """Memory is that of a 16-bit cache, which is what engines hold, whatever the dtype here."""
-FULL, RANDOM, RANDOM_SINKS = "full", "random", "random-sinks"
-
-
-@dataclass(frozen=True)
-class Room:
-    """What a policy is given: `amount` is slots to keep (or bits, where the kind says so)."""
-
-    amount: int
-    seed: int
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A policy at all its budgets: one line of a figure.
-
-    Attributes:
-        label: as reports and figures call it.
-        make: the policy for a room.
-        colour: colour, marker and dashes of its line.
-        bits: amounts that it is measured at instead of budgets, where it keeps all slots.
-        rounds: whether it changes numbers, so that it is not the full cache even if it keeps every slot.
-        baseline: whether it knows nothing of what it evicts, and is there for others to be held against.
-    """
-
-    label: str
-    make: Callable[[Room], Policy]
-    colour: str
-    marker: str
-    dashes: str = "-"
-    bits: tuple[int, ...] = ()
-    rounds: bool = False
-    baseline: bool = False
-
-
-def _snapkv(room: Room) -> SnapKV:
-    # Below two windows of budget, a window may take half of it.
-    return SnapKV(room.amount, window=min(WINDOW, room.amount // 2))
-
-
-def _sinks(room: Room) -> SinkWindow:
-    return SinkWindow(SINKS, room.amount - SINKS)
-
-
-KINDS = {
-    "sliding": Kind("sliding window", lambda room: SlidingWindow(room.amount), "#56b4e9", "v"),
-    "sinks": Kind("sinks + window (StreamingLLM)", _sinks, "#0072b2", "o"),
-    "sinks-gapped": Kind(
-        "sinks + window (gapped)", lambda room: replace(_sinks(room), mode="gapped"), "#0072b2", "s", "--"
-    ),
-    RANDOM: Kind("random eviction", lambda room: RandomEviction(room.amount, room.seed), "#7f7f7f", "x", baseline=True),
-    "random-heads": Kind(
-        "random eviction per head",
-        lambda room: RandomEviction(room.amount, room.seed, per_head=True),
-        "#7f7f7f",
-        "+",
-        "--",
-        baseline=True,
-    ),
-    RANDOM_SINKS: Kind(
-        "random eviction + sinks",
-        lambda room: RandomEviction(room.amount, room.seed, sinks=SINKS),
-        "#7f7f7f",
-        "o",
-        ":",
-        baseline=True,
-    ),
-    "h2o": Kind("H2O", lambda room: H2O(room.amount), "#009e73", "^"),
-    "tova": Kind("TOVA", lambda room: TOVA(room.amount), "#cc79a7", "D"),
-    "snapkv": Kind("SnapKV", _snapkv, "#d55e00", "o"),
-    "pyramidkv": Kind("PyramidKV", lambda room: LayerBudgets(_snapkv(room)), "#d55e00", "s", "--"),
-    "adakv": Kind("Ada-KV (SnapKV)", lambda room: HeadBudgets(_snapkv(room)), "#d55e00", "^", ":"),
-    "quantise": Kind(
-        "quantised (8 to 2 bits)",
-        lambda room: Quantise(room.amount, tail=TAIL),
-        "#000000",
-        "*",
-        "",
-        bits=(8, 4, 3, 2),
-        rounds=True,
-    ),
-    "sinks-quantised": Kind(
-        "sinks + window at 4 bits", lambda room: _sinks(room) | Quantise(4, tail=TAIL), "#e69f00", "P", rounds=True
-    ),
-}
-"""Every policy of the study by name. To add one, add an entry."""
-
-
-@dataclass(frozen=True)
-class Condition:
-    """A kind of policy at a level: a budget in percent of the conversation's slots, or bits."""
-
-    kind: str
-    level: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}-{self.level}"
-
-    def policy(self, slots: int, seed: int) -> Policy:
-        """The policy for a conversation of so many slots."""
-        kind = KINDS[self.kind]
-        amount = self.level if kind.bits else round(self.level * slots / 100)
-        return kind.make(Room(amount, seed))
-
-
-def conditions(config: Config) -> list[Condition]:
-    """All conditions but the full cache, kind by kind."""
-    return [Condition(name, level) for name, kind in KINDS.items() for level in kind.bits or config.budgets]
+FULL = "full"
 
 
 @dataclass(frozen=True)
 class Script:
-    """What is said after the conversation, each row beginning at position 0.
+    """What is said after the conversation.
 
     Attributes:
         continuation: the last turn and the model's own answer to it, but for its last token.
         continued: how many tokens that answer has.
         questions: the needle's, up to the last token of its code, then each instruction's, up to its value.
-        codes: the true code's tokens first, then those of nine codes whose digits are other ones at each place.
+        codes: the true code's tokens first, then those of the codes that it might have been.
         values: first tokens of each instruction's values.
-        prior: log-probability of each with nothing before the question, which tells what words the model likes anyway.
-        chosen: which of these values each instruction was given.
+        prior: log-probability of each with nothing before the question.
+        true: which of these values each instruction was given.
     """
 
     continuation: Tokens
@@ -181,7 +58,7 @@ class Script:
     codes: Int[Tensor, "codes code_tokens"]
     values: Int[Tensor, "places values"]
     prior: Float[Tensor, "places values"]
-    chosen: tuple[int, ...]
+    true: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -190,6 +67,11 @@ class Said:
 
     continuation: Float[Tensor, "continued vocab"]
     answers: Float[Tensor, "questions code_tokens vocab"]
+
+
+def conditions(config: Config) -> list[tuple[str, int]]:
+    """All conditions but the full cache: a policy's name, and its budget in percent of the slots or its bits."""
+    return [(name, level) for name, policy in CATALOGUE.items() for level in policy.bits or config.budgets]
 
 
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
@@ -229,16 +111,16 @@ def read_sample(model: Model, config: Config, sample: int) -> pd.DataFrame:
     }
     whole = footprint(scene.cache.ledger, scene.cache.shape, NUMBER_BYTES)
 
-    def row(name: str, kind: str, level: int, cache: KVCache, said: Said) -> dict[str, Any]:
+    def row(kind: str, level: int, cache: KVCache, said: Said) -> dict[str, Any]:
         taken = footprint(cache.ledger, cache.shape, NUMBER_BYTES)
         memory = {"memory": taken / whole, "bytes": taken, "bytes_held": cache.nbytes}
-        condition = {"condition": name, "kind": kind, "level": level}
+        condition = {"condition": kind if kind == FULL else f"{kind}-{level}", "kind": kind, "level": level}
         return known | condition | memory | outcomes_of(script, said, full)
 
-    rows = [row(FULL, FULL, 100, scene.cache, full)]
-    for condition in Bar(conditions(config), desc="Policies", unit="condition", leave=False):
-        cache = model.apply(condition.policy(len(tokens), config.seed), scene)
-        rows.append(row(condition.name, condition.kind, condition.level, cache, say(model, cache, script)))
+    rows = [row(FULL, 100, scene.cache, full)]
+    for kind, level in Bar(conditions(config), desc="Policies", unit="condition", leave=False):
+        cache = model.apply(CATALOGUE[kind].at(level, len(tokens), config.seed), scene)
+        rows.append(row(kind, level, cache, say(model, cache, script)))
     return pd.DataFrame(rows)
 
 
@@ -247,6 +129,29 @@ def sample_conversation(model: Model, config: Config, sample: int) -> tuple[Give
     # The third number keeps this stream apart from that of random eviction, which draws from [seed, sample].
     given = draw(np.random.default_rng([config.seed, sample, 1]), model.tokenizer)
     return given, conversation(given, config.length, model.tokenizer)
+
+
+def write_script(model: Model, cache: KVCache, given: Given, chat: Transcript) -> Script:
+    """The script of a conversation whose full cache this is.
+
+    Raises:
+        UserError: the tokenizer joins a code or value with the text before it, or codes differ in tokens.
+    """
+    (turn,) = model.prompts(cache, LAST_TURN)
+    continued = generate(model.lanes, [turn], cache, max_new_tokens=CONTINUED).tokens[0]
+    needle = needle_question(given, chat, model.tokenizer)
+    asked = instruction_questions(given, chat, model.tokenizer)
+    values = torch.tensor([[answer[0] for answer in question.answers] for question in asked], device=model.lanes.device)
+    _, unasked = model.extend(None, [question.tokens for question in asked])
+    return Script(
+        continuation=turn.answered(continued),
+        continued=len(continued),
+        questions=(needle.tokens.answered(needle.answers[0]), *(question.tokens for question in asked)),
+        codes=torch.tensor(needle.answers, device=model.lanes.device),
+        values=values,
+        prior=logprobs_of(unasked[:, -1], values),
+        true=tuple(question.true for question in asked),
+    )
 
 
 def say(model: Model, cache: KVCache, script: Script) -> Said:
@@ -260,67 +165,14 @@ def say(model: Model, cache: KVCache, script: Script) -> Said:
 def outcomes_of(script: Script, said: Said, full: Said) -> dict[str, float]:
     """The measures of one condition; see `read_sample`."""
     kl, agreement = divergence(full.continuation, said.continuation)
-    code = use_measurements([said.answers[:1]], script.codes, [0])
-    scores = said.answers[1:, -1].float().log_softmax(-1).gather(1, script.values) - script.prior
-    chosen = torch.tensor(script.chosen, device=scores.device)
-    true = scores.gather(1, chosen[:, None])[:, 0]
-    margins = true - (scores.sum(1) - true) / (scores.shape[1] - 1)
-    kept = scores.argmax(1) == chosen
+    code = code_measurements(said.answers[:1], script.codes, [0])
+    instructions = choice_measurements(said.answers[1:, -1], script.values, script.true, script.prior)
     return {
         "kl": float(kl.mean()),
         "agreement": float(agreement.double().mean()),
         "code": float(code["correct"].double().mean()),
         "code_margin": float(code["margin"].sum()),
-        "instructions": float(kept.double().mean()),
-        "instruction_margin": float(margins.mean()),
-        **{f"instruction{place}": float(right) for place, right in enumerate(kept, start=1)},
+        "instructions": float(instructions["correct"].double().mean()),
+        "instruction_margin": float(instructions["margin"].mean()),
+        **{f"instruction{place}": float(right) for place, right in enumerate(instructions["correct"], start=1)},
     }
-
-
-def write_script(model: Model, cache: KVCache, given: Given, chat: Transcript) -> Script:
-    """The script of a conversation whose full cache this is.
-
-    Raises:
-        UserError: the tokenizer joins a code or value with the text before it, or codes differ in tokens.
-    """
-    last = replace(chat, messages=(*chat.messages[-2:], Message("user", (Part(LAST_TURN),), "question")))
-    turn = last.tokens(model.tokenizer, generation_prompt=True)
-    turn = turn[turn.span("question").start :].shifted(0)
-    continued = generate(model.lanes, onwards(cache, [turn]), cache, max_new_tokens=CONTINUED).tokens[0]
-    said = Tokens.of(continued[:-1], GENERATED, turn.following)
-
-    def ask(question: str, lead: str, answers: list[str]) -> tuple[Tokens, list[tuple[int, ...]]]:
-        """The question up to the answer, and each answer's tokens."""
-        rows = [asked(chat, question, lead, answer).tokens(model.tokenizer) for answer in answers]
-        places = [row.part("answer") for row in rows]
-        leads = {row.ids[: place.start] for row, place in zip(rows, places, strict=True)}
-        if len(leads) > 1:
-            raise UserError(
-                f"This tokenizer joins the answer to {question!r} with the text before it; use another model."
-            )
-        first = rows[0][rows[0].span("question").start : places[0].start]
-        return first.shifted(0), [row.ids[place] for row, place in zip(rows, places, strict=True)]
-
-    shifted = ["".join(str((int(digit) + shift) % 10) for digit in given.code) for shift in range(10)]
-    needle, codes = ask(given.needle.question, given.needle.lead, shifted)
-    if len({len(code) for code in codes}) > 1:
-        raise UserError("This tokenizer joins the digits of some codes; use a model that tokenises digits apart.")
-    # The last token of the code is never read: its probability is read off the token before it.
-    rows = [needle + Tokens.of(codes[0][:-1], "question", needle.following)]
-    values = []
-    for instruction, _ in given.instructions:
-        question, answers = ask(instruction.query, instruction.lead, list(instruction.values))
-        rows.append(question)
-        values.append([answer[0] for answer in answers])
-    assert len(values) == PLACES
-    first = torch.tensor(values, device=model.lanes.device)
-    _, unasked = model.extend(None, rows[1:])
-    return Script(
-        continuation=turn + said,
-        continued=len(continued),
-        questions=tuple(rows),
-        codes=torch.tensor(codes, device=model.lanes.device),
-        values=first,
-        prior=unasked[:, -1].float().log_softmax(-1).gather(1, first),
-        chosen=tuple(instruction.values.index(value) for instruction, value in given.instructions),
-    )

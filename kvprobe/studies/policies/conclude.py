@@ -1,33 +1,21 @@
 """From rows to findings: every condition against the full cache and against random eviction of the same budget."""
 
 from collections.abc import Iterator, Mapping
-from math import nan
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
 
 from kvprobe.experiments.estimands import Estimand, Mean, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
+from kvprobe.policies.catalogue import CATALOGUE, SINKS, TAIL, WINDOW
+from kvprobe.report.crossing import least_within
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED, Estimate
 from kvprobe.studies.policies import Config
-from kvprobe.studies.policies.collect import (
-    CONTINUED,
-    FULL,
-    KINDS,
-    LAST_TURN,
-    RANDOM,
-    RANDOM_SINKS,
-    SINKS,
-    TAIL,
-    WINDOW,
-    Condition,
-    sample_conversation,
-)
+from kvprobe.studies.policies.collect import CONTINUED, FULL, LAST_TURN, sample_conversation
 from kvprobe.tasks.instructions import PLACES, VALUES
 from kvprobe.tasks.passcode import CODE_LENGTH
 from kvprobe.tidy import Rows, beside, chosen, groups
@@ -47,7 +35,7 @@ TOLERANCE = {"kl": 0.1, "agreement": 0.05, "code": 0.05, "instructions": 0.05}
 """How far from the full cache is near enough: nats, and shares."""
 JUDGED = (20, 50)
 """At which budgets, or those nearest to them, policies are held against random eviction."""
-BASELINES = (RANDOM, RANDOM_SINKS)
+BASELINES = ("random", "random-sinks")
 GAINS = {"policy": "gain", "quantised": "gain_quantised", "baseline": "gain_baseline"}
 """The finding that says what each kind of condition gains on random eviction."""
 ABOVE_CHANCE = 0.1
@@ -100,10 +88,10 @@ def concluded(table: Rows, config: Config, facts: Mapping[str, Any]) -> Conclusi
         "tail": TAIL,
         "continued": CONTINUED,
         "last_turn": LAST_TURN,
-        "baselines": [name for name, kind in KINDS.items() if kind.baseline],
+        "baselines": [name for name, kind in CATALOGUE.items() if kind.baseline],
         "budgets": judged_budgets(config),
-        "bits": {name: list(kind.bits) for name, kind in KINDS.items() if kind.bits},
-        "policies": {name: shown_policy(name, slots) for name in KINDS},
+        "bits": {name: list(kind.bits) for name, kind in CATALOGUE.items() if kind.bits},
+        "policies": {name: shown_policy(name, slots) for name in CATALOGUE},
     }
     return Conclusion(findings, [control_of(findings)], facts, list(warnings_of(findings, config, judged)))
 
@@ -128,7 +116,7 @@ def role(kind: str) -> str:
     """Whether a condition is a policy with a budget, quantisation, a baseline or the full cache."""
     if kind == FULL:
         return FULL
-    return "baseline" if KINDS[kind].baseline else "quantised" if KINDS[kind].bits else "policy"
+    return "baseline" if CATALOGUE[kind].baseline else "quantised" if CATALOGUE[kind].bits else "policy"
 
 
 ESTIMANDS: tuple[Estimand, ...] = (
@@ -177,7 +165,7 @@ def gained(rows: Rows, findings: Findings, config: Config, baseline: str) -> Row
 
     rivals = {
         (name, bits): next((budget for budget in config.budgets if memory(baseline, budget) >= memory(name, bits)), -1)
-        for name, kind in KINDS.items()
+        for name, kind in CATALOGUE.items()
         for bits in kind.bits
     }
     pairs = zip(rows["kind"], rows["level"], strict=True)
@@ -207,7 +195,7 @@ def add_sizes(findings: Findings, table: Rows) -> None:
     findings.number("chance", 1 / VALUES, measure="instructions")
     followed = (chosen(table, {"kind": FULL})[list(BY_PLACE)] > 0).sum(axis=1)
     findings.number("several_followed", int((followed >= 2).sum()))
-    exact = tuple(name for name, kind in KINDS.items() if not kind.rounds)
+    exact = tuple(name for name, kind in CATALOGUE.items() if not kind.rounds)
     whole = chosen(table, {"kind": exact, "level": 100})
     if len(whole):
         findings.number("unchanged", whole["kind"].nunique(), of="conditions")
@@ -216,15 +204,10 @@ def add_sizes(findings: Findings, table: Rows) -> None:
 
 
 def add_least(findings: Findings, rows: Rows, config: Config) -> None:
-    """For each policy and measure the least memory that keeps it near the full cache; unknown where no measured budget
-    does.
-
-    It is a crossing, which no jackknife follows: its interval is between where the ends of the loss's intervals cross,
-    an end that is never reached being unknown. Those of one measure hold together over all policies but the baselines.
-    Where the losses have no interval there are no clusters.
-    """
-    policies = sum(not kind.baseline for kind in KINDS.values())
-    for name, kind in KINDS.items():
+    """For each policy and measure the least memory that keeps it near the full cache (see `least_within`). Those of one
+    measure hold together over all policies but the baselines."""
+    policies = sum(not kind.baseline for kind in CATALOGUE.values())
+    for name, kind in CATALOGUE.items():
         memory = {level: findings.at("memory", kind=name, level=level).mean for level in kind.bits or config.budgets}
         levels = sorted(memory, key=lambda level: -memory[level])
         findings.number("floor", min(memory.values()), kind=name)
@@ -233,34 +216,8 @@ def add_least(findings: Findings, rows: Rows, config: Config) -> None:
             losses = Mean(name="loss", of="loss", by=("level",), where={"measure": of, "kind": name}, within=within)
             by_level = {cell.keys["level"]: cell.estimated(policies) for cell in losses.cells(rows)}
             falling = [by_level[level] for level in levels]
-            ends = np.array([[getattr(loss, end) for loss in falling] for end in ("mean", "low", "high")])
-            across = least_memory(np.array([memory[level] for level in levels]), ends, TOLERANCE[of], not kind.bits)
-            clusters = 0 if np.isnan(across).any() else min(loss.clusters for loss in falling)
-            mean, low, high = (float(end) if np.isfinite(end) else nan for end in across)
-            least = Estimate(mean, low, high, clusters)
+            least = least_within([memory[level] for level in levels], falling, TOLERANCE[of], between=not kind.bits)
             findings.add(Finding("least", {"measure": of, "kind": name}, least, "", policies))
-
-
-def least_memory(
-    memory: Float[np.ndarray, "levels"], losses: Float[np.ndarray, "draws levels"], tolerance: float, between: bool
-) -> Float[np.ndarray, "draws"]:
-    """The least memory down to which every measured level loses at most `tolerance`; infinite if the first loses more,
-    NaN for losses that are not known.
-
-    Args:
-        memory: of each level, falling.
-        between: whether there is something between two levels, so that the line from the last level that is near
-            enough to the next one says where it is crossed. Below the last level measured nothing is assumed.
-    """
-    near = np.cumprod(losses <= tolerance, axis=1).sum(1)
-    last = np.clip(near - 1, 0, None)
-    after = np.clip(near, None, len(memory) - 1)
-    rows = np.arange(len(losses))
-    inside, outside = losses[rows, last], losses[rows, after]
-    crosses = (near > 0) & (near < len(memory)) & between
-    way = np.where(crosses, (tolerance - inside) / np.where(crosses, outside - inside, 1.0), 0.0)
-    least = np.where(near > 0, memory[last] + way * (memory[after] - memory[last]), np.inf)
-    return np.where(np.isnan(losses).any(1), np.nan, least)
 
 
 def control_of(findings: Findings) -> Control:
@@ -286,11 +243,6 @@ def warnings_of(findings: Findings, config: Config, judged: Mapping[str, bool]) 
             f"{100 * ABOVE_CHANCE:.0f} points above chance ({100 * chance:.3g} %). What policies cost there cannot be "
             "judged on this model."
         )
-    if "unchanged" not in findings:
-        yield (
-            f"The budgets ({', '.join(map(str, config.budgets))}) leave out 100, so it was not checked that a policy "
-            "that may keep everything changes nothing."
-        )
 
 
 def whole_cache(findings: Findings, name: str) -> Estimate:
@@ -300,5 +252,5 @@ def whole_cache(findings: Findings, name: str) -> Estimate:
 
 def shown_policy(name: str, slots: int) -> str:
     """A kind as the library would be asked for it, for a conversation of so many slots at half of them."""
-    level = KINDS[name].bits[0] if KINDS[name].bits else 50
-    return f"{Condition(name, level).policy(slots, 0)} at {level} {'bits' if KINDS[name].bits else '%'}"
+    level = CATALOGUE[name].bits[0] if CATALOGUE[name].bits else 50
+    return f"{CATALOGUE[name].at(level, slots)} at {level} {'bits' if CATALOGUE[name].bits else '%'}"

@@ -1,15 +1,18 @@
-"""The policies study: its declaration, and two figures that no declaration of the framework draws."""
+"""The policies study: its declaration, and a figure that no declaration of the framework draws."""
 
 from typing import Any
 
 import numpy as np
 
 from kvprobe.experiments.study import Claim, Study
+from kvprobe.policies.catalogue import CATALOGUE, SINKS
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.report.plots import styled
 from kvprobe.report.plots.figure import Labels
+from kvprobe.report.plots.policies import POLICY_STYLES
+from kvprobe.report.plots.tradeoff import Tradeoff
 from kvprobe.studies.policies import Config
-from kvprobe.studies.policies.collect import FULL, KINDS, RANDOM, RANDOM_SINKS, SINKS, collect
+from kvprobe.studies.policies.collect import FULL, collect
 from kvprobe.studies.policies.conclude import GAINS, NAMES, conclude
 from kvprobe.tasks.instructions import PLACES
 
@@ -19,43 +22,6 @@ PANELS = {
     "code": "digits of the hidden code recalled (share)",
     "instructions": "instructions followed (share)",
 }
-
-
-class QualityByMemory:
-    """Each measure against the memory kept: a line per policy, the band of random eviction, the full cache, chance."""
-
-    file = "quality_by_memory"
-    caption = (
-        "Means over conversations. Grey band: 95 % interval of random eviction; the tables hold the others. A policy "
-        "that keeps everything has a KL of zero, which is off the scale."
-    )
-
-    def draw(self, findings: Findings, labels: Labels, title: str) -> Any | None:
-        import matplotlib.pyplot as plt
-
-        with styled():
-            figure, grid = plt.subplots(2, 2, figsize=(9.6, 8.0), sharex=True)
-            for axis, (measure, label) in zip(grid.flat, PANELS.items(), strict=True):
-                for name in findings.values("floor", "kind"):
-                    _line(axis, findings, measure, str(name), labels)
-                if measure != "kl":
-                    whole = findings.at("quality", measure=measure, kind=FULL, level=100)
-                    axis.axhline(whole.mean, color="black", ls="--", lw=0.9, label="full cache")
-                    axis.set_ylim(-0.02, 1.04)
-                if chance := findings.get("chance", measure=measure):
-                    axis.axhline(chance.mean, color="black", ls=":", lw=0.9, label="chance")
-                axis.set_ylabel(label)
-                axis.set_xlim(0, 102)
-            if any(finding.value.mean > 0 for finding in findings.where("quality", measure="kl")):
-                grid[0, 0].set_yscale("log")
-            for axis in grid[-1]:
-                axis.set_xlabel("memory kept (% of the full cache at 16 bits)")
-            figure.suptitle(title, fontsize=10)
-            figure.legend(
-                *grid[1, 1].get_legend_handles_labels(), loc="lower center", ncols=4, frameon=False, handlelength=3
-            )
-            figure.tight_layout(rect=(0, 0.85 / figure.get_figheight(), 1, 1))
-        return figure
 
 
 class InstructionsByPlace:
@@ -112,40 +78,13 @@ def at_budget(findings: Findings, budget: int) -> list[Finding]:
     return [
         finding
         for finding in findings.where("memory")
-        if (kind := str(finding.keys["kind"])) == FULL or KINDS[kind].bits or finding.keys["level"] == budget
+        if (kind := str(finding.keys["kind"])) == FULL or CATALOGUE[kind].bits or finding.keys["level"] == budget
     ]
 
 
 def _called(row: Finding, labels: Labels) -> str:
     kind = str(row.keys["kind"])
-    return f"quantised ({row.keys['level']} bits)" if kind != FULL and KINDS[kind].bits else labels("kind", kind)
-
-
-def _line(axis: Any, findings: Findings, measure: str, name: str, labels: Labels) -> None:
-    kind, label = KINDS[name], labels("kind", name)
-    points = sorted(findings.where("memory", kind=name), key=lambda point: point.value.mean)
-    if measure == "kl":
-        # A condition that changes nothing has a KL of zero, which a log scale cannot show.
-        points = [point for point in points if point.value.mean < 1]
-    memory = [100 * point.value.mean for point in points]
-    values = [findings.at("quality", measure=measure, **point.keys) for point in points]
-    if name == RANDOM:
-        lows, highs = zip(*(value.ends for value in values), strict=True)
-        axis.fill_between(memory, lows, highs, color=kind.colour, alpha=0.2, lw=0, label=f"{label}, 95 % interval")
-    axis.plot(
-        memory,
-        [value.mean for value in values],
-        color=kind.colour,
-        marker=kind.marker,
-        ls=kind.dashes or "none",
-        lw=1.3,
-        ms=9 if kind.marker == "*" else 5,
-        label=label,
-        zorder=3 if kind.dashes else 4,
-    )
-    if kind.bits:
-        for point, x, value in zip(points, memory, values, strict=True):
-            axis.annotate(str(point.keys["level"]), (x, value.mean), (5, -9), textcoords="offset points", fontsize=7)
+    return f"quantised ({row.keys['level']} bits)" if kind != FULL and CATALOGUE[kind].bits else labels("kind", kind)
 
 
 STUDY = Study(
@@ -159,12 +98,33 @@ STUDY = Study(
     config=Config,
     collect=collect,
     conclude=conclude,
-    figures=(QualityByMemory(), InstructionsByPlace()),
+    figures=(
+        Tradeoff(
+            file="quality_by_memory",
+            caption="Means over conversations. Grey band: 95 % interval of random eviction; the tables hold the "
+            "others. A policy that keeps everything has a KL of zero, which is off the scale.",
+            quality="quality",
+            memory="memory",
+            line="kind",
+            panels=PANELS,
+            logarithmic="kl",
+            styles=POLICY_STYLES,
+            full={"kind": FULL, "level": 100},
+            level="chance",
+            shaded="random",
+            named={"quantise": "level"},
+            x_label="memory kept (% of the full cache at 16 bits)",
+        ),
+        InstructionsByPlace(),
+    ),
     claims=tuple(Claim(name, above="better", below="worse") for name in GAINS.values()),
     labels={
-        "kind": {FULL: "full cache"} | {name: kind.label for name, kind in KINDS.items()},
+        "kind": {FULL: "full cache"} | {name: kind.label for name, kind in CATALOGUE.items()},
         "level": "{:g} %".format,
         "measure": NAMES,
-        "baseline": {RANDOM: "random eviction", RANDOM_SINKS: f"random eviction that spares the first {SINKS} slots"},
+        "baseline": {
+            "random": "random eviction",
+            "random-sinks": f"random eviction that spares the first {SINKS} slots",
+        },
     },
 )

@@ -18,7 +18,7 @@ from kvprobe.inference.trials import Case
 from kvprobe.names import unknown
 from kvprobe.report.reported import Reported, reported
 from kvprobe.studies import answers
-from kvprobe.studies.answers import WHEN, collect_answers, same_task, tasks_of
+from kvprobe.studies.answers import WHEN, collect_answers, tasks_of
 from kvprobe.studies.robustness import Config
 from kvprobe.studies.settings import TIMINGS, Timing
 from kvprobe.tasks.task import Task
@@ -57,7 +57,7 @@ def reported_beside(config: Config, tasks: Sequence[Task]) -> Reported | None:
     if not config.reported:
         return None
     table = reported(config.reported)
-    if not any(same_task(task.name, table) for task in tasks):
+    if not any(table.is_about(task.name) for task in tasks):
         raise UserError(
             f"Setting 'reported' names {table.name!r}, which is about {table.task}, but the tasks are "
             f"{', '.join(config.tasks)}; add that task, or leave 'reported' empty."

@@ -1,6 +1,6 @@
 """From answers to findings: every fault at every rate against the same items on a sound cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,25 +11,27 @@ from kvprobe.experiments.estimands import Difference, Estimand, Mean, Share, Tot
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.inference.model import Model
+from kvprobe.report.crossing import until_below
 from kvprobe.report.document import Passage, chat_record
-from kvprobe.report.findings import Finding, Findings, Key
-from kvprobe.stats import DIFFERENCE, FEWEST, UNBOUNDED
+from kvprobe.report.findings import Findings, Key
+from kvprobe.stats import DIFFERENCE, FEWEST
 from kvprobe.studies import answers
 from kvprobe.studies.answers import NATS
 from kvprobe.studies.robustness import Config
 from kvprobe.studies.robustness.collect import CONTROL, MAIN, NOT_A_NUMBER, PROCEDURE, cases, reported_beside
 from kvprobe.tasks.task import Task
-from kvprobe.tidy import Rows, Where, beside
+from kvprobe.tidy import Rows, Where, beside, groups
 
-CONTRASTS = {
-    ("gaussian", "zeros"): "noise at the layer's own scale against zeros",
-    ("zeros", "distractor"): "zeros against slots of an unrelated conversation",
-    ("gaussian", "gaussian-channel"): "noise like the layer against noise like each head's channels",
-    ("zeros", "zero-values"): "zeros in K and V against zeros in V alone",
-    ("distractor", "distractor-matched"): "an unrelated conversation's slots as they are against moved and scaled ones",
-    ("foreign-block", "distractor"): "an unrelated conversation's slots in whole blocks against single slots",
-}
-"""Pairs of faults whose difference says why one of them hurts; the first two are claims of canarypwn's article."""
+CONTRASTS = (
+    ("gaussian", "zeros"),
+    ("zeros", "distractor"),
+    ("gaussian", "gaussian-channel"),
+    ("zeros", "zero-values"),
+    ("distractor", "distractor-matched"),
+    ("foreign-block", "distractor"),
+)
+"""Pairs of faults whose difference says why one of them hurts: what is written, at what scale, to which part and in
+whole blocks or not. The first two are claims of canarypwn's article."""
 UNCHANGED = {"float32": 1e-5, "float16": 0.02, "bfloat16": 0.02}
 """Nats of KL that slots in another order may cost by rounding, by the dtype of the model."""
 FEW = 20
@@ -42,6 +44,8 @@ STRUCK: Where = {"group": MAIN, "headline": True}
 READ: Where = {"group": PROCEDURE, "headline": True}
 RANKED: Where = {**STRUCK, "able": True, "control": False}
 RANKED_BY_KL: Where = {**STRUCK, "whole": True, "control": False}
+LOST: dict[str, Any] = {"of": "lost", "within": DIFFERENCE}
+KL: dict[str, Any] = {"of": "kl", "unit": NATS}
 
 ESTIMANDS: tuple[Estimand, ...] = (
     Share(name="sound", of="correct", by=("task",), where=SOUND),
@@ -53,8 +57,8 @@ ESTIMANDS: tuple[Estimand, ...] = (
     Share(name="same", of="same", by=LEVEL, where=STRUCK),
     Mean(name="kl", of="kl", by=LEVEL, where=STRUCK, unit=NATS),
     *(Total(name=name, of=name, by=LEVEL, where=STRUCK) for name in ("rows", "broken_rows", "untouched_rows")),
-    Mean(name="harm", of="lost", by=("task", "fault"), where=RANKED, within=DIFFERENCE, together=()),
-    Mean(name="harm_kl", of="kl", by=("task", "fault"), where=RANKED_BY_KL, unit=NATS, together=()),
+    Mean(name="harm", by=("task", "fault"), where=RANKED, together=(), **LOST),
+    Mean(name="harm_kl", by=("task", "fault"), where=RANKED_BY_KL, together=(), **KL),
     Share(name="reading", of="correct", by=READING, where=READ),
     Mean(name="reading_kl", of="kl", by=READING, where=READ, unit=NATS),
     Mean(name="reading_lost", of="beyond_usual", by=READING, where=READ, within=DIFFERENCE, together=READING[:2]),
@@ -69,8 +73,8 @@ def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
     findings = measure(rows, (*ESTIMANDS, *contrasts()))
     for task in tasks:
         findings.number("chance", task.chance, task=task.name)
-        for name, of in (("harm", "lost"), ("harm_kl", "kl")):
-            findings.extend(measure(rows, neighbours(findings, name, of, task.name)))
+        for name in ("harm", "harm_kl"):
+            findings.extend(measure(rows, neighbours(findings, name, task.name)))
     add_cliffs(findings)
     add_divergence(findings, rows)
     published = reported_beside(config, tasks)
@@ -122,74 +126,46 @@ def prepared(table: Rows, tasks: Sequence[Task]) -> Rows:
     )
 
 
+def costs_more(name: str, first: str, second: str, keys: Mapping[str, Key], **only: Key) -> Difference:
+    """What the first of two faults costs more than the second, averaged over rates; in KL, if the name says so."""
+    ranked, measured = (RANKED_BY_KL, KL) if "_kl" in name else (RANKED, LOST)
+    where, less = ({**ranked, **only, "fault": fault} for fault in (first, second))
+    return Difference(name=name, by=("task",), where=where, less=less, keys=keys, together=("task",), **measured)
+
+
 def contrasts() -> list[Estimand]:
-    """What the first of two faults costs more than the second, averaged over rates."""
     return [
-        Difference(
-            name=name,
-            of=of,
-            by=("task",),
-            where={**where, "fault": first},
-            less={**where, "fault": second},
-            keys={"first": first, "second": second},
-            within=within,
-            unit=unit,
-            together=("task",),
-        )
-        for name, of, where, within, unit in (
-            ("contrast", "lost", RANKED, DIFFERENCE, ""),
-            ("contrast_kl", "kl", RANKED_BY_KL, UNBOUNDED, NATS),
-        )
+        costs_more(name, first, second, {"first": first, "second": second})
+        for name in ("contrast", "contrast_kl")
         for first, second in CONTRASTS
     ]
 
 
-def neighbours(findings: Findings, name: str, of: str, task: str) -> list[Estimand]:
+def neighbours(findings: Findings, name: str, task: str) -> list[Estimand]:
     """By what each fault of a ranking exceeds the next one."""
-    where = RANKED if name == "harm" else RANKED_BY_KL
-    order = [finding.keys["fault"] for finding in ranking(findings, name, task)]
-    return [
-        Difference(
-            name=f"{name}_over_next",
-            of=of,
-            by=("task",),
-            where={**where, "task": task, "fault": fault},
-            less={**where, "task": task, "fault": following},
-            keys={"fault": fault},
-            within=DIFFERENCE if of == "lost" else UNBOUNDED,
-            unit=NATS if of == "kl" else "",
-            together=("task",),
-        )
-        for fault, following in pairwise(order)
-    ]
-
-
-def ranking(findings: Findings, name: str, task: str) -> list[Finding]:
-    """Faults from the worst on."""
-    return sorted(findings.where(name, task=task), key=lambda finding: -finding.value.mean)
+    ranking = sorted(findings.where(name, task=task), key=lambda finding: -finding.value.mean)
+    order = [str(finding.keys["fault"]) for finding in ranking]
+    pairs = pairwise(order)
+    return [costs_more(f"{name}_over_next", *pair, {"fault": pair[0]}, task=task) for pair in pairs]
 
 
 def add_cliffs(findings: Findings) -> None:
     """The lowest rate at which accuracy is significantly below half of the sound cache's; unknown where none is."""
-    fallen: dict[tuple[Any, Any], float | None] = {}
-    for finding in findings.where("beyond_half"):
-        place = (finding.keys["task"], finding.keys["fault"])
-        fallen.setdefault(place, None)
-        if finding.value.below() and fallen[place] is None:
-            fallen[place] = float(finding.keys["rate"])
-    for (task, fault), rate in fallen.items():
-        findings.number("cliff", rate, "%", task=task, fault=fault)
+    for keys in dict.fromkeys(
+        (finding.keys["task"], finding.keys["fault"]) for finding in findings.where("beyond_half")
+    ):
+        place = dict(zip(("task", "fault"), keys, strict=True))
+        _, cliff = until_below(findings.where("beyond_half", **place), "rate")
+        findings.number("cliff", cliff, "%", **place)
 
 
 def add_divergence(findings: Findings, rows: Rows) -> None:
     """Quartiles of the first token that was not the sound cache's one; unknown for never."""
-    main = rows[(rows["group"] == MAIN) & rows["headline"]]
-    for (task, fault, rate), struck in main.groupby(list(LEVEL), sort=False):
+    for keys, struck in groups(rows, LEVEL, STRUCK):
         steps = struck["diverged"].astype(float)
         quartiles = np.quantile(steps.where(steps >= 0, np.inf), [0.25, 0.5, 0.75], method="inverted_cdf")
         for name, step in zip(("low", "median", "high"), quartiles.tolist(), strict=True):
-            known = step if np.isfinite(step) else None
-            findings.number("diverged", known, "tokens", task=task, fault=fault, rate=rate, quartile=name)
+            findings.number("diverged", step if np.isfinite(step) else None, "tokens", quartile=name, **keys)
 
 
 def unranked_by_kl(task: Task, findings: Findings) -> list[Key]:

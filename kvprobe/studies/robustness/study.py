@@ -4,7 +4,8 @@ from typing import Any
 
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.faults.catalogue import CATALOGUE
-from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.report.plots.faults import FAULT_STYLES
+from kvprobe.report.plots.lines import Lines
 from kvprobe.stats import Estimate
 from kvprobe.studies.answers import LABELS, WRITTEN
 from kvprobe.studies.robustness import Config
@@ -13,40 +14,6 @@ from kvprobe.studies.robustness.conclude import conclude
 from kvprobe.wording import percent, points, span, two_digits
 
 FAULTS = {name: fault.label for name, fault in CATALOGUE.items()}
-_RED, _BLUE, _GREEN, _PINK, _ORANGE, _SKY, _GREY = (
-    "#d55e00",
-    "#0072b2",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",
-    "#7f7f7f",
-)
-
-
-STYLES = {
-    "gaussian": Style(_RED),
-    "gaussian-head": Style(_RED, "s", "--"),
-    "gaussian-channel": Style(_RED, "^", ":"),
-    "gaussian-effect": Style(_RED, "D", "-."),
-    "zeros": Style(_BLUE),
-    "zero-values": Style(_BLUE, "s", "--"),
-    "distractor": Style(_GREEN),
-    "distractor-matched": Style(_GREEN, "s", "--"),
-    "permuted": Style(_GREY, "x"),
-    "permuted-keys": Style(_PINK),
-    "pointers-swapped": Style(_GREY, "+", "--"),
-    "pointers-repeated": Style(_ORANGE),
-    "foreign-block": Style(_SKY, "s"),
-    "stale-block": Style(_SKY, "D", "--"),
-    "overlapping": Style("#000000", "v"),
-    "shifted": Style(_PINK, "D", "--"),
-    "fp8-scale": Style(_GREEN, "^"),
-    "fp8-saturated": Style(_GREEN, "P", "--"),
-    "rounded-2-bit": Style(_BLUE, "<"),
-    "rounded-4-bit": Style(_BLUE, ">", "--"),
-}
-"""A style for each entry of `kvprobe.faults.catalogue.CATALOGUE`."""
 
 
 def cost(value: Estimate) -> str:
@@ -65,7 +32,7 @@ def by_rate(file: str, finding: str, caption: str, y_label: str, **more: Any) ->
         panel="task",
         x_label="struck (% of the slots)",
         y_label=y_label,
-        styles=STYLES,
+        styles=FAULT_STYLES,
         row=lambda keys: CATALOGUE[str(keys["fault"])].family,
         drawn=lambda fault: not CATALOGUE[str(fault)].control,
         **more,
