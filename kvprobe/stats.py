@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from math import isfinite, isnan, nan
 
 import numpy as np
-from jaxtyping import Float, Int, Num
+from jaxtyping import Float, Int, Num, Shaped
 from scipy.special import stdtrit
 
 from kvprobe.errors import UserError
@@ -191,6 +191,27 @@ def estimate(
         return ratio(values, np.ones(len(values)), within, comparisons)
     _, members = np.unique(clusters, return_inverse=True)
     return ratio(np.bincount(members, values), np.bincount(members), within, comparisons)
+
+
+def pooled(
+    kinds: Sequence[tuple[Num[np.ndarray, "_"], Shaped[np.ndarray, "_"]]],
+    within: tuple[float, float] = UNBOUNDED,
+    comparisons: int = 1,
+) -> Estimate:
+    """The mean over samples, all counted alike; or, of two kinds of samples, that of the first less that of the second.
+
+    Args:
+        kinds: the values of each kind, and the cluster of each value. A cluster may have samples of one kind.
+    """
+    clusters = np.unique(np.concatenate([members for _, members in kinds]))
+    mean, without, weights = 0.0, np.zeros(len(clusters)), np.zeros(len(clusters))
+    for sign, (values, members) in zip((1, -1), kinds, strict=False):
+        places = np.searchsorted(clusters, members)
+        sizes, sums = np.bincount(places, minlength=len(clusters)), np.bincount(places, values, len(clusters))
+        mean += sign * sums.sum() / sizes.sum()
+        without += sign * (sums.sum() - sums) / (sizes.sum() - sizes)
+        weights += sizes / sizes.sum()
+    return jackknife(float(mean), without, within, comparisons, weights)
 
 
 def means(

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from jaxtyping import Float, Shaped
 
 Key = str | int | float
 Rows = Any
@@ -42,6 +43,17 @@ def groups(rows: Rows, by: tuple[str, ...], where: Where) -> list[tuple[dict[str
     if not by:
         return [({}, rows)] if len(rows) else []
     return [(_plain(by, values), group) for values, group in rows.groupby(list(by), sort=False)]
+
+
+def cluster_means(
+    rows: Rows, of: str, cluster: str, clusters: Shaped[np.ndarray, "clusters"]
+) -> Float[np.ndarray, "clusters"]:
+    """The mean of the column `of` in each of these clusters, which are sorted; NaN for one without a finite value."""
+    values = rows[of].to_numpy(float)
+    known = np.isfinite(values)
+    places = np.searchsorted(clusters, rows[cluster].to_numpy()[known])
+    sums, sizes = np.bincount(places, values[known], len(clusters)), np.bincount(places, minlength=len(clusters))
+    return np.divide(sums, sizes, out=np.full(len(clusters), np.nan), where=sizes > 0)
 
 
 def _plain(by: tuple[str, ...], values: Iterable[Any]) -> dict[str, Key]:

@@ -9,16 +9,19 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from kvprobe.probing.intervals import held_out
 from kvprobe.report.findings import Finding, Findings, Key
-from kvprobe.stats import UNBOUNDED, Estimate, estimate, jackknife, ratio, wilson
-from kvprobe.tidy import Rows, Where, groups
+from kvprobe.stats import UNBOUNDED, Estimate, estimate, pooled, ratio, wilson
+from kvprobe.tidy import Rows, Where, cluster_means, groups
 
 Values = Float[np.ndarray, "clusters"]
+HEADLINE: Mapping[str, Any] = {"together": (), "family": "headline"}
+"""Of estimands of several names from which a page's verdicts are chosen: all their intervals hold together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,17 +69,18 @@ class Mean(Estimand):
 
     def cell(self, keys: Mapping[str, Key], values: Values) -> "Cell":
         known = values[np.isfinite(values)]
-        return Cell(self, keys, len(known), lambda count: estimate(known, None, self.within, count))
+        return Cell(self, keys, len(known), lambda count: self.estimated(known, count))
+
+    def estimated(self, known: Values, comparisons: int) -> Estimate:
+        return estimate(known, None, self.within, comparisons)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut(Mean):
     """The mean over clusters of what a probe that was trained on others reads; see `kvprobe.probing.intervals`."""
 
-    def cell(self, keys: Mapping[str, Key], values: Values) -> "Cell":
-        known = values[np.isfinite(values)]
-        clusters = np.arange(len(known))
-        return Cell(self, keys, len(known), lambda count: held_out(known, clusters, self.within, count))
+    def estimated(self, known: Values, comparisons: int) -> Estimate:
+        return held_out(known, np.arange(len(known)), self.within, comparisons)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +134,8 @@ class Ratio(Estimand):
 
 @dataclass(frozen=True, kw_only=True)
 class Pooled(Estimand):
-    """The mean over rows, where chance decides how many of them a cluster has; or that less the mean of other rows.
+    """The mean over rows, where chance decides how many of them a cluster has; or that less the mean of other rows; see
+    `kvprobe.stats.pooled`.
 
     Of fewer than two clusters there is no finding.
 
@@ -150,20 +155,8 @@ class Pooled(Estimand):
     def cell(self, keys: Mapping[str, Key], kinds: Sequence[Rows]) -> "Cell":
         known = [rows[np.isfinite(rows[self.of].to_numpy(float))] for rows in kinds]
         clusters = min(rows[self.cluster].nunique() for rows in known)
-        return Cell(self, keys, clusters, lambda count: self.pooled(known, count))
-
-    def pooled(self, kinds: Sequence[Rows], comparisons: int) -> Estimate:
-        """The mean of the first kind of rows less that of the second, if there is one, with all rows counted alike."""
-        clusters = np.unique(np.concatenate([rows[self.cluster].to_numpy() for rows in kinds]))
-        mean, without, weights = 0.0, np.zeros(len(clusters)), np.zeros(len(clusters))
-        for sign, rows in zip((1, -1), kinds, strict=False):
-            places = np.searchsorted(clusters, rows[self.cluster].to_numpy())
-            sizes = np.bincount(places, minlength=len(clusters))
-            sums = np.bincount(places, rows[self.of].to_numpy(float), len(clusters))
-            mean += sign * sums.sum() / sizes.sum()
-            without += sign * (sums.sum() - sums) / (sizes.sum() - sizes)
-            weights += sizes / sizes.sum()
-        return jackknife(float(mean), without, self.within, comparisons, weights)
+        columns = [(rows[self.of].to_numpy(float), rows[self.cluster].to_numpy()) for rows in known]
+        return Cell(self, keys, clusters, lambda count: pooled(columns, self.within, count))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,10 +164,8 @@ class Total(Estimand):
     """The sum over rows, which has no interval."""
 
     def cells(self, rows: Rows) -> "list[Cell]":
-        return [self.cell(keys, float(chosen[self.of].sum())) for keys, chosen in groups(rows, self.by, self.where)]
-
-    def cell(self, keys: Mapping[str, Key], total: float) -> "Cell":
-        return Cell(self, keys, 0, lambda _: Estimate(total))
+        totals = ((keys, Estimate(float(chosen[self.of].sum()))) for keys, chosen in groups(rows, self.by, self.where))
+        return [Cell(self, keys, 0, lambda _, total=total: total) for keys, total in totals]
 
 
 @dataclass(frozen=True)
@@ -224,11 +215,7 @@ def measure(rows: Rows, estimands: Iterable[Estimand], *others: tuple[Rows, Iter
 def by_cluster(rows: Rows, estimand: Estimand, where: Where) -> list[tuple[dict[str, Key], Values]]:
     """For each combination of `by`, the mean of each cluster of all rows in order; NaN for one that has no value."""
     clusters = np.unique(rows[estimand.cluster])
-    means = []
-    for keys, chosen in groups(rows, estimand.by, where):
-        values = chosen[estimand.of].to_numpy(float)
-        known = np.isfinite(values)
-        places = np.searchsorted(clusters, chosen[estimand.cluster].to_numpy()[known])
-        sums, sizes = np.bincount(places, values[known], len(clusters)), np.bincount(places, minlength=len(clusters))
-        means.append((keys, np.divide(sums, sizes, out=np.full(len(clusters), np.nan), where=sizes > 0)))
-    return means
+    return [
+        (keys, cluster_means(chosen, estimand.of, estimand.cluster, clusters))
+        for keys, chosen in groups(rows, estimand.by, where)
+    ]

@@ -1,6 +1,7 @@
 """How likely a model finds an answer that it is given word by word."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -28,3 +29,32 @@ def forced_logits(
         return first
     _, following = model.extend(cache, given, logits=len(given[0]))
     return torch.cat([first, following], 1)
+
+
+class Given(NamedTuple):
+    """An answer that a model was given.
+
+    Attributes:
+        log_prob: of the whole answer, in nats.
+        likeliest: whether each of its tokens is the likeliest after those before it.
+    """
+
+    log_prob: float
+    likeliest: bool
+
+
+def given_answer(model: Model, past: KVCache | None, prompt: Tokens, answer: Sequence[int]) -> Given:
+    """How likely these tokens are, one after the other, where a prompt ends that is read after `past`."""
+    read = prompt + Tokens.of(answer[:-1], "answer", prompt.following)
+    logits = model.extend(past, [read], logits=len(answer))[1][0].float()
+    tokens = torch.tensor(answer, device=logits.device)
+    log_probs = logits.log_softmax(-1).gather(-1, tokens[:, None])
+    return Given(float(log_probs.double().sum()), bool((logits.argmax(-1) == tokens).all()))
+
+
+def chances(model: Model, before: Tokens, endings: Sequence[Sequence[int]]) -> list[float]:
+    """How likely each of some endings of a text is, as shares of all: by the first token in which they differ."""
+    place = next(at for at, ids in enumerate(zip(*endings, strict=False)) if len(set(ids)) > 1)
+    read = before + Tokens.of(endings[0][:place], "answer", before.following)
+    logits = model.extend(None, [read])[1][0, -1].float()
+    return [float(chance) for chance in logits[[ids[place] for ids in endings]].double().softmax(-1)]

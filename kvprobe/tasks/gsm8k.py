@@ -1,8 +1,9 @@
 r"""GSM8K: grade-school word problems (arXiv 2110.14168), scored as lm-evaluation-harness scores its task `gsm8k`.
 
-`flexible` takes the last piece of the text that looks like a number, `strict` the first number after `#### `; the first
-is what results are about, since many models end in `\boxed{72}` whatever they were asked for. Both are compared as strings, after commas, dollar signs, everything up to the last `#### ` and one full stop at the end were
-removed. The harness's quirks are reproduced: `3.00` is not `3`.
+`flexible` takes the last piece of the text that looks like a number, `strict` the first number after `#### `; results
+are about `flexible`, since many models end in `\boxed{72}` whatever they were asked for. Both are compared as strings,
+after commas, dollar signs, everything up to the last `#### ` and one full stop at the end were removed. The harness's
+quirks are reproduced: `3.00` is not `3`.
 """
 
 import re

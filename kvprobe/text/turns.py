@@ -68,6 +68,12 @@ class Turns:
         return ids
 
 
+def question_and_answer(question: str, answer: str) -> Transcript:
+    """A conversation of two turns, in the segments `question` and `answer`."""
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return Transcript.from_messages(turns, ["question", "answer"])
+
+
 Name = TypeVar("Name", bound=str)
 
 

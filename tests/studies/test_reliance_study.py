@@ -1,7 +1,6 @@
-"""The reliance study: whole runs on a tiny model, the conversations that it reads, and numbers of made-up tables."""
+"""The reliance study: a whole run on a tiny model, and numbers of made-up tables."""
 
 from collections.abc import Callable
-from dataclasses import astuple
 from pathlib import Path
 from typing import get_args
 
@@ -11,11 +10,11 @@ import pytest
 
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
-from kvprobe.inference.model import load
 from kvprobe.studies import reliance
 from kvprobe.studies.reliance import Config
-from kvprobe.studies.reliance.collect import TURNS, Source, Word, cases_of, measure, stating, talk
+from kvprobe.studies.reliance.collect import Source
 from kvprobe.studies.reliance.study import STUDY, conclude
+from kvprobe.tasks.stated_twice import Word
 from tests import models
 from tests.studies.runs import answer_of, assert_figures, in_steps
 
@@ -37,44 +36,9 @@ def test_a_run_shows_everything(finished: Run):
     assert finished.metrics["controls"][0]["holds"]
 
 
-# ---- the conversations
-
-
-def test_nearly_all_conversations_state_the_answer_in_turns_and_summary():
-    assert len(cases_of(ALL)) == 44
-
-
-@pytest.mark.parametrize("number", range(44))
-def test_turns_state_the_other_answer_and_summaries_keep_their_own(number: int):
-    context, compaction = cases_of(ALL)[number]
-    other = stating(context, compaction, "other")
-    turns = " ".join(getattr(other, name) for name in TURNS)
-    assert compaction.summary_answer.lower() not in turns.lower()
-    assert compaction.summary_other in turns
-    assert (other.summary_1, other.summary_2) == (context.summary_1, context.summary_2)
-    assert compaction.summary_other.lower() not in " ".join(astuple(context)).lower()
-    assert stating(context, compaction, "own") is context
-
-
-def test_what_is_asked_ends_with_the_answer():
-    model, (context, compaction) = load("smollm2-135m"), cases_of(ALL)[0]
-    tokens = {word: talk(context, compaction, word).tokens(model.tokenizer) for word in get_args(Word)}
-    asks = [tokens[word].span("ask").start for word in tokens]
-    assert len(set(asks)) == 1
-    for word, said in (("own", compaction.summary_answer), ("other", compaction.summary_other)):
-        part = tokens[word].part("answer")
-        assert model.tokenizer.decode(list(tokens[word].ids[part])).strip() == said
-        text = model.tokenizer.decode(list(tokens[word].ids[asks[0] : part.start]))
-        assert compaction.summary_question in text
-        assert text.endswith("The answer is")
-        assert tokens[word].ids[: part.start] == tokens["own"].ids[: part.start]
-
-
-def test_retained_summaries_differ_by_what_was_in_view_and_recomputed_ones_do_not():
-    context, compaction = cases_of(ALL)[0]
-    filler = [other for other, _ in cases_of(ALL)[1:3]]
-    table = measure(models.any_model(), context, compaction, filler).set_index(["state", "source", "word"])
-    rows = table["logprob"].to_dict()
+def test_retained_summaries_differ_by_what_was_in_view_and_recomputed_ones_do_not(finished: Run):
+    table = finished.df().set_index(["context", "state", "source", "word"])["logprob"]
+    rows = table[table.index[0][0]]
     assert rows["recomputed", "own", "own"] == pytest.approx(rows["recomputed", "unrelated", "own"], abs=1e-5)
     assert rows["retained", "own", "own"] != pytest.approx(rows["retained", "unrelated", "own"], abs=1e-4)
 

@@ -14,11 +14,9 @@ from kvprobe.patching.metrics import LogitDiff
 from kvprobe.routing import read
 from kvprobe.studies import routing
 from kvprobe.studies.routing import Config
-from kvprobe.studies.routing.collect import ALL, PAIRS, after_a_slip, cold_and_warm, slips
+from kvprobe.studies.routing.collect import ALL, PAIRS, after_a_slip, cold_and_warm, sums
 from kvprobe.studies.routing.conclude import conclude
 from kvprobe.studies.routing.study import STUDY
-from kvprobe.tasks.steps import SLIPPED, draw_slip
-from kvprobe.tasks.worded_steps import Wording
 from kvprobe.training.steps import Steps
 from tests import models
 from tests.refusals import refused
@@ -53,77 +51,36 @@ def test_a_run_shows_everything(finished: Run):
 
 def test_the_same_settings_give_the_same_rows(finished: Run, tiny: Model):
     rows = finished.df()
-    slip = slips(tiny, SMALL)[1]
-    again = after_a_slip(tiny, 1, slip)
-    pd.testing.assert_frame_equal(rows[rows["case"] == 1].reset_index(drop=True), again, check_dtype=False)
+    again = after_a_slip(tiny, 1, sums(tiny, SMALL)[1])
+    pd.testing.assert_frame_equal(rows[rows["sample"] == 1].reset_index(drop=True), again, check_dtype=False)
 
 
 def test_a_dense_model_is_refused(tmp_path: Path):
     refused(lambda: routing.run(SMALL, tmp_path, model=models.any_model()), "has no experts that kvprobe can find")
 
 
-# ---- the problems
-
-
-@pytest.mark.parametrize("wraps", [True, False])
-@pytest.mark.parametrize("seed", range(20))
-def test_a_slip_and_the_harmless_change_state_the_same_value_and_are_followed_by_the_same(seed: int, wraps: bool):
-    slip = draw_slip(np.random.default_rng(seed), wraps)
-    steps = {name: draft for name, (_, draft) in slip.drafts.items()}
-    assert steps["slip"][SLIPPED].after == steps["harmless"][SLIPPED].after == slip.wrong != slip.right
-    assert [step.adds_up for step in steps["slip"]] == [True, True, False]
-    assert all(step.adds_up for name in ("sound", "harmless") for step in steps[name])
-    register = steps["slip"][SLIPPED].operation.register
-    assert register not in {step.operation.register for step in slip.later}
-    assert slip.problem.operations[-1].register == register
-    assert slip.problem.steps()[-1].before == slip.right
-    assert slip.harmless.steps()[-1].before == slip.wrong
-    assert slip.harmless.steps()[SLIPPED + 1 : -1] == slip.later
-    if not wraps:
-        assert all(step.within for step in slip.problem.steps())
-
-
 def test_the_shipped_mixture_solves_sums_and_goes_by_what_was_stated():
     model = load("steps-moe-corrected-0")
-    wording = Wording.of(model)
-    for slip in slips(model, Config(problems=3)):
-        problem, _ = slip.drafts["sound"]
-        said = model.generate([{"role": "user", "content": wording.question(problem)}], max_new_tokens=50).text
-        assert said == wording.steps(problem.steps()).strip()
-        preferred = {}
-        for name, draft in wording.drafts(slip).items():
-            suffix, right, wrong = wording.suffix(slip, draft)
-            margin = LogitDiff(right, wrong)
-            preferred[name] = float(margin(model.extend(model.prefill(draft), [suffix])[1][0])) > 0
-        assert preferred == {"sound": True, "slip": False, "harmless": False}
+    for worked in sums(model, Config(problems=3)):
+        said = model.generate([{"role": "user", "content": worked.question}], max_new_tokens=50).text
+        assert said == worked.wording.steps(worked.slip.problem.steps()).strip()
+        rest = worked.rest()
+        margin = LogitDiff(rest.right, rest.wrong)
+        prefers_right = {
+            draft: float(margin(model.extend(model.prefill(tokens), [rest.later + rest.lead])[1][0])) > 0
+            for draft, tokens in worked.drafts().items()
+        }
+        assert prefers_right == {"sound": True, "slip": False, "harmless": False}
 
 
-def test_sums_in_english_have_a_token_for_each_digit():
-    model = load("smollm2-135m")
-    wording = Wording.of(model)
-    assert not wording.words
-    for slip in slips(model, Config(problems=20)):
-        drafts = wording.drafts(slip)
-        assert len({len(draft) for draft in drafts.values()}) == 1
-        suffix, right, wrong = wording.suffix(slip, drafts["sound"])
-        assert model.tokenizer.decode([right]).strip() == str(slip.right)
-        assert model.tokenizer.decode([wrong]).strip() == str(slip.wrong)
-        text = model.tokenizer.decode(list(drafts["slip"].ids + suffix.ids))
-        assert f"is {slip.wrong}.\n" in text
-        assert text.rstrip().endswith(f"{slip.problem.operations[-1].register}:")
-
-
-def test_a_cold_start_is_the_beginning_of_a_conversation_read_where_the_question_stands():
-    """What is compared with it is the same text; and without a conversation before, nothing differs."""
-    model = load("steps-moe-corrected-0")
-    (slip,) = slips(model, Config(problems=2))[:1]
-    chat = [{"role": "user", "content": Wording.of(model).question(slip.problem)}]
-    (tokens,) = model.tokens(chat)
-    cold = read(model, tokens[1:9].shifted(101), model.prefill(tokens[:1].shifted(100))).routing
-    table = cold_and_warm(model, 0, slip, Config(problems=2, start=8))
+def test_a_cold_start_is_the_beginning_of_a_conversation_read_where_the_question_stands(tiny: Model):
+    (worked, _) = sums(tiny, SMALL)
+    (tokens,) = tiny.tokens([{"role": "user", "content": worked.question}])
+    assert tiny.tokenizer.decode(list(tokens.ids[:1])) == "<bos>"
+    cold = read(tiny, tokens[1:7].shifted(101), tiny.prefill(tokens[:1].shifted(100))).routing
+    table = cold_and_warm(tiny, 0, worked, SMALL)
     entropies = table[table["pair"] == "cold"].sort_values(["layer", "token"])["entropy"]
     assert np.allclose(entropies, cold.entropy[:, 0].flatten(), atol=1e-5)
-    assert model.tokenizer.decode(list(tokens.ids[:1])) == "<bos>"
 
 
 # ---- made-up tables
@@ -142,7 +99,7 @@ def made_up(
 ) -> dict[str, pd.DataFrame]:
     rows, starts = [], []
     for case in range(MADE_UP.problems):
-        of_case = {"case": case, "margin_sound": 5.0 + case, "margin_slip": -5.0 - case, "margin_harmless": -6.0}
+        of_case = {"sample": case, "margin_sound": 5.0 + case, "margin_slip": -5.0 - case, "margin_harmless": -6.0}
         of_case["as_stated"] = as_stated
         for pair, overlap in zip(PAIRS, (slip(case), 0.5, alike(case)), strict=True):
             for layer in range(LAYERS):
@@ -162,7 +119,7 @@ def made_up(
         for pair, overlap in (("cold", cold(case)), ("warm", warm(case)), ("nothing", 0.1)):
             for token in range(3):
                 at = {"layer": 0, "token": token, "text": "t", "overlap": overlap if token else 0.0}
-                starts.append({**at, "jsd": 0.1, "entropy": 0.4, "other_entropy": 0.4, "pair": pair, "case": case})
+                starts.append({**at, "jsd": 0.1, "entropy": 0.4, "other_entropy": 0.4, "pair": pair, "sample": case})
     return {"samples": pd.DataFrame(rows), "starts": pd.DataFrame(starts)}
 
 
@@ -202,7 +159,7 @@ def test_planted_numbers_are_found():
 def test_tokens_are_mapped_only_where_all_problems_have_as_many():
     tables = made_up()
     rows = tables["samples"]
-    tables["samples"] = rows[~((rows["case"] == 0) & (rows["kind"] == "token") & (rows["token"] == TOKENS - 1))]
+    tables["samples"] = rows[~((rows["sample"] == 0) & (rows["kind"] == "token") & (rows["token"] == TOKENS - 1))]
     findings = concluded(tables).findings
     assert "token" not in findings
     assert "overlap_last" in findings

@@ -1,6 +1,8 @@
 """What a slip does to the next prediction and to answers, where in the cache it sits, and what takes it back."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -11,16 +13,17 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.fingerprint import digest
+from kvprobe.inference.forced import chances, given_answer
 from kvprobe.inference.model import Model
 from kvprobe.names import full_repr
 from kvprobe.patching.metrics import KL, LogitDiff
 from kvprobe.policies import RestartInPlace
 from kvprobe.studies.poisoning import SUMS, Config
-from kvprobe.studies.poisoning.cases import DRAFTS, HISTORY, Case, History
-from kvprobe.studies.poisoning.stories import draw_story
-from kvprobe.studies.poisoning.sums import Sum, draw_sum
 from kvprobe.tasks.solutions import WorkedProblem, worked_problems
 from kvprobe.tasks.worded_steps import LATER_STEPS, STEP, Wording
+from kvprobe.tasks.worked_answers import DRAFTS, HISTORY, WorkedAnswer
+from kvprobe.tasks.worked_solutions import draw_solution
+from kvprobe.tasks.worked_sums import WorkedSum, draw_sum
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.turns import Turns
 
@@ -33,19 +36,25 @@ ROWS = 12
 EXAMPLES = 3
 """Worked problems before each, so that answers are short and have the form that is read."""
 
+Row = dict[str, Any]
+Way = TypeVar("Way")
 
-def cases_of(model: Model, config: Config) -> Callable[[int], Case]:
+
+def answers_of(model: Model, config: Config) -> Callable[[int], WorkedAnswer]:
     """Each problem of a run with its slip, by its number."""
     problems = () if config.task == SUMS else problems_of(config)
 
-    def case(number: int) -> Case:
+    def draw(number: int) -> WorkedAnswer:
         rng = np.random.default_rng([config.seed, number])
         own = np.random.default_rng([config.seed, number, 2]) if config.mistake == "own" else None
-        if config.task == SUMS:
-            return draw_sum(model, rng, own)
-        return draw_story(Turns.of(model), problems[number:], EXAMPLES, own or rng, model if own else None)
+        worked: WorkedAnswer = (
+            draw_sum(Wording.of(model), rng)
+            if config.task == SUMS
+            else draw_solution(Turns.of(model), problems[number:], EXAMPLES, own or rng)
+        )
+        return worked if own is None else worked.own_mistake(partial(chances, model), own)
 
-    return case
+    return draw
 
 
 def inputs(config: Config) -> dict[str, str]:
@@ -66,25 +75,26 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     probable `wait` is after the slip and after later steps. `histories`: one step after others of which some are wrong.
     """
 
-    case_of = cases_of(model, config)
+    worked = answers_of(model, config)
 
-    def parts(name: str, measure: Callable[[Case, int], pd.DataFrame], doing: str) -> pd.DataFrame:
+    def parts(name: str, measure: Callable[[WorkedAnswer, int], list[Row]], doing: str) -> pd.DataFrame:
         def measured(number: int) -> pd.DataFrame:
-            return measure(case_of(number), number).assign(case=number)
+            return pd.DataFrame(measure(worked(number), number)).assign(sample=number)
 
         return table_of_parts(run, range(config.problems), name, measured, doing=doing, unit="problem")
 
-    def after_errors(case: Case, number: int) -> pd.DataFrame:
-        return results(model, case.histories(np.random.default_rng([config.seed, number, 1])))
-
     tables = {
-        "samples": parts("edits", lambda case, _: edits(model, case), "Editing caches"),
-        "attention": parts("attention", lambda case, _: attention(model, case), "Recording attention"),
-        "answers": parts("answers", lambda case, _: answers(model, case, config.new), "Answering"),
-        "histories": parts("histories", after_errors, "Reading after errors"),
+        "samples": parts("edits", lambda worked, _: edits(model, worked), "Editing caches"),
+        "attention": parts("attention", lambda worked, _: attention(model, worked), "Recording attention"),
+        "answers": parts("answers", lambda worked, _: answers(model, worked, config.new), "Answering"),
+        "histories": parts(
+            "histories",
+            lambda worked, number: results(model, worked, np.random.default_rng([config.seed, number, 1])),
+            "Reading after errors",
+        ),
     }
     if has_remarks(model, config):
-        tables["remarks"] = parts("remarks", lambda case, _: remarks(model, case), "Reading remarks")
+        tables["remarks"] = parts("remarks", lambda worked, _: remarks(model, worked), "Reading remarks")
     return tables
 
 
@@ -92,24 +102,27 @@ def has_remarks(model: Model, config: Config) -> bool:
     return config.task == SUMS and Wording.of(model).words
 
 
-# ---- the next prediction, and what in the cache decides it
-
-
-def edits(model: Model, case: Case) -> pd.DataFrame:
+def edits(model: Model, worked: WorkedAnswer) -> list[Row]:
     """The margin of the right value over the wrong one (logits), and KL from the sound run (nats), by edit."""
-    drafts, rest = case.drafts(), case.rest()
-    caches = {draft: model.prefill(drafts[draft] + rest.later) for draft in DRAFTS}
-    ways = list(edited(model, caches["sound"], caches["slip"]))
-    clean, margin = None, LogitDiff(rest.right, rest.wrong)
-    rows = []
-    for start in range(0, len(ways), ROWS):
-        some = ways[start : start + ROWS]
-        _, logits = model.extend(KVCache.join([cache for _, _, cache in some]), [rest.lead] * len(some))
-        clean = logits[0] if clean is None else clean
-        for (edit, layer, _), row in zip(some, logits, strict=True):
-            measured = {"margin": float(margin(row)), "kl": float(KL().to(clean)(row))}
-            rows.append({"edit": edit, "layer": layer, **measured, "right": float(int(row[-1].argmax()) == rest.right)})
-    return pd.DataFrame(rows)
+    drafts, rest = worked.drafts(), worked.rest()
+    ways = list(edited(model, *(model.prefill(drafts[draft] + rest.later) for draft in DRAFTS)))
+    logits = torch.cat(
+        [
+            model.extend(KVCache.join([cache for _, _, cache in some]), [rest.lead] * len(some))[1]
+            for some in batched(ways)
+        ]
+    )
+    margin, from_sound = LogitDiff(rest.right, rest.wrong), KL().to(logits[0])
+    return [
+        {
+            "edit": edit,
+            "layer": layer,
+            "margin": float(margin(row)),
+            "kl": float(from_sound(row)),
+            "right": float(int(row[-1].argmax()) == rest.right),
+        }
+        for (edit, layer, _), row in zip(ways, logits, strict=True)
+    ]
 
 
 def edited(model: Model, sound: KVCache, slip: KVCache) -> Iterator[tuple[str, int, KVCache]]:
@@ -134,51 +147,65 @@ def edited(model: Model, sound: KVCache, slip: KVCache) -> Iterator[tuple[str, i
         yield "sound step", layer, slip.patch(sound, STEP, layers=[layer])
 
 
-def attention(model: Model, case: Case) -> pd.DataFrame:
+def attention(model: Model, worked: WorkedAnswer) -> list[Row]:
     """How much of its attention the token before the value spends on the step that may be wrong, by layer: the mean
     over heads."""
-    rest, rows = case.rest(), []
-    for draft, tokens in case.drafts().items():
+    rest, rows = worked.rest(), list[Row]()
+    for draft, tokens in worked.drafts().items():
         pattern = attend(model, rest.later + rest.lead, model.prefill(tokens))
-        for layer, mass in zip(pattern.layers, pattern.mass(STEP).mean((1, 2)).tolist(), strict=True):
-            rows.append({"draft": draft, "layer": layer, "mass": mass})
-    return pd.DataFrame(rows)
+        masses = zip(pattern.layers, pattern.mass(STEP).mean((1, 2)).tolist(), strict=True)
+        rows += [{"draft": draft, "layer": layer, "mass": mass} for layer, mass in masses]
+    return rows
 
 
-# ---- answers
-
-
-def answers(model: Model, case: Case, new: int) -> pd.DataFrame:
+def answers(model: Model, worked: WorkedAnswer, new: int) -> list[Row]:
     """What the model makes of each way to go on."""
-    ways = case.arms()
-    texts: list[str] = []
-    for start in range(0, len(ways), ROWS):
-        some = ways[start : start + ROWS]
-        texts += model.generate([arm.prompt for arm in some], max_new_tokens=new).texts
-    rows = [
-        {"arm": arm.name, "draft": arm.draft, "delay": arm.delay, "main": arm.main, **case.outcome(text), "text": text}
-        for arm, text in zip(ways, texts, strict=True)
+
+    def generated(prompts: Sequence[Tokens]) -> tuple[str, ...]:
+        return model.generate(prompts, max_new_tokens=new).texts
+
+    arms = worked.arms()
+    texts = [text for some in batched(arms) for text in generated([arm.prompt for arm in some])]
+    rows: list[Row] = [
+        {
+            "arm": arm.name,
+            "draft": arm.draft,
+            "delay": arm.delay,
+            "main": arm.main,
+            **worked.outcome(text),
+            "text": text,
+        }
+        for arm, text in zip(arms, texts, strict=True)
     ]
-    alone = [{"arm": "alone", "draft": draft, "main": True, **case.alone(model, draft, new)} for draft in DRAFTS]
-    return pd.DataFrame(rows + alone)
+    for draft in DRAFTS:
+        alone = worked.alone(lambda prompt: generated([prompt])[0], draft)
+        rows.append({"arm": "alone", "draft": draft, "main": True, **alone})
+    return rows
 
 
-# ---- noticing, and errors that have nothing to do with what is asked
+def remarks(model: Model, worked: WorkedAnswer) -> list[Row]:
+    """The probability of `wait` after the third step and after each later one."""
+    assert isinstance(worked, WorkedSum)  # no other has remarks
+    (wait,) = worked.wording.ids("wait")
+    rows: list[Row] = []
+    for draft in DRAFTS:
+        read, places = worked.remarked(draft)
+        logits = model.extend(None, [read], logits=len(read) - len(worked.asked))[1][0].float()
+        chances = logits.softmax(-1)[places, wait].tolist()
+        rows += [{"draft": draft, "delay": delay, "wait": chance} for delay, chance in enumerate(chances)]
+    return rows
 
 
-def remarks(model: Model, case: Case) -> pd.DataFrame:
-    assert isinstance(case, Sum)  # no other has them
-    return case.remarks(model)
+def results(model: Model, worked: WorkedAnswer, rng: np.random.Generator) -> list[Row]:
+    """Whether the result of a step is the likeliest after others of which some are wrong, and how likely it is."""
+    rows: list[Row] = []
+    for history in worked.histories(rng):
+        given = given_answer(model, None, history.prompt, history.result)
+        measured = {"right": float(given.likeliest), "log_probability": given.log_prob}
+        rows.append({"wrong": history.wrong, **measured})
+    return rows
 
 
-def results(model: Model, histories: Sequence[History]) -> pd.DataFrame:
-    """Whether the result of the last step is the likeliest after each history, token by token, and how likely it is."""
-    rows = []
-    for history in histories:
-        read = history.prompt + Tokens.of(history.result[:-1], "answer", history.prompt.following)
-        logits = model.extend(None, [read], logits=len(history.result))[1][0].float()
-        wanted = torch.tensor(history.result, device=logits.device)
-        right = float(bool((logits.argmax(-1) == wanted).all()))
-        log_probability = float(torch.log_softmax(logits, -1).gather(-1, wanted[:, None]).sum())
-        rows.append({"wrong": history.wrong, "right": right, "log_probability": log_probability})
-    return pd.DataFrame(rows)
+def batched(ways: Sequence[Way]) -> list[Sequence[Way]]:
+    """As many at once as are read together."""
+    return [ways[start : start + ROWS] for start in range(0, len(ways), ROWS)]

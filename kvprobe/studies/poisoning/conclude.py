@@ -6,22 +6,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvprobe.experiments.estimands import Difference, Estimand, Mean, Ratio, measure
+from kvprobe.experiments.estimands import HEADLINE, Difference, Estimand, Mean, Ratio, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
 from kvprobe.stats import DIFFERENCE, SHARE
 from kvprobe.studies.poisoning import Config
-from kvprobe.studies.poisoning.cases import HISTORY
-from kvprobe.studies.poisoning.collect import ALL, EXAMPLES, cases_of, has_remarks
+from kvprobe.studies.poisoning.collect import ALL, EXAMPLES, answers_of, has_remarks
 from kvprobe.tasks.steps import LATER
-from kvprobe.text.transcript import Transcript
+from kvprobe.tasks.worked_answers import HISTORY
 from kvprobe.tidy import Rows, beside
 from kvprobe.wording import few_clusters, plain
-
-HEADLINE: dict[str, Any] = {"together": (), "family": "headline", "cluster": "case"}
-"""All that the table of verdicts is chosen from: these intervals hold together."""
 
 
 def gained(name: str, by: str, beside: str = "continue") -> Difference:
@@ -36,10 +32,10 @@ ANSWERS: tuple[Estimand, ...] = (
     gained("alone", "alone"),
     gained("wait", "wait"),
     *(
-        Mean(name=name, of=name, by=("arm", "draft"), where={"main": True}, cluster="case", within=SHARE)
+        Mean(name=name, of=name, by=("arm", "draft"), where={"main": True}, within=SHARE)
         for name in ("right", "handed_on", "restated", "local", "ends")
     ),
-    Mean(name="delayed", of="right", by=("delay", "draft"), where={"arm": "wait"}, cluster="case", within=SHARE),
+    Mean(name="delayed", of="right", by=("delay", "draft"), where={"arm": "wait"}, within=SHARE),
 )
 LOSSES: tuple[Estimand, ...] = (
     Mean(name="poisons", of="lost", where={"arm": "continue"}, within=DIFFERENCE, **HEADLINE),
@@ -50,18 +46,18 @@ LOSSES: tuple[Estimand, ...] = (
 )
 """`lost`: whether the last value is right after the sound draft, less whether it is after the slip."""
 EDITS: tuple[Estimand, ...] = (
-    Mean(name="poison", of="poison", where={"edit": "slip"}, cluster="case", unit="logits"),
+    Mean(name="poison", of="poison", where={"edit": "slip"}, unit="logits"),
     Ratio(name="ghost", of="ghost", over="poison", **HEADLINE),
-    Mean(name="margin", of="margin", by=("edit",), where={"layer": ALL}, cluster="case", unit="logits"),
-    Mean(name="kl", of="kl", by=("edit",), where={"layer": ALL}, cluster="case", unit="nats"),
-    Mean(name="prefers_right", of="right", by=("edit",), where={"layer": ALL}, cluster="case", within=SHARE),
-    Ratio(name="undone", of="undone", over="poison", by=("edit",), where={"layer": ALL}, cluster="case"),
-    Ratio(name="undone_layer", of="undone", over="poison", by=("layer",), where={"one": True}, cluster="case"),
+    Mean(name="margin", of="margin", by=("edit",), where={"layer": ALL}, unit="logits"),
+    Mean(name="kl", of="kl", by=("edit",), where={"layer": ALL}, unit="nats"),
+    Mean(name="prefers_right", of="right", by=("edit",), where={"layer": ALL}, within=SHARE),
+    Ratio(name="undone", of="undone", over="poison", by=("edit",), where={"layer": ALL}),
+    Ratio(name="undone_layer", of="undone", over="poison", by=("layer",), where={"one": True}),
 )
 """`poison` is the margin of the sound run less that of the slip's, `ghost` what is left of it where later tokens no
 longer see the wrong step."""
 ATTENTION: tuple[Estimand, ...] = (
-    Mean(name="mass", of="mass", by=("draft", "layer"), cluster="case", within=SHARE),
+    Mean(name="mass", of="mass", by=("draft", "layer"), within=SHARE),
     *(
         Difference(
             name="lift",
@@ -70,7 +66,6 @@ ATTENTION: tuple[Estimand, ...] = (
             where={"draft": "slip"},
             less={"draft": draft},
             keys={"over": draft},
-            cluster="case",
             within=DIFFERENCE,
         )
         for draft in ("sound", "harmless")
@@ -85,15 +80,15 @@ REMARKS: tuple[Estimand, ...] = (
         within=DIFFERENCE,
         **HEADLINE,
     ),
-    Mean(name="wait_chance", of="wait", by=("draft", "delay"), cluster="case", within=SHARE),
-    Mean(name="standing", of="standing", by=("draft", "delay"), cluster="case", within=SHARE),
-    Ratio(name="left", of="standing", over="sound", by=("delay",), where={"draft": "slip"}, cluster="case"),
+    Mean(name="wait_chance", of="wait", by=("draft", "delay"), within=SHARE),
+    Mean(name="standing", of="standing", by=("draft", "delay"), within=SHARE),
+    Ratio(name="left", of="standing", over="sound", by=("delay",), where={"draft": "slip"}),
 )
 """`standing`: the probability that no remark so far was `wait`; `left`: as a share of that after a sound draft, so
 that false alarms do not count."""
 HISTORIES: tuple[Estimand, ...] = (
-    Mean(name="right_after", of="right", by=("wrong",), cluster="case", within=SHARE),
-    Mean(name="log_probability", of="log_probability", by=("wrong",), cluster="case", unit="nats"),
+    Mean(name="right_after", of="right", by=("wrong",), within=SHARE),
+    Mean(name="log_probability", of="log_probability", by=("wrong",), unit="nats"),
 )
 SLOPES: tuple[Estimand, ...] = (Mean(name="conditioned", of="slope", within=(-3.0, 3.0), **HEADLINE),)
 
@@ -121,53 +116,50 @@ def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -
 
 def losses(rows: Rows) -> pd.DataFrame:
     """By problem and arm, whether the answer is right after the sound draft less whether it is after the slip."""
-    by_draft = rows[rows["main"]].pivot(index=["case", "arm"], columns="draft", values="right")
+    by_draft = rows[rows["main"]].pivot(index=["sample", "arm"], columns="draft", values="right")
     return (by_draft["sound"] - by_draft["slip"]).rename("lost").reset_index()
 
 
 def margins(rows: Rows) -> pd.DataFrame:
     """The margin of each problem, with all layers edited."""
-    return rows[rows["layer"] == ALL].pivot(index="case", columns="edit", values="margin")
+    return rows[rows["layer"] == ALL].pivot(index="sample", columns="edit", values="margin")
 
 
 def beside_poison(rows: Rows) -> Rows:
     """Each row with the damage of its problem, what its edit undoes of it, and what is left with the step masked."""
     whole = margins(rows)
-    of_case = pd.DataFrame(
+    of_problem = pd.DataFrame(
         {
             "poison": whole["sound"] - whole["slip"],
             "ghost": whole["masked sound"] - whole["masked slip"],
             "slipped": whole["slip"],
         }
     )
-    rows = rows.join(of_case, on="case")
+    rows = rows.join(of_problem, on="sample")
     return rows.assign(undone=rows["margin"] - rows["slipped"], one=rows["layer"] != ALL)
 
 
 def standing(rows: Rows) -> Rows:
     """Each row with the probability that no remark up to it is `wait`, also for the sound draft."""
-    rows = rows.sort_values(["case", "draft", "delay"])
-    rows = rows.assign(standing=(1 - rows["wait"]).groupby([rows["case"], rows["draft"]]).cumprod())
-    return rows.assign(sound=beside(rows, "standing", {"draft": "sound"}, ("case", "delay")))
+    rows = rows.sort_values(["sample", "draft", "delay"])
+    rows = rows.assign(standing=(1 - rows["wait"]).groupby([rows["sample"], rows["draft"]]).cumprod())
+    return rows.assign(sound=beside(rows, "standing", {"draft": "sound"}, ("sample", "delay")))
 
 
 def slopes(rows: Rows) -> pd.DataFrame:
     """By problem, how fast errors become likelier with the share of wrong steps before (least squares)."""
     share = rows["wrong"] / HISTORY
-    apart = share - share.groupby(rows["case"]).transform("mean")
-    top = ((1 - rows["right"]) * apart).groupby(rows["case"]).sum()
-    return (top / (apart**2).groupby(rows["case"]).sum()).rename("slope").reset_index()
+    apart = share - share.groupby(rows["sample"]).transform("mean")
+    top = ((1 - rows["right"]) * apart).groupby(rows["sample"]).sum()
+    return (top / (apart**2).groupby(rows["sample"]).sum()).rename("slope").reset_index()
 
 
 def facts(config: Config, model: Model, tables: Mapping[str, pd.DataFrame]) -> dict[str, Any]:
     """The first problem, as it was put and answered."""
-    shown = cases_of(model, config)(0).shown()
-    chat = [{"role": "user", "content": shown.question}, {"role": "assistant", "content": shown.answer}]
-    transcript = Transcript.from_messages(chat, ["question", "answer"])
-    answers = tables["answers"]
-    first = answers[(answers["case"] == 0) & (answers["draft"] == "slip") & (answers["arm"] != "alone")]
+    shown, answers = answers_of(model, config)(0).shown(), tables["answers"]
+    first = answers[(answers["sample"] == 0) & (answers["draft"] == "slip") & (answers["arm"] != "alone")]
     return {
-        "chat": chat_record(transcript, marked=shown.marked),
+        "chat": chat_record(shown.chat, marked=shown.marked),
         "right": shown.right,
         "wrong": shown.wrong,
         "words": has_remarks(model, config),

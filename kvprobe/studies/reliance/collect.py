@@ -4,86 +4,42 @@ What a summary states is asked for. The turns that it was read after state it to
 its place (`other`), or speak of something else (`unrelated`). The words of the summary are the same in all three.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Literal, get_args
 
 import pandas as pd
 
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
+from kvprobe.inference.forced import given_answer
 from kvprobe.inference.model import Model
 from kvprobe.policies import RestartInPlace
 from kvprobe.studies.compaction.arms import HIDDEN_SEGMENTS
 from kvprobe.studies.compaction.reading import irrelevant
 from kvprobe.studies.reliance import Config
-from kvprobe.tasks.compaction import Compaction, compactions
-from kvprobe.tasks.passcode import Context, contexts, conversation
-from kvprobe.text.transcript import Transcript
+from kvprobe.tasks.passcode import contexts
+from kvprobe.tasks.stated_twice import StatedTwice, Word, stated_twice
 
 Source = Literal["own", "other", "unrelated"]
-Word = Literal["own", "other"]
-TURNS = ("chat_user", "chat_assistant", "secret_user", "secret_assistant")
-"""Of a context, the texts that are hidden."""
-CODE, LEAD = "48213", "The answer is"
-Case = tuple[Context, Compaction]
-
-
-def cases_of(config: Config) -> list[Case]:
-    """The conversations whose answer is both in the turns and in a summary of them."""
-    picked = list(zip(contexts(), compactions(), strict=True))[: config.contexts]
-    return [case for case in picked if stated_twice(*case)]
-
-
-def stated_twice(context: Context, compaction: Compaction) -> bool:
-    """Whether the answer is in the turns, from which it can be taken, and in a summary."""
-    answer = compaction.summary_answer
-    other = " ".join(getattr(stating(context, compaction, "other"), name) for name in TURNS)
-    in_turns = compaction.summary_other in other and answer.lower() not in other.lower()
-    return in_turns and answer in f"{context.summary_1} {context.summary_2}"
-
-
-def stating(context: Context, compaction: Compaction, word: Word) -> Context:
-    """The context whose turns, but not its summaries, state this answer."""
-    if word == "own":
-        return context
-    old, new = compaction.summary_answer, compaction.summary_other
-    texts: Mapping[str, str] = {name: getattr(context, name).replace(old, new) for name in TURNS}
-    return replace(context, **texts)
-
-
-def talk(context: Context, compaction: Compaction, answer: Word) -> Transcript:
-    """The conversation up to the second summary, and then the question, answered so in the part `answer`."""
-    before = [message for message in conversation(context, CODE).messages if message.segment != "T3"]
-    said = compaction.summary_answer if answer == "own" else compaction.summary_other
-    turns: list[dict[str, object]] = [{"role": message.role, "content": message.text} for message in before]
-    turns.append({"role": "user", "content": compaction.summary_question})
-    turns.append({"role": "assistant", "content": [f"{LEAD} ", {"text": said, "name": "answer"}]})
-    return Transcript.from_messages(turns, [*(message.segment for message in before), "ask", "ask"])
 
 
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     """Rows of `logprob`, in nats, of each answer (`word`), by what was in view (`source`) and what was done about it
     (`state`): nothing (`view`), the turns masked (`retained`), or the summaries computed again (`recomputed`)."""
-    cases = cases_of(config)
-    everything = list(contexts())
-
-    def measured(case: Case) -> pd.DataFrame:
-        number = everything.index(case[0])
-        filler = everything[number + 1 :] + everything[:number]
-        return measure(model, *case, filler).assign(context=number)
-
-    return table_of_parts(run, cases, "answers", measured, doing="Asking after summaries", unit="conversation")
+    cases = stated_twice(config.contexts)
+    doing = {"doing": "Asking after summaries", "unit": "conversation"}
+    return table_of_parts(run, cases, "answers", lambda case: measure(model, case), **doing)
 
 
-def measure(model: Model, context: Context, compaction: Compaction, filler: list[Context]) -> pd.DataFrame:
+def measure(model: Model, case: StatedTwice) -> pd.DataFrame:
+    number = contexts().index(case.context)
+    others = contexts()[number + 1 :] + contexts()[:number]
     rows = []
     for source in get_args(Source):
-        said = stating(context, compaction, "other" if source == "other" else "own")
-        whole = {word: talk(said, compaction, word).tokens(model.tokenizer) for word in get_args(Word)}
+        turns = "other" if source == "other" else "own"
+        whole = {word: case.talk(turns, word).tokens(model.tokenizer) for word in get_args(Word)}
         ask, begins = whole["own"].span("ask").start, whole["own"].part("answer").start
         read = whole["own"][:ask]
-        cache = model.prefill(irrelevant(model, read, filler) if source == "unrelated" else read)
+        cache = model.prefill(irrelevant(model, read, others) if source == "unrelated" else read)
         states = {
             "view": cache,
             "retained": cache.mask(*HIDDEN_SEGMENTS),
@@ -92,8 +48,6 @@ def measure(model: Model, context: Context, compaction: Compaction, filler: list
         for state, left in states.items():
             for word, tokens in whole.items():
                 answer = tokens.ids[begins : tokens.part("answer").stop]
-                asked = tokens[ask : begins + len(answer) - 1]
-                logits = model.extend(left, [asked], logits=len(answer))[1][0].float().log_softmax(-1)
-                chance = sum(float(row[token]) for row, token in zip(logits, answer, strict=True))
-                rows.append({"source": source, "state": state, "word": word, "logprob": chance})
-    return pd.DataFrame(rows)
+                logprob = given_answer(model, left, tokens[ask:begins], answer).log_prob
+                rows.append({"source": source, "state": state, "word": word, "logprob": logprob})
+    return pd.DataFrame(rows).assign(context=number)

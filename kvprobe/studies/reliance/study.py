@@ -4,38 +4,33 @@ from typing import Any
 
 import pandas as pd
 
-from kvprobe.experiments.estimands import Difference, Estimand, Mean, measure
+from kvprobe.experiments.estimands import HEADLINE, Difference, Estimand, Mean, measure
 from kvprobe.experiments.study import Claim, Conclusion, Control, Study
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies.compaction.arms import HIDDEN_SEGMENTS
 from kvprobe.studies.reliance import Config
-from kvprobe.studies.reliance.collect import cases_of, collect, talk
+from kvprobe.studies.reliance.collect import collect
+from kvprobe.tasks.stated_twice import stated_twice
 from kvprobe.tidy import Rows
 from kvprobe.wording import few_clusters
 
-HEADLINE: dict[str, Any] = {
-    "of": "gain",
-    "together": (),
-    "family": "headline",
-    "cluster": "context",
-    "unit": "nats",
-}
+OF_GAINS: dict[str, Any] = {"of": "gain", "cluster": "context", "unit": "nats"}
 
 
 def beside_unrelated(name: str, word: str, source: str) -> Difference:
     """How much more retaining gains where the turns spoke of this than where they spoke of something else."""
     where, less = ({"word": word, "source": turns} for turns in (source, "unrelated"))
-    return Difference(name=name, where=where, less=less, **HEADLINE)
+    return Difference(name=name, where=where, less=less, **OF_GAINS, **HEADLINE)
 
 
 GAINS: tuple[Estimand, ...] = (
-    Mean(name="worse", where={"word": "own", "source": "own"}, **HEADLINE),
+    Mean(name="worse", where={"word": "own", "source": "own"}, **OF_GAINS, **HEADLINE),
     beside_unrelated("relies", "margin", "own"),
     beside_unrelated("poisoned", "margin", "other"),
     beside_unrelated("general", "other", "own"),
-    Mean(name="gain", of="gain", by=("source", "word"), cluster="context", unit="nats"),
+    Mean(name="gain", by=("source", "word"), **OF_GAINS),
 )
 """`gain`: log-probability of an answer after the retained summary less that after the recomputed one. The `margin` is
 that of the summary's answer less that of the other one: what they have in common, such as how readily the model answers
@@ -47,11 +42,10 @@ LEVELS: tuple[Estimand, ...] = (
 
 def conclude(rows: Rows, config: Config, model: Model) -> Conclusion:
     """Findings and facts of a run."""
-    context, compaction = cases_of(config)[0]
+    first = stated_twice(config.contexts)[0]
     shown = {
-        "chat": chat_record(talk(context, compaction, "own"), masked=HIDDEN_SEGMENTS),
-        "own": compaction.summary_answer,
-        "other": compaction.summary_other,
+        "chat": chat_record(first.talk("own", "own"), masked=HIDDEN_SEGMENTS),
+        **first.answers,
         "contexts": int(rows["context"].nunique()),
     }
     findings = measure(rows, LEVELS, (gains(rows), GAINS))

@@ -1,12 +1,11 @@
 """From tables to findings: how far a slip moves the routing, what exchanging it undoes, and cold starts."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from kvprobe.experiments.estimands import Difference, Estimand, Mean, Ratio, measure
+from kvprobe.experiments.estimands import HEADLINE, Difference, Estimand, Mean, Ratio, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
@@ -14,13 +13,10 @@ from kvprobe.report.findings import Findings
 from kvprobe.routing import chance_overlap
 from kvprobe.stats import DIFFERENCE, SHARE
 from kvprobe.studies.routing import Config
-from kvprobe.studies.routing.collect import ALL, slips
-from kvprobe.tasks.steps import SLIPPED
+from kvprobe.studies.routing.collect import ALL, sums
 from kvprobe.tasks.worded_steps import Wording
-from kvprobe.text.transcript import Transcript
 from kvprobe.wording import few_clusters
 
-HEADLINE: dict[str, Any] = {"together": (), "family": "headline", "cluster": "case"}
 BY_CASE: tuple[Estimand, ...] = (
     Difference(
         name="alike",
@@ -30,39 +26,35 @@ BY_CASE: tuple[Estimand, ...] = (
         within=DIFFERENCE,
         **HEADLINE,
     ),
-    Mean(name="overlap_all", of="overlap", by=("pair",), cluster="case", within=SHARE),
-    Mean(name="overlap_last", of="overlap", by=("pair",), where={"last": True}, cluster="case", within=SHARE),
+    Mean(name="overlap_all", of="overlap", by=("pair",), within=SHARE),
+    Mean(name="overlap_last", of="overlap", by=("pair",), where={"last": True}, within=SHARE),
 )
 """How alike the routing of later tokens is after two drafts, all layers and tokens together. If the slip is routed like
 the harmless change, which states the same value, rather than like the sound draft, routing goes by the value."""
 BY_LAYER: tuple[Estimand, ...] = (
-    Mean(name="overlap", of="overlap", by=("pair", "layer"), cluster="case", within=SHARE),
-    Mean(name="jsd", of="jsd", by=("pair", "layer"), cluster="case", unit="bits", within=SHARE),
+    Mean(name="overlap", of="overlap", by=("pair", "layer"), within=SHARE),
+    Mean(name="jsd", of="jsd", by=("pair", "layer"), unit="bits", within=SHARE),
 )
-BY_TOKEN: tuple[Estimand, ...] = (
-    Mean(name="token", of="overlap", by=("pair", "layer", "place"), cluster="case", within=SHARE),
-)
+BY_TOKEN: tuple[Estimand, ...] = (Mean(name="token", of="overlap", by=("pair", "layer", "place"), within=SHARE),)
 EXCHANGES: tuple[Estimand, ...] = (
     Ratio(name="undone", of="undone", over="damage", where={"layer": ALL, "draft": "slip"}, **HEADLINE),
-    Ratio(name="undone_by", of="undone", over="damage", by=("draft",), where={"layer": ALL}, cluster="case"),
-    Ratio(name="done_by", of="caused", over="damage", by=("draft",), where={"layer": ALL}, cluster="case"),
-    Ratio(name="undone_layer", of="undone", over="damage", by=("draft", "layer"), where={"one": True}, cluster="case"),
-    Mean(name="kept", of="kept", by=("draft",), where={"layer": ALL}, cluster="case", within=SHARE),
-    Mean(name="damage", of="damage", by=("draft",), where={"layer": ALL}, cluster="case", unit="nats"),
+    Ratio(name="undone_by", of="undone", over="damage", by=("draft",), where={"layer": ALL}),
+    Ratio(name="done_by", of="caused", over="damage", by=("draft",), where={"layer": ALL}),
+    Ratio(name="undone_layer", of="undone", over="damage", by=("draft", "layer"), where={"one": True}),
+    Mean(name="kept", of="kept", by=("draft",), where={"layer": ALL}, within=SHARE),
+    Mean(name="damage", of="damage", by=("draft",), where={"layer": ALL}, unit="nats"),
 )
 """The share of the damage to the last prediction that the sound routing undoes, and that the other routing does."""
 STARTS: tuple[Estimand, ...] = (
     Difference(name="cold", of="overlap", where={"pair": "warm"}, less={"pair": "cold"}, within=DIFFERENCE, **HEADLINE),
-    Mean(name="start_all", of="overlap", by=("pair",), cluster="case", within=SHARE),
-    Mean(name="entropy", of="entropy", by=("pair",), cluster="case", within=SHARE),
+    Mean(name="start_all", of="overlap", by=("pair",), within=SHARE),
+    Mean(name="entropy", of="entropy", by=("pair",), within=SHARE),
 )
-START_PLACES: tuple[Estimand, ...] = (
-    Mean(name="start", of="overlap", by=("pair", "place"), cluster="case", within=SHARE),
-)
+START_PLACES: tuple[Estimand, ...] = (Mean(name="start", of="overlap", by=("pair", "place"), within=SHARE),)
 """Of the tokens of a beginning, the first included, which all others leave out."""
-LOADS: tuple[Estimand, ...] = (Mean(name="load", of="share", by=("layer", "expert"), cluster="case", within=SHARE),)
+LOADS: tuple[Estimand, ...] = (Mean(name="load", of="share", by=("layer", "expert"), within=SHARE),)
 MARGINS: tuple[Estimand, ...] = tuple(
-    Mean(name="margin", of=f"margin_{name}", keys={"draft": name}, cluster="case", unit="logits")
+    Mean(name="margin", of=f"margin_{name}", keys={"draft": name}, unit="logits")
     for name in ("sound", "slip", "harmless")
 )
 
@@ -72,11 +64,9 @@ def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -
     rows, starts = tables["samples"], tables["starts"]
     kinds = dict(iter(rows.groupby("kind")))
     tokens, loads, exchanged = kinds["token"], kinds["load"].astype({"expert": int}), kinds["exchange"]
-    wording = Wording.of(model)
-    lengths = tokens.groupby("case")["token"].transform("max")
-    tokens = tokens.assign(
-        place=[wording.place(int(number)) for number in tokens["token"]], last=tokens["token"] == lengths
-    )
+    lengths = tokens.groupby("sample")["token"].transform("max")
+    places = tokens["token"].astype(int).map(Wording.of(model).place)
+    tokens = tokens.assign(place=places, last=tokens["token"] == lengths)
     by_token = BY_TOKEN if len(set(lengths)) == 1 else ()  # else the tokens of one number are not alike
     exchanged = exchanged.assign(one=exchanged["layer"] >= 0)
     later = starts[starts["token"] > 0]
@@ -87,22 +77,18 @@ def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -
         (later, STARTS),
         (starts.assign(place=starts["token"]), START_PLACES),
         (loads, LOADS),
-        (rows.drop_duplicates("case"), MARGINS),
+        (rows.drop_duplicates("sample"), MARGINS),
     )
     experts, layers = (len(set(loads[column])) for column in ("expert", "layer"))
     chosen = round(np.mean(loads["share"]) * experts)
     findings.number("chance", chance_overlap(experts, chosen))
-    findings.number("as_stated", np.mean(rows.drop_duplicates("case")["as_stated"]))
+    findings.number("as_stated", np.mean(rows.drop_duplicates("sample")["as_stated"]))
     findings.number("off", np.max(kinds["own"]["off"]))
-    slip = slips(model, config)[0]
-    problem, draft = slip.drafts["slip"]
-    answer = wording.steps(draft).strip() + wording.steps(slip.later)
-    chat = [{"role": "user", "content": wording.question(problem)}, {"role": "assistant", "content": answer}]
-    transcript = Transcript.from_messages(chat, ["question", "answer"])
+    first = sums(model, config)[0]
     shown = {
-        "chat": chat_record(transcript, marked=wording.steps(draft[SLIPPED:]).strip()),
-        "right": slip.right,
-        "wrong": slip.wrong,
+        "chat": chat_record(first.shown().chat, marked=first.shown().marked),
+        "right": first.slip.right,
+        "wrong": first.slip.wrong,
         "experts": experts,
         "chosen": chosen,
         "layers": layers,

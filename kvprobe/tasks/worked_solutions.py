@@ -1,4 +1,4 @@
-"""Word problems with worked solutions as cases, for language models."""
+"""Word problems with worked solutions that state a wrong value early on, for language models."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,8 +9,6 @@ from functools import cached_property
 import numpy as np
 
 from kvprobe.errors import UserError
-from kvprobe.inference.model import Model
-from kvprobe.studies.poisoning.cases import DRAFTS, HISTORY, Arm, History, Rest, Shown, chances
 from kvprobe.tasks.gsm8k import REQUEST
 from kvprobe.tasks.solutions import (
     SlipPlace,
@@ -22,8 +20,9 @@ from kvprobe.tasks.solutions import (
 )
 from kvprobe.tasks.steps import Draft
 from kvprobe.tasks.worded_steps import EARLIER, LATER_STEPS, STEP
+from kvprobe.tasks.worked_answers import DRAFTS, HISTORY, Answering, Arm, Chances, History, Rest, Shown
 from kvprobe.text.tokens import Tokens
-from kvprobe.text.turns import Turns, as_long
+from kvprobe.text.turns import Turns, as_long, question_and_answer
 
 END = "end with a last line of the form '#### <number>'."
 GO_ON = f"Go on from there with the steps that are left, and {END}"
@@ -34,30 +33,21 @@ REVIEW_LINE = "Check the last line. Then write it again, without mistakes."
 _ANSWER = re.compile(r"#### *\$?(-?[\d,]*\.?\d+)")
 
 
-def draw_story(
-    turns: Turns, problems: Sequence[WorkedProblem], examples: int, rng: np.random.Generator, model: Model | None = None
-) -> "Story":
-    """The first problem with a slip in one digit.
+def draw_solution(
+    turns: Turns, problems: Sequence[WorkedProblem], examples: int, rng: np.random.Generator
+) -> "WorkedSolution":
+    """The first problem with a slip in one digit, to any other.
 
     Args:
         problems: that one, and others for examples and earlier exchanges.
         examples: worked problems that each conversation begins with.
-        model: by whose own probabilities the wrong digit is drawn; without it, all are as likely.
     """
     problem, *others = problems
-    place = place_of(problem)
-    story = Story(turns, problem, place, drawn_wrong(problem, rng), tuple(others), examples)
-    if model is None:
-        return story
-    wrongs = problem.wrongs(place)
-    at = rng.choice(sorted({digit for digit, _ in wrongs}))
-    values = [wrong for digit, wrong in wrongs if digit == at]
-    likely = chances(model, story.asked, [turns.ids(story.until + wrong) for wrong in values])
-    return replace(story, wrong=str(rng.choice(values, p=likely)))
+    return WorkedSolution(turns, problem, place_of(problem), drawn_wrong(problem, rng), tuple(others), examples)
 
 
 @dataclass(frozen=True)
-class Story:
+class WorkedSolution:
     """A problem whose solution states a wrong value that a later line starts from.
 
     Attributes:
@@ -71,6 +61,13 @@ class Story:
     wrong: str
     others: tuple[WorkedProblem, ...]
     examples: int
+
+    def own_mistake(self, chances: Chances, rng: np.random.Generator) -> "WorkedSolution":
+        wrongs = self.problem.wrongs(self.place)
+        at = rng.choice(sorted({digit for digit, _ in wrongs}))
+        values = [wrong for digit, wrong in wrongs if digit == at]
+        likely = chances(self.asked, [self.turns.ids(self.until + wrong) for wrong in values])
+        return replace(self, wrong=str(rng.choice(values, p=likely)))
 
     # ---- texts
 
@@ -154,15 +151,15 @@ class Story:
             "local": float(np.mean([left == right for left, right in equations])) if equations else np.nan,
         }
 
-    def alone(self, model: Model, draft: Draft, new: int) -> dict[str, float]:
+    def alone(self, answer: Answering, draft: Draft) -> dict[str, float]:
         """The line that may be wrong is reviewed, and then the solution handed over as far as it goes."""
         reviewed = self.lines(draft)[: self.place.line + 1]
-        said = model.generate([self.chat(self.handed(reviewed, REVIEW_LINE))], max_new_tokens=new).text
+        said = answer(self.chat(self.handed(reviewed, REVIEW_LINE)))
         stated = [right for _, right in equations_in(said)][-1:] or numbers_in(said)[-1:]
         if not stated:
             return {"right": 0.0, "ends": 0.0}
         lines = self._with(as_written(stated[0]))[: self.place.user]
-        outcome = self.outcome(model.generate([self.chat(self.handed(lines, GO_ON))], max_new_tokens=new).text)
+        outcome = self.outcome(answer(self.chat(self.handed(lines, GO_ON))))
         return {name: outcome[name] for name in ("right", "ends")}
 
     # ---- earlier errors
@@ -183,9 +180,8 @@ class Story:
 
     def shown(self) -> Shown:
         lines = self.lines("slip")
-        return Shown(
-            self.question, written(lines).strip(), lines[self.place.line].strip(), self.place.right, self.wrong
-        )
+        chat = question_and_answer(self.question, written(lines).strip())
+        return Shown(chat, lines[self.place.line].strip(), self.place.right, self.wrong)
 
 
 def place_of(problem: WorkedProblem) -> SlipPlace:

@@ -1,14 +1,11 @@
-"""Sums of registers as cases: in the words of the models `steps`, or in English."""
+"""Sums of registers with an early mistake: in the words of the models `steps`, or in English."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-import pandas as pd
 
-from kvprobe.inference.model import Model
-from kvprobe.studies.poisoning.cases import DRAFTS, HISTORY, Arm, History, Rest, Shown, chances
 from kvprobe.tasks.steps import (
     BASE,
     LATER,
@@ -24,38 +21,21 @@ from kvprobe.tasks.steps import (
     on_registers,
 )
 from kvprobe.tasks.worded_steps import Wording
+from kvprobe.tasks.worked_answers import DRAFTS, HISTORY, Answering, Arm, Chances, History, Rest, Shown
 from kvprobe.text.tokens import Tokens
+from kvprobe.text.turns import question_and_answer
 
 WAITED = 1
 """Steps after the slip at which “wait” is tried for the answer; the models `steps` take errors back within two."""
 
 
-def draw_sum(model: Model, rng: np.random.Generator, own: np.random.Generator | None = None) -> "Sum":
-    """A random sum with a slip; for a language model, one that never passes 9 or 0.
-
-    Args:
-        own: draws the wrong value by the model's own probabilities; without it, all wrong digits are as likely.
-    """
-    wording = Wording.of(model)
-    slip = draw_slip(rng, wording.words)
-    return Sum(wording, slip if own is None else slip.stating(own_mistake(model, slip, own)))
-
-
-def own_mistake(model: Model, slip: Slip, rng: np.random.Generator) -> int:
-    """A wrong value as the model itself would state it; in English, one from which no sum passes 9 or 0."""
-    wording = Wording.of(model)
-
-    def fits(value: int) -> bool:
-        return value != slip.right and (wording.words or slip.problem.steps({SLIPPED: value})[-1].within)
-
-    asked = wording.chat(wording.question(slip.problem))
-    text = wording.stated(slip.problem.steps()[: SLIPPED + 1])
-    values = list(filter(fits, range(BASE)))
-    return int(rng.choice(values, p=chances(model, asked, [wording.ids(f"{text[:-1]}{value}") for value in values])))
+def draw_sum(wording: Wording, rng: np.random.Generator) -> "WorkedSum":
+    """A random sum with a slip to any other digit; for a language model, one that never passes 9 or 0."""
+    return WorkedSum(wording, draw_slip(rng, wording.words))
 
 
 @dataclass(frozen=True)
-class Sum:
+class WorkedSum:
     """Seven steps on three registers, of which the third states a wrong value and the last starts from it."""
 
     wording: Wording
@@ -72,6 +52,18 @@ class Sum:
     def stated(self, draft: Draft) -> tuple[Step, ...]:
         """The steps that all arms begin with: those of the draft, and the ones on other registers."""
         return (*self.slip.drafts[draft][1], *self.slip.later)
+
+    def own_mistake(self, chances: Chances, rng: np.random.Generator) -> "WorkedSum":
+        """In English, the wrong value is one from which no sum passes 9 or 0."""
+        wording, slip = self.wording, self.slip
+
+        def fits(value: int) -> bool:
+            return value != slip.right and (wording.words or slip.problem.steps({SLIPPED: value})[-1].within)
+
+        text = wording.stated(slip.problem.steps()[: SLIPPED + 1])
+        values = list(filter(fits, range(BASE)))
+        likely = chances(self.asked, [wording.ids(f"{text[:-1]}{value}") for value in values])
+        return replace(self, slip=slip.stating(int(rng.choice(values, p=likely))))
 
     def drafts(self) -> Mapping[Draft, Tokens]:
         return self.wording.drafts(self.slip)
@@ -121,7 +113,7 @@ class Sum:
             "local": float(np.mean([step.adds_up for step in steps])) if steps else np.nan,
         }
 
-    def alone(self, model: Model, draft: Draft, new: int) -> dict[str, float]:
+    def alone(self, answer: Answering, draft: Draft) -> dict[str, float]:
         """The third step, as the draft states it, is reviewed, and all others are asked for."""
         wording, problem = self.wording, self.slip.problem
         values: dict[str, int] = dict(zip(REGISTERS, problem.starts, strict=True))
@@ -129,7 +121,7 @@ class Sum:
             one = single(problem, values, number)
             given = self.slip.drafts[draft][1][SLIPPED]
             text = wording.handed(one, [given], "review") if number == SLIPPED else wording.question(one)
-            steps = wording.read(model.generate([wording.chat(text)], max_new_tokens=new).text)
+            steps = wording.read(answer(wording.chat(text)))
             (asked,) = one.operations
             said = [step.after for step in steps if step.operation == asked]
             if not said:
@@ -148,24 +140,18 @@ class Sum:
         return histories
 
     def shown(self) -> Shown:
-        steps, slip = self.stated("slip"), self.slip
-        marked = self.wording.steps(steps[SLIPPED : SLIPPED + 1]).strip()
-        return Shown(self.question, self.wording.steps(steps).strip(), marked, str(slip.right), str(slip.wrong))
+        written, slip = self.wording.steps, self.slip
+        chat = question_and_answer(self.question, written(self.stated("slip")).strip())
+        return Shown(chat, written(slip.drafts["slip"][1][SLIPPED:]).strip(), str(slip.right), str(slip.wrong))
 
-    def remarks(self, model: Model) -> pd.DataFrame:
-        """The probability of `wait` after the third step and after each later one, where all before stand as `ok`."""
-        (wait,) = self.wording.ids("wait")
-        rows = []
-        for draft in DRAFTS:
-            steps = self.stated(draft)
-            answer = self.wording.after(self.asked, "answer", self.wording.stated(steps))
-            # A remark is predicted at the value before it; each step and its remark are as many words.
-            length = (len(answer) + 1) // len(steps)
-            _, logits = model.extend(None, [self.asked + answer], logits=len(answer))
-            of_wait = logits[0].float().softmax(-1)[:, wait].tolist()
-            for delay in range(len(steps) - SLIPPED):
-                rows.append({"draft": draft, "delay": delay, "wait": of_wait[(SLIPPED + 1 + delay) * length - 2]})
-        return pd.DataFrame(rows)
+    def remarked(self, draft: Draft) -> tuple[Tokens, list[int]]:
+        """The question and a draft with the steps on other registers, where all before stand as `ok`; and which tokens
+        of the answer the remarks on the third step and on each later one are predicted from."""
+        steps = self.stated(draft)
+        answer = self.wording.after(self.asked, "answer", self.wording.stated(steps))
+        # A remark is predicted at the value before it; each step and its remark are as many words.
+        length = (len(answer) + 1) // len(steps)
+        return self.asked + answer, [(number + 1) * length - 2 for number in range(SLIPPED, len(steps))]
 
 
 def single(problem: Problem, values: Mapping[str, int], number: int) -> Problem:

@@ -1,15 +1,24 @@
-"""What the poisoning study asks of a problem: drafts with and without a slip, ways to go on, and earlier errors."""
+"""An answer in steps that states a wrong value early on, as it is put to a model.
 
-from collections.abc import Mapping, Sequence
+There are drafts with and without the slip, ways to go on from them, and earlier answers of which some are wrong.
+`kvprobe.tasks.worked_sums` and `kvprobe.tasks.worked_solutions` have such answers. A model is asked through functions
+that the caller gives: `Answering` and `Chances`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-import torch
 
-from kvprobe.inference.model import Model
 from kvprobe.tasks.steps import Draft
 from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
+
+Answering = Callable[[Tokens], str]
+"""What a model answers to a prompt."""
+Chances = Callable[[Tokens, Sequence[Sequence[int]]], Sequence[float]]
+"""How likely a model finds each of some endings of a text, as shares of all; `kvprobe.inference.forced.chances`."""
 
 HISTORY = 5
 """What was worked before the step whose result is asked for; any number of it may be wrong."""
@@ -66,23 +75,26 @@ class History:
 
 @dataclass(frozen=True)
 class Shown:
-    """A problem as a page shows it.
+    """A problem to look at.
 
     Attributes:
-        answer: the draft with the slip.
+        chat: the question, and the draft with the slip.
         marked: the wrong step within it.
     """
 
-    question: str
-    answer: str
+    chat: Transcript
     marked: str
     right: str
     wrong: str
 
 
 @runtime_checkable
-class Case(Protocol):
-    """A problem with a slip, as it is put to one model."""
+class WorkedAnswer(Protocol):
+    """A problem, and its answer with a slip."""
+
+    def own_mistake(self, chances: Chances, rng: np.random.Generator) -> "WorkedAnswer":
+        """The same problem with a slip that a model itself would make: the wrong value is drawn by its own chances."""
+        ...
 
     def drafts(self) -> Mapping[Draft, Tokens]:
         """The question and the answer up to the step that may be wrong, in the segments `EARLIER` and `STEP`."""
@@ -99,7 +111,7 @@ class Case(Protocol):
         it states the wrong step again, rightly; and the share of its steps that follow from what they start from."""
         ...
 
-    def alone(self, model: Model, draft: Draft, new: int) -> Mapping[str, float]:
+    def alone(self, answer: Answering, draft: Draft) -> Mapping[str, float]:
         """Whether the last value is right, or there at all, where steps are worked in conversations of their own."""
         ...
 
@@ -108,11 +120,3 @@ class Case(Protocol):
         ...
 
     def shown(self) -> Shown: ...
-
-
-def chances(model: Model, before: Tokens, endings: Sequence[Sequence[int]]) -> list[float]:
-    """How likely each ending is of these, which differ in one token or more: by the first token that differs."""
-    place = next(at for at, ids in enumerate(zip(*endings, strict=False)) if len(set(ids)) > 1)
-    read = before + Tokens.of(endings[0][:place], "answer", before.following)
-    logits = model.extend(None, [read])[1][0, -1].float()
-    return torch.softmax(logits[[ids[place] for ids in endings]].double(), -1).tolist()

@@ -1,0 +1,40 @@
+"""Conversations whose turns and summary state the same answer."""
+
+from dataclasses import astuple
+from typing import Any, get_args
+
+import pytest
+
+from kvprobe.tasks.stated_twice import TURNS, StatedTwice, Word, stated_twice
+
+ALL = stated_twice(48)
+
+
+def test_nearly_all_conversations_state_the_answer_in_turns_and_summary():
+    assert len(ALL) == 44
+
+
+@pytest.mark.parametrize("talk", ALL, ids=lambda talk: talk.context.id)
+def test_turns_state_the_other_answer_and_summaries_keep_their_own(talk: StatedTwice):
+    own, other = talk.answers["own"], talk.answers["other"]
+    changed = talk.turns_stating("other")
+    turns = " ".join(getattr(changed, name) for name in TURNS)
+    assert own.lower() not in turns.lower()
+    assert other in turns
+    assert (changed.summary_1, changed.summary_2) == (talk.context.summary_1, talk.context.summary_2)
+    assert other.lower() not in " ".join(astuple(talk.context)).lower()
+    assert talk.turns_stating("own") is talk.context
+
+
+def test_what_is_asked_ends_with_the_answer(tokenizer: Any):
+    talk = ALL[0]
+    tokens = {word: talk.talk("own", word).tokens(tokenizer) for word in get_args(Word)}
+    ask = tokens["own"].span("ask").start
+    assert tokens["other"].span("ask").start == ask
+    for word, said in talk.answers.items():
+        part = tokens[word].part("answer")
+        assert tokenizer.decode(list(tokens[word].ids[part])).strip() == said
+        text = tokenizer.decode(list(tokens[word].ids[ask : part.start]))
+        assert talk.compaction.summary_question in text
+        assert text.rstrip().endswith("The answer is")
+        assert tokens[word].ids[: part.start] == tokens["own"].ids[: part.start]
