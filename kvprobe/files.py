@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,6 +121,18 @@ def write_whole(path: Path, text: str) -> Path:
     with replacing(path) as partial, partial.open("x", encoding="utf-8") as file:
         file.write(text)
     return path
+
+
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """A folder beside `path` to fill, which then takes its place; nothing is left of one that could not be filled."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        partial.replace(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 class _Settings(yaml.SafeLoader):

@@ -4,10 +4,13 @@ Results depend on all three. Settings that change no result are left out: paths,
 as they are), the kernel, the padding of a tokenizer.
 """
 
+import ast
 import hashlib
+import inspect
 import json
+import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -62,6 +65,26 @@ def digest(pieces: Iterable[bytes | memoryview], size: int = 8) -> str:
         hasher.update(len(piece).to_bytes(8, "little"))
         hasher.update(piece)
     return hasher.hexdigest()
+
+
+def digest_of_code(module: str, without: Collection[str] = ()) -> str:
+    """A hash of what an imported module does, but for the functions and values of these names.
+
+    Raises:
+        UserError: its code cannot be read.
+    """
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError, KeyError) as error:
+        raise UserError(f"The code of the module {module!r} cannot be read; put it in a Python file.") from error
+
+    def is_left_out(part: ast.stmt) -> bool:
+        if isinstance(part, ast.Assign):
+            return any(isinstance(name, ast.Name) and name.id in without for name in part.targets)
+        return isinstance(part, ast.FunctionDef) and part.name in without
+
+    parts = [part for part in tree.body if not is_left_out(part)]
+    return digest([ast.dump(ast.Module(parts, [])).encode()])
 
 
 class Maker:

@@ -1,6 +1,6 @@
 """How far two caches of the same text are from each other."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -25,9 +25,11 @@ def relative_distance(
         raise UserError("Keys can be compared only where both caches computed them at the same positions.")
     places = [reference.ledger.in_segments([segment])[0] for segment in segments]
 
+    norm: Callable[[Tensor], Tensor] = torch.linalg.vector_norm  # its annotation is incomplete
+
     def relative(one: Tensor, other: Tensor) -> Tensor:
         pairs = [(one[0][:, place].float(), other[0][:, place].float()) for place in places]
-        return torch.stack([(mine - theirs).norm() / theirs.norm() for mine, theirs in pairs])
+        return torch.stack([norm(mine - theirs) / norm(theirs) for mine, theirs in pairs])
 
     families = ((cache.keys, reference.keys), (cache.values, reference.values))
     return torch.stack([torch.stack([*map(relative, mine, theirs)]) for mine, theirs in families])

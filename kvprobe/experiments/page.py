@@ -1,16 +1,13 @@
 """The page of a declared study's run: one HTML file, made again at any time from the run's files alone."""
 
 from dataclasses import dataclass, field
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined, TemplateError
-from jinja2.runtime import Context
-from jinja2.utils import pass_context
+from jinja2 import TemplateError
 from markupsafe import Markup
 
-from kvprobe import wording
 from kvprobe.errors import UserError
 from kvprobe.experiments.reproduce import reproduced
 from kvprobe.experiments.runs import Run
@@ -23,10 +20,7 @@ from kvprobe.report.document import LIMITS, AttentionView, Figure, Passage, Toke
 from kvprobe.report.findings import Findings, Key
 from kvprobe.report.page import picture, pieces
 from kvprobe.report.views.of_findings import maps_of, tokens_of
-from kvprobe.report.views.page import Part, drawn, page, render
-
-FORMATS = ("percent", "points", "plain", "signed")
-"""Filters of templates that write a number with its interval; see `kvprobe.wording`."""
+from kvprobe.report.views.page import Part, drawn, page, render, templates
 
 
 def write_page(study: Study[Any], run: Run) -> Path:
@@ -60,23 +54,6 @@ def answer(study: Study[Any], run: Run) -> str:
     return str(Markup(_Page(study, run).rendered(answering=True)).striptags())
 
 
-@cache
-def _templates(folder: Path | None) -> Environment:
-    """The templates in a study's folder and those of all pages, compiled once."""
-    first = [FileSystemLoader(folder)] if folder else []
-    loader = ChoiceLoader([*first, PackageLoader("kvprobe.report")])
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters |= {name: getattr(wording, name) for name in FORMATS}
-    environment.filters["label"] = _label
-    return environment
-
-
-@pass_context
-def _label(context: Context, value: Any, key: str) -> str:
-    """The filter of templates that writes a key's value as the study does."""
-    return context["study"].label(key, value)
-
-
 @dataclass
 class _Page:
     """What templates may use: its public methods, beside what `rendered` names.
@@ -102,7 +79,7 @@ class _Page:
         """The page's body, or its answer alone."""
         try:
             folder = self.study.page_folder
-            template = _templates(folder).get_template("page.html.j2" if folder else "study.html.j2")
+            template = templates(folder).get_template("page.html.j2" if folder else "study.html.j2")
             return template.render(self._known, answering=answering)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             # Files of a run are untrusted: facts of another shape fail anywhere in a template.
@@ -116,10 +93,11 @@ class _Page:
         """What templates may name."""
         return {
             **{name: getattr(self, name) for name in ("study", "config", "findings", "title", "figures")},
-            **{name: getattr(self, name) for name in ("show", "claim", "picture", "heat", "tokens", "view")},
-            "facts": self.conclusion.facts,
-            "controls": self.conclusion.controls,
-            "warnings": self.conclusion.warnings,
+            **{name: getattr(self, name) for name in ("show", "heat", "tokens", "view")},
+            **{name: getattr(self.conclusion, name) for name in ("facts", "controls", "warnings")},
+            "label": self.study.label,
+            "claim": partial(self.study.claim, self.findings),
+            "picture": partial(picture, self.run.path / "figures"),
             "pieces": lambda passage: pieces(filled(Passage, passage, "a passage", LIMITS)),
             "attention": lambda record: self.view(filled(AttentionView, record, "a view of attention", LIMITS)),
             "coloured": lambda record: self.view(filled(TokenView, record, "a coloured text", LIMITS)),
@@ -136,14 +114,6 @@ class _Page:
     def show(self, name: str, **keys: Key) -> str:
         """A number as the study writes it; a dash where there is none."""
         return self.study.write(self.findings.find(name, **keys))
-
-    def claim(self, name: str, **keys: Key) -> str:
-        """What may be said of a finding; see `Study.claim`."""
-        return self.study.claim(self.findings, name, **keys)
-
-    def picture(self, figure: Figure) -> str:
-        """A figure as the source of an image."""
-        return picture(self.run.path / "figures", figure)
 
     def heat(self, *keys: Any, **more: Any) -> Markup:
         """Findings as interactive maps; see `kvprobe.report.views.of_findings.maps_of`."""

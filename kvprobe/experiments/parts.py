@@ -16,6 +16,7 @@ from kvprobe.files import read_table
 from kvprobe.progress import Bar
 
 Case = TypeVar("Case")
+LACKS = "{path} has no {name!r}; the part is not of this study, so delete it and start again."
 
 
 def write_parts(
@@ -42,11 +43,9 @@ def tensor_parts(
     run: Run, cases: Sequence[Case], name: str, measure: Callable[[Case], dict[str, Tensor]], *, doing: str, unit: str
 ) -> list[Path]:
     """Tensors of each case as a safetensors file; see `write_parts`."""
-
-    def write(case: Case, path: Path) -> None:
-        save_file(measure(case), path)
-
-    return write_parts(run, cases, f"{name}.safetensors", write, doing=doing, unit=unit)
+    return write_parts(
+        run, cases, f"{name}.safetensors", lambda case, path: save_file(measure(case), path), doing=doing, unit=unit
+    )
 
 
 def table_of_parts(
@@ -71,7 +70,7 @@ def tensor_of_parts(paths: Sequence[Path], name: str, *, stacked: bool = False) 
     for path in paths:
         with safe_open(path, framework="pt") as file:
             if name not in file.keys():  # noqa: SIM118, the file is no mapping
-                raise UserError(f"{path} has no {name!r}; the part is not of this study, so delete it and start again.")
+                raise UserError(LACKS.format(path=path, name=name))
             pieces.append(file.get_tensor(name))
         if pieces[-1].shape[not stacked :] != pieces[0].shape[not stacked :]:
             shapes = [list(piece.shape) for piece in (pieces[0], pieces[-1])]
@@ -88,5 +87,5 @@ def text_of_part(path: Path, name: str) -> str:
     with safe_open(path, framework="pt") as file:
         texts = file.metadata() or {}
     if name not in texts:
-        raise UserError(f"{path} has no {name!r}; the part is not of this study, so delete it and start again.")
+        raise UserError(LACKS.format(path=path, name=name))
     return texts[name]

@@ -71,11 +71,7 @@ def begin(
     inputs: Mapping[str, str] | None = None,
     model: Model | None = None,
 ) -> tuple[Model, Run]:
-    """The model that a study's config names, and the directory of the run, new, to be resumed, or finished.
-
-    Args:
-        inputs: for settings that name files, a digest of what these hold.
-        model: one that is loaded already, in place of the one that the config names.
+    """The model in hand, or else the one that a study's config names, and the directory of the run; see `Run.open`.
 
     Raises:
         UserError: a setting that does not fit the model, or a directory that holds another run.

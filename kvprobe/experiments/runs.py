@@ -15,7 +15,7 @@ import yaml
 from kvprobe.environment import environment
 from kvprobe.errors import UserError
 from kvprobe.experiments.settings import Settings, as_mapping, folder_of
-from kvprobe.files import read_json, read_table, read_yaml, refuse_damaged, replacing, write_whole
+from kvprobe.files import read_json, read_table, read_yaml, refuse_damaged, replacing, replacing_folder, write_whole
 from kvprobe.fingerprint import differing
 from kvprobe.report.findings import Findings
 
@@ -86,14 +86,9 @@ class Run:
         elif run.path.exists() and any(run.path.iterdir()):
             raise UserError(f"{run.path} is not empty and not a run; choose another --out.")
         else:
-            # Made beside its place, so that a start for which there is no space leaves nothing.
-            partial = root / f".{run.path.name}.{os.getpid()}"
-            try:
-                (partial / "figures").mkdir(parents=True)
+            with replacing_folder(run.path) as partial:
+                (partial / "figures").mkdir()
                 _describe(partial, settings, begun)
-                partial.replace(run.path)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
         return cls(run.path, begun)
 
     @classmethod
@@ -124,8 +119,7 @@ class Run:
             UserError: `env.json` is missing or was altered.
         """
         environment = self._json("env.json")
-        kinds = {"model": str, "device": str, "versions": dict, "seed": int | None}
-        for name, kind in kinds.items():
+        for name, kind in {"model": str, "device": str, "versions": dict, "seed": int | None}.items():
             if not isinstance(environment.get(name), kind):
                 raise UserError(f"{self.path / 'env.json'} has no {name!r}, or one of the wrong type; it was altered.")
         return environment

@@ -4,9 +4,7 @@ The rows that a study collects become findings (`kvprobe.experiments.estimands`)
 are made of findings alone, so a finished run can be shown again from its files.
 """
 
-import ast
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,37 +16,18 @@ from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
 from kvprobe.extensions import extensions
-from kvprobe.fingerprint import digest
+from kvprobe.fingerprint import digest_of_code
 from kvprobe.inference.model import Model
 from kvprobe.plain_data import Limits, filled
+from kvprobe.report.claims import Claim
 from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.plots.figure import Figure
 from kvprobe.stats import Estimate
-from kvprobe.wording import plain, verdict
+from kvprobe.wording import plain
 
 Config = TypeVar("Config", bound=Settings)
 LIMITS = Limits(text=2**20, entries=10_000)
 """Of the controls and warnings of a run."""
-
-
-@dataclass(frozen=True)
-class Claim:
-    """What a report may say of a finding, by the side of zero (or another value) on which its whole interval lies.
-
-    In the three phrases `{value}` is the number with its interval, and `{task}` is the label of the key `task`.
-
-    Attributes:
-        finding: its name; its interval must hold together with those of all findings that it is chosen from.
-        against: the value; 1 for a ratio.
-        negligible: how far beyond it the interval must lie, where rounding alone can move numbers.
-    """
-
-    finding: str
-    above: str
-    below: str
-    unclear: str = "not detected"
-    against: float = 0.0
-    negligible: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -82,7 +61,7 @@ class Conclusion:
         """For strict JSON; `of` reads it back."""
         return {
             "findings": self.findings.records(),
-            "controls": [{"seen": control.seen, "holds": control.holds} for control in self.controls],
+            "controls": [vars(control) for control in self.controls],
             "facts": dict(self.facts),
             "warnings": list(self.warnings),
         }
@@ -165,18 +144,7 @@ class Study(Generic[Config]):
         """
         if self.ships:
             return {}
-        try:
-            tree = ast.parse(inspect.getsource(sys.modules[self.collect.__module__]))
-        except (OSError, TypeError, KeyError) as error:
-            raise UserError(f"The code of study {self.name!r} cannot be read; put it in a Python file.") from error
-        others = [part for part in tree.body if not self._concludes(part)]
-        return {"code": digest([ast.dump(ast.Module(others, [])).encode()])}
-
-    def _concludes(self, part: ast.stmt) -> bool:
-        """Whether a statement of its module is `conclude` or `STUDY`."""
-        if isinstance(part, ast.Assign):
-            return any(isinstance(name, ast.Name) and name.id == "STUDY" for name in part.targets)
-        return isinstance(part, ast.FunctionDef) and part.name == self.conclude.__name__
+        return {"code": digest_of_code(self.collect.__module__, {self.conclude.__name__, "STUDY"})}
 
     def label(self, key: str, value: Key) -> str:
         """How the value of a key is written."""
@@ -202,8 +170,5 @@ class Study(Generic[Config]):
         if not finding.comparisons:
             raise UserError(f"Nothing may be claimed of {name!r}; give its estimand `together`, as () for all of them.")
         claim = {claim.finding: claim for claim in self.claims}[name]
-        phrase = verdict(
-            finding.value, claim.above, claim.below, claim.unclear, claim.against, negligible=claim.negligible
-        )
         labels = {key: self.label(key, value) for key, value in keys.items()}
-        return phrase.format(value=self.write(finding), **labels)
+        return claim.said(finding.value).format(value=self.write(finding), **labels)

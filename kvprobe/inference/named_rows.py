@@ -37,7 +37,8 @@ def read_on(
         runs: in several batches where their caches hold different numbers of slots, since rows of a batch are padded to
             the longest.
     """
-    grown, scores = [], {}
+    grown: list[NamedRows] = []
+    scores: dict[str, Tensor] = {}
     for rows in runs:
         cache, by_row = model.extend(rows.cache, onwards(rows.cache, [tokens]), logits=logits)
         grown.append(replace(rows, cache=cache))

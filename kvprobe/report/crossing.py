@@ -25,7 +25,8 @@ def least_within(
     ends = np.array([[getattr(loss, end) for loss in losses] for end in ("mean", "low", "high")])
     across = crossings(np.array(scale), ends, tolerance, between)
     clusters = 0 if np.isnan(across).any() else min(loss.clusters for loss in losses)
-    return Estimate(*(float(end) if np.isfinite(end) else nan for end in across), clusters)
+    mean, low, high = (float(end) if np.isfinite(end) else nan for end in across)
+    return Estimate(mean, low, high, clusters)
 
 
 def crossings(

@@ -16,14 +16,17 @@ from html import escape
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, SupportsFloat
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import numpy as np
 from jaxtyping import Float
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined
+from jinja2.runtime import Context
+from jinja2.utils import pass_context
 from markupsafe import Markup
 from torch import Tensor
 
+from kvprobe import wording
 from kvprobe.report.document import AttentionView, HeatMap, TokenView
 from kvprobe.report.views.grids import heat_map, token_view
 from kvprobe.report.views.patterns import attention_view, heads_view, patterns_view
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from kvprobe.text.transcript import Transcript
 
 Part = HeatMap | TokenView | AttentionView
+FORMATS = ("percent", "points", "plain", "signed")
+"""Filters of templates that write a number with its interval; see `kvprobe.wording`."""
 HEIGHTS = {TokenView: 24, HeatMap: 46, AttentionView: 70}
 """Of the frame in a notebook, in rem."""
 
@@ -136,23 +141,43 @@ def render(template: str, parts: Sequence[Part], **values: object) -> str:
     The page's policy lets a browser run the scripts that the views need and nothing else, and load nothing but pictures
     that are in the page.
     """
-    environment = Environment(
-        loader=PackageLoader("kvprobe.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
     kinds = {type(part) for part in parts}
     scripts = [_circuitsvis()] if TokenView in kinds else []
     scripts += [_script("views.js")] if parts else []
     scripts += [_script("picture.js"), _script("attention.js")] if AttentionView in kinds else []
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     allowed = " ".join(f"'sha256-{digest}'" for digest in hashes) or "'none'"
-    return environment.get_template(template).render(
-        parts=parts,
-        view=drawn,
-        version=version("kvprobe"),
-        scripts=[Markup(script) for script in scripts],
-        policy=f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {allowed}",
-        **values,
+    return (
+        templates()
+        .get_template(template)
+        .render(
+            parts=parts,
+            view=drawn,
+            version=version("kvprobe"),
+            scripts=[Markup(script) for script in scripts],
+            policy=f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {allowed}",
+            **values,
+        )
     )
+
+
+@cache
+def templates(folder: Path | None = None) -> Environment:
+    """Those of kvprobe and, before them, those of a folder, compiled once.
+
+    Filters write numbers with their intervals (`kvprobe.wording`), and by `label` the value of a key as the template's
+    own `label` writes it.
+    """
+    first = [FileSystemLoader(folder)] if folder else []
+    loader = ChoiceLoader([*first, PackageLoader("kvprobe.report")])
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters |= {name: getattr(wording, name) for name in FORMATS} | {"label": _label}
+    return environment
+
+
+@pass_context
+def _label(context: Context, value: Any, key: str) -> str:
+    return context["label"](key, value)
 
 
 def drawn(part: Part) -> Markup:
