@@ -1,6 +1,7 @@
 """How far two caches of the same text are from each other."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -25,7 +26,8 @@ def relative_distance(
         raise UserError("Keys can be compared only where both caches computed them at the same positions.")
     places = [reference.ledger.in_segments([segment])[0] for segment in segments]
 
-    norm: Callable[[Tensor], Tensor] = torch.linalg.vector_norm  # its annotation is incomplete
+    linear: Any = torch.linalg  # its annotations are incomplete
+    norm: Callable[[Tensor], Tensor] = linear.vector_norm
 
     def relative(one: Tensor, other: Tensor) -> Tensor:
         pairs = [(one[0][:, place].float(), other[0][:, place].float()) for place in places]
