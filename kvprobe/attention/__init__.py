@@ -2,7 +2,22 @@
 
 from kvprobe.attention.contributions import Contribution, contribution, written
 from kvprobe.attention.head_roles import THRESHOLDS, roles
-from kvprobe.attention.measures import dangling, lift
+from kvprobe.attention.measures import dangling, lift, shared_out
 from kvprobe.attention.patterns import Patterns, attend
+from kvprobe.attention.views import in_view_of, logits_in_view, ranked_kv_heads
 
-__all__ = ["THRESHOLDS", "Contribution", "Patterns", "attend", "contribution", "dangling", "lift", "roles", "written"]
+__all__ = [
+    "THRESHOLDS",
+    "Contribution",
+    "Patterns",
+    "attend",
+    "contribution",
+    "dangling",
+    "in_view_of",
+    "lift",
+    "logits_in_view",
+    "ranked_kv_heads",
+    "roles",
+    "shared_out",
+    "written",
+]

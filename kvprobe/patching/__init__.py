@@ -7,6 +7,7 @@ from kvprobe.patching.maps import PatchMap
 from kvprobe.patching.metrics import KL, LogitDiff, LogProb, Metric
 from kvprobe.patching.pairs import Pair, PairMaps, patch_pairs
 from kvprobe.patching.patch_sweep import patch_sweep
+from kvprobe.patching.payloads import payload_or_pointer
 
 __all__ = [
     "KL",
@@ -22,4 +23,5 @@ __all__ = [
     "attribute",
     "patch_pairs",
     "patch_sweep",
+    "payload_or_pointer",
 ]

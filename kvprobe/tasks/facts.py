@@ -7,7 +7,7 @@ the value.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
@@ -63,9 +63,14 @@ class Pair:
     suffix: Tokens
     answers: tuple[int, int]
 
+    @property
+    def turned(self) -> "Pair":
+        """The same with the second conversation first."""
+        return replace(self, prompts=self.prompts[::-1], answers=self.answers[::-1])
 
-def facts(kinds: Sequence[str] = KINDS) -> tuple[Fact, ...]:
-    """All facts of these kinds that ship with kvprobe, kind by kind.
+
+def facts(kinds: Sequence[str] = KINDS, each: int | None = None) -> tuple[Fact, ...]:
+    """The facts of these kinds that ship with kvprobe, kind by kind: the first `each` of a kind, or all.
 
     Raises:
         UserError: there is no such kind.
@@ -73,10 +78,10 @@ def facts(kinds: Sequence[str] = KINDS) -> tuple[Fact, ...]:
     for kind in kinds:
         if kind not in KINDS:
             raise UserError(unknown("kind of fact", kind, KINDS))
-    return tuple(fact for kind in kinds for fact in _shipped() if fact.kind == kind)
+    return tuple(fact for kind in kinds for fact in [fact for fact in _shipped() if fact.kind == kind][:each])
 
 
-def halves(chosen: Sequence[Fact], seed: int) -> list[int]:
+def halves(chosen: Sequence[Fact | Pair], seed: int) -> list[int]:
     """Half 0 or 1 for each fact, with equally many of each kind, so that one half can test a result of the other.
 
     Raises:
@@ -136,6 +141,16 @@ def pair(fact: Fact, tokenizer: Tokenizer) -> Pair:
     return Pair(
         fact.id, fact.kind, (first[:start], second[:start]), first[start:cut], (first.ids[cut], second.ids[cut])
     )
+
+
+def pairs_in_turn(chosen: Sequence[Fact], tokenizer: Tokenizer) -> list[Pair]:
+    """The pair of each fact, every second one turned, so that a first conversation holds either value as often.
+
+    Raises:
+        UserError: see `pair`.
+    """
+    both = [pair(fact, tokenizer) for fact in chosen]
+    return [one.turned if place % 2 else one for place, one in enumerate(both)]
 
 
 @cache

@@ -120,6 +120,21 @@ class Tokens(Brief):
         """Where a named part of a message stands; an unknown or interrupted part is refused."""
         return _span(self.parts, "part", name)
 
+    def divided(self, part: str) -> "Tokens":
+        """The same tokens with a part of a message as a segment of its own, and what stands around it in its segment as
+        two more: with the part `value` of segment `fact` these are `fact before`, `value` and `fact after`.
+
+        Raises:
+            UserError: an unknown or interrupted part, or a segment that is interrupted.
+        """
+        within = self.part(part)
+        name = self.segments[within.start]
+        whole, segments = self.span(name), list(self.segments)
+        segments[whole.start : within.start] = [f"{name} before"] * (within.start - whole.start)
+        segments[within] = [part] * (within.stop - within.start)
+        segments[within.stop : whole.stop] = [f"{name} after"] * (whole.stop - within.stop)
+        return replace(self, segments=tuple(segments))
+
     def shifted(self, start: int) -> "Tokens":
         """The same tokens with the first one at position `start`."""
         shift = start - self.positions[0] if self.positions else 0

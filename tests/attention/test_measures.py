@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvprobe.attention import Patterns, attend, contribution, dangling, lift, written
+from kvprobe.attention import Patterns, attend, contribution, dangling, lift, shared_out, written
 from kvprobe.cache.cache import KVCache
 from kvprobe.inference.model import Model
 from kvprobe.text.tokens import Tokens
@@ -47,6 +47,21 @@ def by_loop(before: Patterns, after: Patterns, local: int) -> dict[tuple[int, in
                         row["elsewhere"] += gain / queries
             expected[layer, head] = row
     return expected
+
+
+@pytest.mark.parametrize("where", [{}, {"layers": [0, 2], "heads": [1]}])
+def test_the_softmax_alone_shares_attention_out_in_proportion(tiny_llama: Model, where: dict[str, Any]):
+    past = tiny_llama.prefill(PROMPT)
+    before, after = patterns(tiny_llama, past), patterns(tiny_llama, past.mask("T1", **where))
+    shared = shared_out(before, after, ["T1"])
+    assert torch.allclose(shared.weights.sum(-1), torch.ones(()), atol=1e-5)
+    gone = (before.weights * ~after.live[:, :, None]).sum(-1)
+    assert float(gone.max()) > 0.01
+    assert torch.allclose(shared.mass("summary") * (1 - gone), before.mass("summary"), atol=1e-5)
+    # In the first layer no score can have changed: there it is what masking does, as eviction does.
+    assert torch.allclose(shared.weights[0], after.weights[0], atol=1e-5)
+    evicted = patterns(tiny_llama, past.evict("T1"))
+    assert torch.allclose(shared_out(before, evicted, ["T1"]).weights[0], evicted.weights[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("where", [{}, {"layers": [1]}, {"layers": [0, 2], "heads": [1]}])

@@ -8,7 +8,7 @@ import pytest
 
 from kvprobe.inference.model import Model
 from kvprobe.studies.settings import FACT_KINDS, FACTS_OF_A_KIND
-from kvprobe.tasks.facts import KINDS, SEGMENTS, Fact, conversation, facts, pair
+from kvprobe.tasks.facts import KINDS, SEGMENTS, Fact, conversation, facts, halves, pair, pairs_in_turn
 from kvprobe.text.chat_template import PLAIN_CHAT_TEMPLATE
 from tests.refusals import refused
 
@@ -119,3 +119,33 @@ def test_what_the_answers_share_belongs_to_the_suffix(smol: Model):
     )
     assert smol.tokenizer.decode(late.suffix.ids[len(early.suffix) :]) == "48"
     assert smol.tokenizer.decode(late.answers) == "17"
+
+
+def test_the_first_facts_of_each_kind_are_taken_in_turn_and_every_half_has_as_many_of_each(smol: Model):
+    chosen = facts(("name", "code"), 4)
+    assert [fact.kind for fact in chosen] == ["name"] * 4 + ["code"] * 4
+    assert chosen[4:] == facts(("code",))[:4]
+    both = pairs_in_turn(chosen, smol.tokenizer)
+    plain = [pair(fact, smol.tokenizer) for fact in chosen]
+    assert both[::2] == plain[::2]
+    assert [(one.prompts[::-1], one.answers[::-1]) for one in both[1::2]] == [
+        (one.prompts, one.answers) for one in plain[1::2]
+    ]
+    assert both[1].turned == plain[1]
+    split = halves(both, 0)
+    assert sum(split[:4]) == sum(split[4:]) == 2
+    assert split == halves(chosen, 0) != halves(chosen, 2)
+    refused(lambda: halves(chosen[:1], 0), "cannot be split into halves")
+
+
+def test_a_part_and_what_stands_around_it_become_segments(smol: Model):
+    prompt = pair(facts()[0], smol.tokenizer).prompts[0]
+    divided = prompt.divided("value")
+    assert divided.names == ("system", "T1", "fact before", "value", "fact after", "T2")
+    assert divided.span("value") == prompt.part("value")
+    assert (divided.span("fact before").start, divided.span("fact after").stop) == (
+        prompt.span("fact").start,
+        prompt.span("fact").stop,
+    )
+    assert (divided.ids, divided.positions, divided.parts) == (prompt.ids, prompt.positions, prompt.parts)
+    refused(lambda: prompt.divided("values"), "did you mean 'value'")

@@ -170,15 +170,15 @@ def warnings_of(findings: Findings) -> Iterator[str]:
 
 def example(model: Model, config: Config, findings: Findings) -> AttentionView:
     """One conversation before and after, in the layers with the most dangling heads."""
-    case = cases_of(config, model)[0]
+    pair, _ = cases_of(config, model)[0]
     mass = findings.frame("head_mass").pivot(index="layer", columns="head", values="mean")
     layers = sorted(mass.max(axis=1).nlargest(SHOWN).index)
-    caches = arms_of(model, model.prefill(case.prompt))
-    before, after = (read(model, caches[arm], case).of_layers(layers) for arm in (FULL, MASKED))
+    caches = arms_of(model, pair)
+    before, after = (read(model, caches[arm], pair).of_layers(layers) for arm in (FULL, MASKED))
     return patterns_view(
         before,
         after,
-        caption=f"Conversation {case.name} with everything in view, and with the turn hidden: struck through, and seen "
+        caption=f"Conversation {pair.id} with everything in view, and with the turn hidden: struck through, and seen "
         "by no token of the question and the reply.",
         index=mass.loc[layers].to_numpy(float),
         index_name="attention on the hidden turn, mean over conversations",
