@@ -1,5 +1,7 @@
 """Layers: which of them filter damage to the cache, and which pass it on."""
 
+from kvprobe.layers.correlation import index_correlation
+from kvprobe.layers.head_sets import random_heads, ranked_heads
 from kvprobe.layers.layer_map import LayerMap, layer_map, restored_together, states
 from kvprobe.layers.suffix import Component, Outputs, Replacement, Suffix
 from kvprobe.layers.verdicts import by_chance, verdicts
@@ -11,7 +13,10 @@ __all__ = [
     "Replacement",
     "Suffix",
     "by_chance",
+    "index_correlation",
     "layer_map",
+    "random_heads",
+    "ranked_heads",
     "restored_together",
     "states",
     "verdicts",

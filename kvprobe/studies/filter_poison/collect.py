@@ -5,40 +5,44 @@ the question. In the family `false` nothing is broken: the cache is that of the 
 file per conversation and stage is kept, so an interrupted run resumes.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
-import torch
-from jaxtyping import Int
-from torch import Tensor
 
-from kvprobe.attention import attend, contribution, lift
+from kvprobe.attention import LOOKS, looks
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.differences import changed_slots
 from kvprobe.errors import UserError
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
-from kvprobe.faults import Draws, Fault, Scope
+from kvprobe.faults import Fault, Scope
 from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.inference.model import Model
-from kvprobe.inference.sweep import prepare
-from kvprobe.inference.trials import unrelated
-from kvprobe.layers import layer_map, restored_together
+from kvprobe.inference.trials import struck
+from kvprobe.layers import Component, layer_map, random_heads, ranked_heads, restored_together
 from kvprobe.names import unknown
 from kvprobe.patching.grid import even_bands
 from kvprobe.studies.filter_poison import FALSE, Config
-from kvprobe.studies.filter_poison.halves import NONE, heads_by_half
-from kvprobe.tasks.facts import facts, halves, pair
+from kvprobe.tasks.facts import facts, halves, pairs_in_turn
 from kvprobe.text.tokens import Tokens
+from kvprobe.tidy import Rows
+
+NONE = "none"
+"""The control: the clean cache in the place of the damaged one."""
+POISON, FILTER = "poison", "filter"
+MATCHED = " (random)"
+"""Added to the name of a set of heads: others of the same layers."""
+
+Heads = Mapping[str, Sequence[Sequence[Component]]]
+"""Sets of heads to be restored together, by the name of what they are."""
 
 STRUCK = ("T1", "fact", "T2")
 """Segments in which slots are damaged."""
 STATE = "state"
 """Rows that hold the state of the residual stream, by layer; see `kvprobe.layers.states`."""
 _SHARED = ("kind", "layer", "family", "prompt", "half")
-
-LOOKS = ("mass", "lift", "contribution")
-"""What a head does with the struck slots: attention on them, that over the clean run's, and what it reads there of what
-its layer reads in all."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,12 @@ def cases_of(config: Config, model: Model) -> list[Case]:
     for family in config.rates:
         if family not in (*CATALOGUE, FALSE):
             raise UserError(unknown("fault", family, (*CATALOGUE, FALSE)))
-    picked = [fact for kind in config.kinds for fact in facts((kind,))[: config.prompts]]
+    pairs = pairs_in_turn(facts(config.kinds, config.prompts), model.tokenizer)
     cases = []
-    for number, (fact, half) in enumerate(zip(picked, halves(picked, config.seed), strict=True)):
-        both = pair(fact, model.tokenizer)
-        way = number % 2
-        whole, other = (both.prompts[at] + both.suffix for at in (way, 1 - way))
+    for number, (pair, half) in enumerate(zip(pairs, halves(pairs, config.seed), strict=True)):
+        whole, other = (prompt + pair.suffix for prompt in pair.prompts)
         cut = len(whole) - config.suffix
-        cases.append(Case(number, fact.id, half, whole[:cut], other[:cut], whole[cut:]))
+        cases.append(Case(number, pair.id, half, whole[:cut], other[:cut], whole[cut:]))
     return cases
 
 
@@ -95,7 +97,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
             )  # fmt: skip
             table = components.df()
             if family != NONE:
-                table = table.merge(looks(model, case, clean, damaged), "left", on=["kind", "layer", "head"])
+                table = table.merge(looked(model, case, clean, damaged), "left", on=["kind", "layer", "head"])
             table = pd.concat([table, components.states.assign(kind=STATE)], ignore_index=True)
             tables.append(_labelled(table, case, family))
         return pd.concat(tables, ignore_index=True)
@@ -120,23 +122,27 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     return {"maps": maps, "states": states, "heads": heads}
 
 
-def looks(model: Model, case: Case, clean: KVCache, damaged: KVCache) -> pd.DataFrame:
-    """One row per head: `LOOKS`, means over the suffix; see `kvprobe.attention`."""
-    struck, queries = struck_of(clean, damaged), range(len(case.suffix))
-    before, after = (attend(model, case.suffix, cache, queries=queries) for cache in (clean, damaged))
-    table = lift(after, before, struck)[["layer", "head", "lift"]]
-    mass, read = after.mass(slots=struck).mean(-1), contribution(model, after, struck).heads.mean(-1)
-    table = table.assign(kind="head", mass=mass.flatten().cpu().numpy(), contribution=read.flatten().cpu().numpy())
-    return table.astype({"layer": "Int64", "head": "Int64"})
+def heads_by_half(maps: Rows, config: Config) -> dict[int, Heads]:
+    """The heads with the highest and the lowest mean index on each half, and random heads of the same layers."""
+    by_half: dict[int, Heads] = {}
+    for half, of_half in maps[maps["family"] != NONE].groupby("half"):
+        ranked = ranked_heads(of_half)
+        top = min(config.top, len(ranked) // 2)
+        rng = np.random.default_rng([config.seed, 2, int(half)])
+        sets: dict[str, list[list[Component]]] = {}
+        chosen = {POISON: ranked[-top:], FILTER: ranked[:top]}
+        avoided = {*ranked[-top:], *ranked[:top]}
+        for name, heads in chosen.items():
+            sets[name] = [heads]
+            sets[name + MATCHED] = [random_heads(heads, ranked, avoided, rng) for _ in range(config.random)]
+        by_half[int(half)] = sets
+    return by_half
 
 
-def struck_of(clean: KVCache, damaged: KVCache) -> Int[Tensor, "struck"]:
-    """Slots that hold another token, or where they all hold the same, another K or V."""
-    differs = damaged.ledger.tokens[0] != clean.ledger.tokens[0]
-    if not bool(differs.any()):
-        pairs = zip((*damaged.keys, *damaged.values), (*clean.keys, *clean.values), strict=True)
-        differs = torch.stack([(one != other)[0].any(-1).any(0) for one, other in pairs]).any(0)
-    return differs.nonzero()[:, 0]
+def looked(model: Model, case: Case, clean: KVCache, damaged: KVCache) -> pd.DataFrame:
+    """What each head does with the struck slots, to be merged with its row of a map."""
+    table = looks(model, case.suffix, clean, damaged, changed_slots(clean, damaged))
+    return table.assign(kind="head").astype({"layer": "Int64", "head": "Int64"})
 
 
 def damages(model: Model, config: Config, case: Case, control: bool = False) -> list[tuple[str, KVCache, KVCache]]:
@@ -145,17 +151,11 @@ def damages(model: Model, config: Config, case: Case, control: bool = False) -> 
     damaged = [(NONE, clean, clean)] if control else []
     for family, percent in config.rates.items():
         if family == FALSE:
-            damaged.append((family, clean, model.prefill(case.false)))
-            continue
-        fault = fault_of(family, percent)
-        donors = (
-            {"distractor": model.prefill(unrelated(model.tokenizer, len(case.true), case.number))}
-            if fault.lender == "distractor"
-            else {}
-        )
-        context = prepare(model.lanes, clean, [fault], donors)
-        draws = [Draws(seed=config.seed, sample=case.number)]
-        damaged.append((family, clean, clean.corrupt(fault, draws=draws, contexts=[context])))
+            other = model.prefill(case.false)
+        else:
+            fault = fault_of(family, percent)
+            other = struck(model, clean, case.true, fault, seed=config.seed, number=case.number)
+        damaged.append((family, clean, other))
     return damaged
 
 

@@ -8,21 +8,30 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float, Int
 
-from kvprobe.attention import attend
+from kvprobe.attention import LOOKS, attend
+from kvprobe.cache.differences import changed_slots
 from kvprobe.experiments.estimands import Mean, Ratio, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
-from kvprobe.layers import by_chance, verdicts
+from kvprobe.layers import by_chance, index_correlation, verdicts
 from kvprobe.patching.metrics import LEAST
 from kvprobe.report.document import AttentionView
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.report.views.patterns import patterns_view
-from kvprobe.stats import DIFFERENCE, Estimate, jackknife, leave_one_out
+from kvprobe.stats import DIFFERENCE, Estimate, jackknife
 from kvprobe.studies.filter_poison import Config
-from kvprobe.studies.filter_poison.collect import LOOKS, STRUCK, cases_of, damages, struck_of
-from kvprobe.studies.filter_poison.halves import FILTER, MATCHED, NONE, POISON, Heads, heads_by_half
+from kvprobe.studies.filter_poison.collect import (
+    FILTER,
+    MATCHED,
+    NONE,
+    POISON,
+    STRUCK,
+    Heads,
+    cases_of,
+    damages,
+    heads_by_half,
+)
 from kvprobe.tidy import Rows, Where, beside
 from kvprobe.wording import few_clusters
 
@@ -122,39 +131,17 @@ def add_stream(findings: Findings, states: Rows) -> None:
 def add_looks(findings: Findings, heads: Rows) -> None:
     """Rank correlations over heads of what they do with struck slots with their index, and the same within layers; none
     where all heads are alike."""
-    correlations = []
-    for family, of_family in heads.groupby("family", sort=False):
-        wide = of_family.pivot(index="prompt", columns=["layer", "head"], values=["damage", "restored", *LOOKS])
-        layers = wide["damage"].columns.get_level_values("layer").to_numpy(int)
-        weights = np.concatenate([np.ones((1, len(wide)), int), leave_one_out(len(wide))])
-        damage, restored = (weights @ wide[of].to_numpy(float) for of in ("damage", "restored"))
-        for look in LOOKS:
-            # Where the clean run gave the slots nothing, a head has no lift.
-            values = wide[look].to_numpy(float)
-            there = np.isfinite(values)
-            with np.errstate(invalid="ignore"):
-                means = (weights @ np.where(there, values, 0.0)) / (weights @ there)
-            for name, within in (("look", None), ("look_within", layers)):
-                pairs = zip(means, 1 - restored / damage, strict=True)
-                rhos = np.array([rank_correlation(one, two, within) for one, two in pairs])
-                if isfinite(rhos[0]):
-                    correlations.append((name, {"look": look, "family": family}, rhos))
-    claimed = sum(name == "look_within" for name, *_ in correlations)
-    for name, keys, rhos in correlations:
-        family = claimed if name == "look_within" else 0
-        value = jackknife(float(rhos[0]), rhos[1:], DIFFERENCE, max(1, family))
-        findings.add(Finding(name, keys, value, comparisons=family))
-
-
-def rank_correlation(
-    one: Float[np.ndarray, "heads"], two: Float[np.ndarray, "heads"], within: Int[np.ndarray, "heads"] | None
-) -> float:
-    """Spearman's; with `within`, of ranks from which the mean of each group is taken."""
-    known = np.isfinite(one) & np.isfinite(two)
-    ranks: Any = pd.DataFrame({"one": one[known], "two": two[known]}).rank()
-    if within is not None:
-        ranks -= ranks.groupby(within[known]).transform("mean")
-    return float(ranks["one"].corr(ranks["two"]))
+    for name, within_layers in (("look", False), ("look_within", True)):
+        draws = {
+            (look, str(family)): index_correlation(of_family, look, within_layers=within_layers)
+            for family, of_family in heads.groupby("family", sort=False)
+            for look in LOOKS
+        }
+        known = {place: rhos for place, rhos in draws.items() if isfinite(rhos[0])}
+        together = len(known) if within_layers else 0
+        for (look, family), rhos in known.items():
+            value = jackknife(float(rhos[0]), rhos[1:], DIFFERENCE, max(1, together))
+            findings.add(Finding(name, {"look": look, "family": family}, value, comparisons=together))
 
 
 def add_tested(findings: Findings, table: Rows, by_half: Mapping[int, Heads]) -> None:
@@ -243,7 +230,7 @@ def view_of(model: Model, config: Config, findings: Findings) -> AttentionView:
         before,
         after,
         caption=f"Conversation {case.name} as it was read, and with the first kind of damage, its slots marked.",
-        damaged=struck_of(clean, damaged).tolist(),
+        damaged=changed_slots(clean, damaged).tolist(),
         index=table.loc[layers].to_numpy(float),
         index_name="causal index π, mean of families",
     )
