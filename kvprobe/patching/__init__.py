@@ -8,6 +8,7 @@ from kvprobe.patching.metrics import KL, LogitDiff, LogProb, Metric
 from kvprobe.patching.pairs import Pair, PairMaps, patch_pairs
 from kvprobe.patching.patch_sweep import patch_sweep
 from kvprobe.patching.payloads import payload_or_pointer
+from kvprobe.patching.swaps import suffix_logits, swap_cells
 
 __all__ = [
     "KL",
@@ -24,4 +25,6 @@ __all__ = [
     "patch_pairs",
     "patch_sweep",
     "payload_or_pointer",
+    "suffix_logits",
+    "swap_cells",
 ]

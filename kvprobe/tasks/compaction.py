@@ -73,11 +73,16 @@ def compacted_conversation(context: Context, compaction: Compaction, code: str) 
     return Transcript.from_messages(messages, [*(message.segment for message in before), "T3", "T3", "ask", "ask"])
 
 
-def asked(chat: Transcript, question: str) -> Transcript:
-    """The conversation up to T3, and this question in place of the one for the code."""
+def asked(chat: Transcript, question: str, answer: str = "", lead: str = "") -> Transcript:
+    """The conversation up to T3, and as `ask` this question in place of the one for the code; with an answer also the
+    reply, in which the part `answer` follows the part `lead`, if there is one."""
     before = [message for message in chat.messages if message.segment != "ask"]
-    messages = [*map(_mapping, before), {"role": "user", "content": question}]
-    return Transcript.from_messages(messages, [*(message.segment for message in before), "ask"])
+    asking: list[dict[str, object]] = [{"role": "user", "content": question}]
+    if answer:
+        parts = [{"text": f"{lead} ", "name": "lead"}] if lead else []
+        asking.append({"role": "assistant", "content": [*parts, {"text": answer, "name": "answer"}]})
+    names = [*(message.segment for message in before), *["ask"] * len(asking)]
+    return Transcript.from_messages([*map(_mapping, before), *asking], names)
 
 
 def _mapping(message: Message) -> dict[str, object]:
