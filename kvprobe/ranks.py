@@ -32,7 +32,7 @@ def rank_correlation(
     ranks = pd.DataFrame({"one": one[known], "other": other[known]}).rank()
     if within is not None:
         ranks = ranks - ranks.groupby(within[known]).transform("mean")
-    return float(ranks["one"].corr(ranks["other"]))
+    return float(ranks["one"].corr(ranks["other"])) if (ranks.max() > ranks.min()).all() else np.nan
 
 
 def halves_agree(layers: Float[np.ndarray, "layers items"], rng: np.random.Generator) -> float | None:

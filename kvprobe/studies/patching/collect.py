@@ -5,8 +5,8 @@ Only the suffix, which is the question and the reply up to the value, sees what 
 the patches of the residual stream. One file per run is kept, so an interrupted run resumes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -18,20 +18,15 @@ from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.patching import LogitDiff, attribute, patch_sweep
-from kvprobe.patching.bands import band_of, profile
+from kvprobe.patching.bands import Bands, bands_by_half
 from kvprobe.patching.pairs import table_of
 from kvprobe.studies.patching import Config
 from kvprobe.tasks.facts import facts, pair
 from kvprobe.text.chat_template import Tokenizer
 from kvprobe.text.tokens import Tokens
-from kvprobe.tidy import Rows
 
-FEWEST = 4
-"""Facts that the model must be able to do before anything is said of where they are read: two in each half."""
-Bands = Mapping[str, Mapping[int, range]]
-"""By part and half: the layers found on that half."""
-BEFORE, VALUE, AFTER = "fact before", "value", "fact after"
-"""The turn of the fact up to the value, the value, and the turn after it with the reply."""
+VALUE, AFTER = "value", "fact after"
+"""The value, and the turn of the fact after it with the reply; see `kvprobe.text.tokens.Tokens.divided`."""
 
 
 class Grid(StrEnum):
@@ -70,28 +65,15 @@ class Case:
 def cases_of(config: Config, tokenizer: Tokenizer) -> list[Case]:
     """The runs of a config. The metric is positive where the model says the base's own value."""
     cases: list[Case] = []
-    chosen = [fact for kind in dict.fromkeys(config.kinds) for fact in facts((kind,))[: config.facts]]
+    chosen = facts(config.kinds, config.facts)
     halves = np.random.default_rng([config.seed, 1]).permutation(len(chosen)) % 2
     for place, (fact, half) in enumerate(zip(chosen, halves.tolist(), strict=True)):
-        both = pair(fact, tokenizer)
-        for way in (0, 1) if config.ways == 2 else (place % 2,):
-            base, donor = both.prompts[way], both.prompts[1 - way]
-            metric = LogitDiff(both.answers[way], both.answers[1 - way])
-            case = Case(len(cases), fact.id, fact.kind, half, divided(base), divided(donor), both.suffix, metric)
-            cases.append(case)
+        one = pair(fact, tokenizer)
+        both = (one, one.turned)
+        for way in both if config.ways == 2 else both[place % 2 :][:1]:
+            base, donor = (prompt.divided(VALUE) for prompt in way.prompts)
+            cases.append(Case(len(cases), fact.id, fact.kind, half, base, donor, way.suffix, LogitDiff(*way.answers)))
     return cases
-
-
-def divided(prompt: Tokens) -> Tokens:
-    """The prompt with the value and what stands around it in its turn as segments of their own."""
-    value = prompt.part("value")
-
-    def name(slot: int, segment: str) -> str:
-        if segment != "fact":
-            return segment
-        return BEFORE if slot < value.start else VALUE if slot < value.stop else AFTER
-
-    return replace(prompt, segments=tuple(name(slot, segment) for slot, segment in enumerate(prompt.segments)))
 
 
 def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
@@ -128,37 +110,16 @@ def measure(model: Model, case: Case, config: Config) -> pd.DataFrame:
         _swept(model, case, Grid.EVERYTHING, base, donor, {}),
         _swept(model, case, Grid.SAME, base, base, {}, parts=("KV",)),
     ]
-    if able(tables[0]):
-        tables.append(_swept(model, case, Grid.LAYERS, base, donor, {"layer": None, "segment": reached}))
-        over = {"layer": None, "segment": reached, "head": None}
-        scored = attribute(model, base, donor, case.suffix, case.metric, over, check=config.check, seed=config.seed)
-        tables.append(
-            scored.df().assign(
-                grid=Grid.HEADS.value, base=scored.base, donor=scored.donor, way=scored.donor - scored.base
-            )
-        )
+    can_do = able(tables[0])
+    if can_do:
+        by_layer = {"layer": None, "segment": reached}
+        tables.append(_swept(model, case, Grid.LAYERS, base, donor, by_layer))
+        heads = {**by_layer, "head": None}
+        tables.append(_scored(model, case, Grid.HEADS, base, donor, heads, config.check, config.seed))
         if config.step:
             over = {"layer": range(0, model.geometry.n_layers, config.step), "segment": [VALUE]}
             tables.append(_swept(model, case, Grid.RESIDUAL, base, donor, over, parts=("resid_pre",), reads="total"))
-    return _labelled(pd.concat(tables, ignore_index=True), case, able(tables[0]))
-
-
-def bands_by_half(cells: Rows, n_layers: int) -> Bands:
-    """The bands of K and of V on each half of the facts; none where a half has too few facts, or no effect toward the
-    donor.
-
-    Args:
-        cells: single layers, of the runs that the model can do.
-    """
-    halves = [int(half) for half in sorted(cells["half"].unique())]
-    if cells["cluster"].nunique() < FEWEST or len(halves) < 2:
-        return {}
-    bands: dict[str, dict[int, range]] = {}
-    for part in ("K", "V"):
-        by_half = {half: band_of(profile(cells[cells["half"] == half], part, n_layers)) for half in halves}
-        if None not in by_half.values():
-            bands[part] = {half: band for half, band in by_half.items() if band is not None}
-    return bands
+    return _labelled(tables, case, can_do)
 
 
 def able(table: pd.DataFrame) -> bool:
@@ -177,7 +138,7 @@ def measure_bands(model: Model, case: Case, bands: Bands) -> pd.DataFrame:
             if layers:
                 swept = _swept(model, case, Grid.BANDS, base, donor, {"band": [layers]}, parts=(part,))
                 tables.append(swept.assign(where=where))
-    return _labelled(pd.concat(tables, ignore_index=True), case, True)
+    return _labelled(tables, case, True)
 
 
 def measure_slots(model: Model, case: Case) -> pd.DataFrame:
@@ -186,22 +147,14 @@ def measure_slots(model: Model, case: Case) -> pd.DataFrame:
     start = case.base.span(VALUE).start
     # Two slots before the value are the light cone's control.
     slots = range(max(0, start - 2), len(case.base))
-    scored = attribute(
-        model, base, donor, case.suffix, case.metric, {"layer": None, "slot": slots}, check=32, seed=case.number
-    )
+    # The value and what follows it in its turn, whose tokens the prompt after them is read again for.
+    stated = range(start, case.base.span(AFTER).stop)
     tables = [
-        scored.df().assign(grid=Grid.SLOTS.value, base=scored.base, donor=scored.donor, way=scored.donor - scored.base),
+        _scored(model, case, Grid.SLOTS, base, donor, {"layer": None, "slot": slots}, 32, case.number),
         _swept(model, case, Grid.TOKENS, base, donor, {"slot": slots}),
-        _swept(model, case, Grid.TOTAL, base, donor, {"slot": _said(case)}, parts=("KV",), reads="total"),
+        _swept(model, case, Grid.TOTAL, base, donor, {"slot": stated}, parts=("KV",), reads="total"),
     ]
-    cells = pd.concat(tables, ignore_index=True)
-    texts = {token: model.tokenizer.decode([token]) for token in set(cells["token"].astype(int))}
-    return _labelled(cells.assign(text=[texts[int(token)] for token in cells["token"]]), case, True)
-
-
-def _said(case: Case) -> range:
-    """The value and what follows it in its turn, whose tokens the prompt after them is read again for."""
-    return range(case.base.span(VALUE).start, case.base.span(AFTER).stop)
+    return _labelled(tables, case, True)
 
 
 def _swept(
@@ -211,5 +164,12 @@ def _swept(
     return table_of(sweep, case.number, case.fact).assign(grid=grid.value)
 
 
-def _labelled(table: pd.DataFrame, case: Case, able: bool) -> pd.DataFrame:
-    return table.assign(pair=case.number, cluster=case.fact, kind=case.kind, half=case.half, able=able)
+def _scored(
+    model: Model, case: Case, grid: Grid, base: KVCache, donor: KVCache, over: Mapping[str, Any], check: int, seed: int
+) -> pd.DataFrame:
+    scored = attribute(model, base, donor, case.suffix, case.metric, over, check=check, seed=seed)
+    return table_of(scored, case.number, case.fact).assign(grid=grid.value)
+
+
+def _labelled(tables: Iterable[pd.DataFrame], case: Case, able: bool) -> pd.DataFrame:
+    return pd.concat(tables, ignore_index=True).assign(kind=case.kind, half=case.half, able=able)
