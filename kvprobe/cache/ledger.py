@@ -6,7 +6,6 @@ eviction cannot silently move a token (the bug of every home-made eviction scrip
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 import torch
 from jaxtyping import Bool, Int
@@ -118,13 +117,6 @@ class Ledger(Brief):
                 raise UserError(unknown("segment", name, self.names))
             inside |= self.segments == self.names.index(name)
         return inside
-
-    def text_runs(self, segment: str) -> list[list[int]]:
-        """The first row's slots of a segment that hold text, run by run between the chat template's delimiters; an
-        unknown segment is refused."""
-        slots = self.in_segments([segment])[0].nonzero()[:, 0].tolist()
-        runs = groupby(slots, self.delimiters[0].tolist().__getitem__)
-        return [list(run) for delimiter, run in runs if not delimiter]
 
     def order(self, keep: Bool[Tensor, "batch slots"]) -> tuple[Int[Tensor, "batch kept"], Bool[Tensor, "batch kept"]]:
         """Indices of the slots to keep, in order, and which of them are padding: rows may keep different numbers."""

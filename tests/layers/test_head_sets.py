@@ -7,7 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvprobe.layers import Component, index_correlation, random_heads, ranked_heads
+from kvprobe.layers import Component, against_random, head_sets, index_correlation, random_heads, ranked_heads
+from kvprobe.layers.head_sets import ALL, CHOSEN, FILTER, MATCHED, POISON, RANDOM
 
 PI = {(0, 0): 0.4, (0, 1): 0.1, (0, 2): -0.1, (1, 0): -0.4, (1, 1): 0.0, (1, 2): 0.2}
 
@@ -60,3 +61,30 @@ def test_what_orders_heads_as_their_index_correlates_with_it():
     table = table.assign(mass=-table["pi"] + 10 * table["layer"] + 1e-3 * noise)
     assert index_correlation(table, "mass", within_layers=True)[0] == pytest.approx(-1.0)
     assert index_correlation(table, "mass")[0] > -0.9
+
+
+def test_sets_are_the_extremes_and_random_heads_of_their_layers():
+    sets = head_sets(maps({"zeros": 1.0, "false": 20.0}), 1, 6, np.random.default_rng(0))
+    for sort, layer in ((POISON, 0), (FILTER, 1)):
+        assert sets[sort] == [[head(layer, 0)]]
+        assert len(sets[sort + MATCHED]) == 6
+        assert {one for [one] in sets[sort + MATCHED]} == {head(layer, 1), head(layer, 2)}
+    [half_of_all] = head_sets(maps({"zeros": 1.0, "false": 20.0}), 9, 1, np.random.default_rng(0))[POISON]
+    assert len(half_of_all) == 3
+
+
+def test_each_family_counts_alike_among_all_and_random_sets_of_the_same_prompt_are_taken_away():
+    """One family has twenty times the damage of the other, and nothing of it goes away."""
+    rows = [
+        {"sort": sort, "draw": draw, "family": family, "prompt": prompt, "damage": damage * (1 + prompt)}
+        | {"restored": damage * (1 + prompt) * (1 - gone * (family == "zeros"))}
+        for family, damage in {"zeros": 1.0, "false": 20.0}.items()
+        for prompt in range(3)
+        for sort, gones in {POISON: [0.5], POISON + MATCHED: [0.0, 0.2]}.items()
+        for draw, gone in enumerate(gones)
+    ]
+    found: Any = against_random(pd.DataFrame(rows)).groupby(["family", "heads"])[["gone", "beyond", "damage"]].sum()
+    shares = found["gone"] / found["damage"]
+    assert shares[ALL, CHOSEN] == pytest.approx(shares["zeros", CHOSEN] / 2) == 0.25
+    assert shares[ALL, RANDOM] == pytest.approx(0.05)
+    assert found.loc[("zeros", CHOSEN), "beyond"] == pytest.approx((0.5 - 0.1) * 6)

@@ -61,7 +61,7 @@ def test_heads_with_most_attention_and_random_ones_are_given_their_view_back(dee
         {"grid": "heads", "arm": MASKED, "half": half, "layer": layer, "head": head, "dangling": layer + head / 8}
         for half, layer, head in product((0, 1), range(deep.geometry.n_layers), range(deep.geometry.n_heads))
     ]
-    pair, _ = collecting.cases_of(SMALL, deep)[0]
+    pair = collecting.pairs_of(SMALL, deep)[0]
     for sets in collecting.sets_by_half(pd.DataFrame(rows), SMALL, deep).values():
         assert sets[TOP, 2, 0] == [(3, 1), (3, 0)]
         assert len({tuple(sets[RANDOM, 4, draw]) for draw in range(3)}) > 1

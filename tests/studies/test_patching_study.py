@@ -16,7 +16,7 @@ from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.studies import patching
 from kvprobe.studies.patching import Config
-from kvprobe.studies.patching.collect import AFTER, VALUE, Grid, cases_of, measure_bands
+from kvprobe.studies.patching.collect import AFTER, VALUE, Grid, measure_bands, pairs_of
 from kvprobe.studies.patching.conclude import conclude
 from kvprobe.studies.patching.study import STUDY
 from kvprobe.tasks.facts import Fact, pair
@@ -103,12 +103,12 @@ def test_ways_take_each_fact_both_ways_or_in_turn(
     deep: Model, tiny_facts: tuple[Fact, ...], monkeypatch: pytest.MonkeyPatch
 ):
     give(monkeypatch, tiny_facts)
-    one, both = (cases_of(Config(kinds=("code", "name"), facts=3, ways=ways), deep.tokenizer) for ways in (1, 2))
-    assert [case.fact for case in both[::2]] == [case.fact for case in one] == [fact.id for fact in tiny_facts]
+    one, both = (pairs_of(Config(kinds=("code", "name"), facts=3, ways=ways), deep.tokenizer) for ways in (1, 2))
+    assert [case.id for case in both[::2]] == [case.id for case in one] == [fact.id for fact in tiny_facts]
     for there, back in zip(both[::2], both[1::2], strict=True):
-        assert (there.base, there.donor, there.half) == (back.donor, back.base, back.half)
-        assert (there.metric.right, there.metric.wrong) == (back.metric.wrong, back.metric.right)
-    assert [case.base for case in one] == [both[2 * place + place % 2].base for place in range(len(one))]
+        assert (there.prompts, there.answers, there.half) == (back.prompts[::-1], back.answers[::-1], back.half)
+    assert [case.prompts for case in one] == [both[2 * place + place % 2].prompts for place in range(len(one))]
+    assert [case.number for case in both] == list(range(12))
     assert sorted(case.half for case in one) == [0, 0, 0, 1, 1, 1]
 
 
@@ -116,7 +116,7 @@ def test_a_run_tests_the_band_of_the_other_half(
     deep: Model, tiny_facts: tuple[Fact, ...], monkeypatch: pytest.MonkeyPatch
 ):
     give(monkeypatch, tiny_facts)
-    case = cases_of(SMALL, deep.tokenizer)[0]
+    case = pairs_of(SMALL, deep.tokenizer)[0]
     table = measure_bands(deep, case, {"V": {case.half: range(0, 1), 1 - case.half: range(1, 3)}})
     assert dict(zip(table["where"], table["band"], strict=True)) == {"inside": "1–2", "outside": "0+3"}
 

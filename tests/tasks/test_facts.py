@@ -125,17 +125,22 @@ def test_the_first_facts_of_each_kind_are_taken_in_turn_and_every_half_has_as_ma
     chosen = facts(("name", "code"), 4)
     assert [fact.kind for fact in chosen] == ["name"] * 4 + ["code"] * 4
     assert chosen[4:] == facts(("code",))[:4]
-    both = pairs_in_turn(chosen, smol.tokenizer)
-    plain = [pair(fact, smol.tokenizer) for fact in chosen]
-    assert both[::2] == plain[::2]
-    assert [(one.prompts[::-1], one.answers[::-1]) for one in both[1::2]] == [
-        (one.prompts, one.answers) for one in plain[1::2]
-    ]
-    assert both[1].turned == plain[1]
-    split = halves(both, 0)
+    split = halves(chosen, 0)
     assert sum(split[:4]) == sum(split[4:]) == 2
-    assert split == halves(chosen, 0) != halves(chosen, 2)
+    assert split != halves(chosen, 2)
+    for number, (one, fact) in enumerate(zip(pairs_in_turn(chosen, smol.tokenizer, 0), chosen, strict=True)):
+        plain, order = pair(fact, smol.tokenizer), -1 if number % 2 else 1
+        assert (one.prompts, one.answers) == (plain.prompts[::order], plain.answers[::order])
+        assert (one.id, one.number, one.half) == (fact.id, number, split[number])
     refused(lambda: halves(chosen[:1], 0), "cannot be split into halves")
+
+
+def test_a_suffix_can_be_made_shorter_or_longer(smol: Model):
+    both = pair(facts()[0], smol.tokenizer)
+    for last in (1, len(both.suffix) + 5):
+        ended = both.ending(last)
+        assert len(ended.suffix) == last
+        assert [prompt + ended.suffix for prompt in ended.prompts] == [prompt + both.suffix for prompt in both.prompts]
 
 
 def test_a_part_and_what_stands_around_it_become_segments(smol: Model):

@@ -6,8 +6,6 @@ from one into the other and a question is read after them. A third cache is reta
 in the hidden turn. One table per conversation is kept, so an interrupted run resumes.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import pandas as pd
 
@@ -15,13 +13,14 @@ from kvprobe.cache.differences import apart
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.faults.scope import named_bands
+from kvprobe.inference.forced import ForcedReply
 from kvprobe.inference.model import Model
 from kvprobe.patching import KL, LogitDiff, LogProb, suffix_logits, swap_cells
 from kvprobe.studies.carriers import Config
 from kvprobe.studies.carriers.groups import BEFORE, HIDDEN, cells, code_cells, groups, token_cells
 from kvprobe.tasks.compaction import Compaction, asked, compacted_conversation, compactions
 from kvprobe.tasks.passcode import Context, contexts, draw_codes
-from kvprobe.text.tokens import Tokens, token_texts
+from kvprobe.text.tokens import token_texts
 from kvprobe.text.transcript import Transcript
 
 QUESTIONS = ("hidden", "summary")
@@ -31,20 +30,6 @@ DIRECTIONS = ("restoring", "removing")
 CODES = "two codes"
 SPARE = 64
 """Codes that are there to be the other one; among so many, some begin with another digit."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A question to be read after the cut, with its answer but for the last token.
-
-    Attributes:
-        kept: tokens of the reply, each of which is predicted.
-        answer: the reply's last tokens, which answer the question.
-    """
-
-    suffix: Tokens
-    kept: int
-    answer: tuple[int, ...]
 
 
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
@@ -85,7 +70,7 @@ def read_context(
     gone = chat.without(HIDDEN).tokens(model.tokenizer)
     recomputed = model.prefill(gone[: gone.span("ask").start])
 
-    slots, layers = groups(retained.ledger), named_bands(model.geometry.n_layers, config.bands)
+    slots, layers = groups(gone), named_bands(model.geometry.n_layers, config.bands)
     tables = []
     for question in QUESTIONS:
         reply = ask(model, chat, context, compaction, codes[0], question)
@@ -116,11 +101,13 @@ def read_context(
     return rows.assign(token=[texts[slot] if slot >= 0 else "" for slot in rows["slot"]])
 
 
-def ask(model: Model, chat: Transcript, context: Context, compaction: Compaction, code: str, question: str) -> Asked:
+def ask(
+    model: Model, chat: Transcript, context: Context, compaction: Compaction, code: str, question: str
+) -> ForcedReply:
     """A question after the conversation's cut, with its reply."""
-    lead = context.answer if question == "hidden" else ""
-    words = (context.question, code) if lead else (compaction.summary_question, compaction.summary_answer)
-    tokens = asked(chat, *words, lead).tokens(model.tokenizer)
-    span = tokens.part("answer")
-    reply = tokens.part("lead").start if lead else span.start
-    return Asked(tokens[tokens.span("ask").start : span.stop - 1], span.stop - reply, tokens.ids[span])
+    words = (
+        (context.question, code, context.answer)
+        if question == "hidden"
+        else (compaction.summary_question, compaction.summary_answer)
+    )
+    return ForcedReply.of(asked(chat, *words).tokens(model.tokenizer), "ask")

@@ -2,18 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 
-from kvprobe.cache.ledger import Ledger
 from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.patching import Cell
+from kvprobe.tasks.compaction import PLACE_KINDS, places_by_kind
+from kvprobe.text.tokens import Tokens
 
 HIDDEN = "T2"
-SUMMARY, LATER = "summary2", "T3"
 BEFORE = "before"
 """Slots before the hidden turn, which cannot know whether it was there."""
-KINDS = ("summary request", "summary text", "summary delimiters", "later text", "later delimiters")
-"""Every slot after the hidden turn is of one of these kinds."""
+KINDS = PLACE_KINDS
 UNIONS = {"summary": KINDS[:3], "later turns": KINDS[3:], "all after": KINDS}
 GROUPS = (*KINDS, *UNIONS)
 PARTS = ("K", "V", "KV")
@@ -25,18 +23,15 @@ TOKEN = "token"
 Slots = tuple[int, ...]
 
 
-def groups(ledger: Ledger) -> dict[str, Slots]:
-    """The slots of each kind, of each union of kinds, and those before the hidden turn, which itself has no slot here.
+def groups(tokens: Tokens) -> dict[str, Slots]:
+    """The slots of each kind, of each union of kinds, and those before the hidden turn, which itself has no slot.
 
-    The request for the summary is the first run of text in the summary's segment; the summary is the rest of its text.
+    Args:
+        tokens: of the conversation without the hidden turn, which are those of either cache.
     """
-    (request, *rest), later = ledger.text_runs(SUMMARY), ledger.text_runs(LATER)
-    named, followed = (ledger.in_segments([name])[0].nonzero()[:, 0].tolist() for name in (SUMMARY, LATER))
-    text, reply = list(chain(*rest)), list(chain(*later))
-    by_kind = (request, text, {*named} - {*request, *text}, reply, {*followed} - {*reply})
-    kinds = {kind: tuple(sorted(slots)) for kind, slots in zip(KINDS, by_kind, strict=True)}
+    kinds = places_by_kind(tokens)
     unions = {name: tuple(sorted(slot for kind in parts for slot in kinds[kind])) for name, parts in UNIONS.items()}
-    return kinds | unions | {BEFORE: tuple(range(named[0]))}
+    return kinds | unions | {BEFORE: tuple(range(min(unions["all after"])))}
 
 
 def cells(slots: Mapping[str, Slots], layers: Mapping[str, Slots]) -> list[Cell]:

@@ -23,7 +23,7 @@ from kvprobe.inference.forward import onwards
 from kvprobe.inference.model import Model, load
 from kvprobe.patching import KL, LogitDiff, payload_or_pointer
 from kvprobe.studies.dangling import Config
-from kvprobe.tasks.facts import Pair, facts, halves, pairs_in_turn
+from kvprobe.tasks.facts import Pair, facts, pairs_in_turn
 from kvprobe.tasks.ordinal import VERBS, Reference, draw_exchanged
 from kvprobe.tidy import Rows, chosen
 
@@ -38,9 +38,8 @@ Sets = Mapping[tuple[str, int, int], Sequence[KVHead]]
 """KV heads by sort, size and draw."""
 
 
-def cases_of(config: Config, model: Model) -> list[tuple[Pair, int]]:
-    """The conversations of a config, of which the first of each pair is read, each with its half: heads that were found
-    on the conversations of one half are tested on those of the other.
+def pairs_of(config: Config, model: Model) -> list[Pair]:
+    """The conversations of a config, of which the first of each pair is read.
 
     Raises:
         UserError: more heads are to see the turn again than there are.
@@ -50,8 +49,7 @@ def cases_of(config: Config, model: Model) -> list[tuple[Pair, int]]:
         raise UserError(
             f"Setting 'rescued' asks for {most} KV heads, but {model.name} has {heads}; give numbers below that."
         )
-    picked = facts(config.kinds, config.prompts)
-    return list(zip(pairs_in_turn(picked, model.tokenizer), halves(picked, config.seed), strict=True))
+    return pairs_in_turn(facts(config.kinds, config.prompts), model.tokenizer, config.seed)
 
 
 def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
@@ -61,14 +59,13 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     arms). `rescues`: the turn back in view for the KV heads of each set that was found on the other half (`sort`,
     `size`, `draw`, `margin`, `kl`). `memos`: see `measure_memos`.
     """
-    cases = cases_of(config, model)
-    parts = partial(table_of_parts, run, cases, unit="conversation")
+    parts = partial(table_of_parts, run, pairs_of(config, model), unit="conversation")
 
-    def measured(case: tuple[Pair, int]) -> pd.DataFrame:
-        return measure(model, case[0]).assign(prompt=case[0].id, half=case[1])
+    def measured(pair: Pair) -> pd.DataFrame:
+        return measure(model, pair).assign(prompt=pair.id, half=pair.half)
 
-    def rescued(case: tuple[Pair, int]) -> pd.DataFrame:
-        return rescue(model, case[0], by_half[1 - case[1]]).assign(prompt=case[0].id, half=case[1])
+    def rescued(pair: Pair) -> pd.DataFrame:
+        return rescue(model, pair, by_half[1 - pair.half]).assign(prompt=pair.id, half=pair.half)
 
     table = parts("arms", measured, doing="Hiding a turn")
     by_half = sets_by_half(table, config, model)
