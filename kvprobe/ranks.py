@@ -1,8 +1,8 @@
-"""Rank correlation of means over items, and how well such a ranking agrees with itself."""
+"""Rank correlations, also within groups, and how well a ranking of means over items agrees with itself."""
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 SPLITS = 200
 """Halvings of the items behind each self-agreement."""
@@ -18,6 +18,21 @@ def spearman(
     first, second = (rank - rank.mean(1, keepdims=True) for rank in ranks)
     with np.errstate(invalid="ignore"):
         return (first * second).sum(1) / np.sqrt((first**2).sum(1) * (second**2).sum(1))
+
+
+def rank_correlation(
+    one: Float[np.ndarray, "items"], other: Float[np.ndarray, "items"], within: Int[np.ndarray, "items"] | None = None
+) -> float:
+    """Spearman's rank correlation over items that have both numbers; NaN where all of these are equal.
+
+    Args:
+        within: the group of each item, whose mean is taken from its ranks.
+    """
+    known = np.isfinite(one) & np.isfinite(other)
+    ranks = pd.DataFrame({"one": one[known], "other": other[known]}).rank()
+    if within is not None:
+        ranks = ranks - ranks.groupby(within[known]).transform("mean")
+    return float(ranks["one"].corr(ranks["other"])) if (ranks.max() > ranks.min()).all() else np.nan
 
 
 def halves_agree(layers: Float[np.ndarray, "layers items"], rng: np.random.Generator) -> float | None:

@@ -1,6 +1,7 @@
 """What masking and damage do to attention: where attention on hidden slots goes, and how much damaged slots draw."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pandas as pd
 import torch
@@ -64,6 +65,22 @@ def dangling(
         table[name] = ((weights - before.weights) * (remaining & group)).sum(-1).mean(-1)
         remaining = remaining & ~group
     return _table(before, table)
+
+
+def shared_out(before: Patterns, after: Patterns, hidden: Sequence[str]) -> Patterns:
+    """What the queries would attend to after if no score changed: the softmax alone shares the attention that was on
+    slots that are gone out over the others, in proportion to what these had before. It is meant for models without
+    attention sinks of their own.
+
+    Args:
+        before, after, hidden: as for `dangling`.
+
+    Raises:
+        UserError: as `dangling`.
+    """
+    places = _places(before, after, hidden)
+    left = before.weights[..., places].masked_fill(~after.live[:, :, None], 0)
+    return replace(after, weights=left / left.sum(-1, keepdim=True))
 
 
 def lift(

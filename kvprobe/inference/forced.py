@@ -1,6 +1,7 @@
 """How likely a model finds an answer that it is given word by word."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,32 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.inference.model import Model
 from kvprobe.text.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class ForcedReply:
+    """A question with its reply, to be read after a cache, each token of the reply being predicted from those before.
+
+    Attributes:
+        suffix: the question and the reply but for its last token.
+        kept: tokens of the reply.
+        answer: the reply's last tokens, which answer the question.
+    """
+
+    suffix: Tokens
+    kept: int
+    answer: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokens: Tokens, segment: str) -> "ForcedReply":
+        """That of a conversation's last segment, whose reply has a part `answer`, and perhaps a part `lead` before it.
+
+        Raises:
+            UserError: there is no such segment or no part `answer`.
+        """
+        answer, start = tokens.part("answer"), tokens.span(segment).start
+        reply = tokens.part("lead").start if "lead" in tokens.parts else answer.start
+        return cls(tokens[start : answer.stop - 1], answer.stop - reply, tokens.ids[answer])
 
 
 def forced_logits(

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.faults import scaffold
+from kvprobe.faults import Draws, Fault, scaffold
 from kvprobe.inference.generate import stop_tokens
 from kvprobe.inference.model import Model
-from kvprobe.inference.sweep import Outcome, Trial, first_divergence
+from kvprobe.inference.sweep import Outcome, Trial, first_divergence, prepare
 from kvprobe.tasks.passcode import contexts
 from kvprobe.tasks.task import Item, Task
 from kvprobe.text.chat_template import Tokenizer
@@ -69,7 +69,7 @@ def answer(
     swept = model.sweep(
         sample.tokens,
         [case.trial for case in cases],
-        donors=donors(model, sample, {case.trial.fault.lender for case in cases}),
+        donors=donors(model, sample.tokens, sample.number, {case.trial.fault.lender for case in cases}),
         seed=seed,
         sample=sample.number,
         max_new_tokens=task.max_new_tokens,
@@ -112,16 +112,27 @@ def answer(
     return rows
 
 
-def donors(model: Model, sample: Sample, wanted: Collection[str | None]) -> dict[str, KVCache]:
-    """The wanted caches: `distractor`, of a conversation about something else, at least as long as the prompt; and
-    `scaffold`, the prompt's own chat template around neutral filler."""
+def donors(model: Model, tokens: Tokens, number: int, wanted: Collection[str | None]) -> dict[str, KVCache]:
+    """The wanted caches for a prompt: `distractor`, of a conversation about something else, drawn for this number, at
+    least as long as the prompt; and `scaffold`, the prompt's own chat template around neutral filler."""
     caches: dict[str, KVCache] = {}
     if "distractor" in wanted:
-        caches["distractor"] = model.prefill(unrelated(model.tokenizer, len(sample.tokens), sample.number))
+        caches["distractor"] = model.prefill(unrelated(model.tokenizer, len(tokens), number))
     if "scaffold" in wanted:
         ids = model.tokenizer(FILLER, add_special_tokens=False)["input_ids"]
-        caches["scaffold"] = model.prefill(scaffold(sample.tokens, ids))
+        caches["scaffold"] = model.prefill(scaffold(tokens, ids))
     return caches
+
+
+def struck(model: Model, cache: KVCache, tokens: Tokens, fault: Fault, *, seed: int = 0, number: int = 0) -> KVCache:
+    """A cache of one row under one fault, which strikes once, with all that the fault needs to know.
+
+    Args:
+        tokens: of the cache.
+        number: of the sample, which keeps its draws apart from those of others.
+    """
+    context = prepare(model.lanes, cache, [fault], donors(model, tokens, number, {fault.lender}))
+    return cache.corrupt(fault, draws=[Draws(seed=seed, sample=number)], contexts=[context])
 
 
 def unrelated(tokenizer: Tokenizer, length: int, number: int) -> Tokens:

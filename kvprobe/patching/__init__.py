@@ -7,6 +7,8 @@ from kvprobe.patching.maps import PatchMap
 from kvprobe.patching.metrics import KL, LogitDiff, LogProb, Metric
 from kvprobe.patching.pairs import Pair, PairMaps, patch_pairs
 from kvprobe.patching.patch_sweep import patch_sweep
+from kvprobe.patching.payloads import payload_or_pointer
+from kvprobe.patching.swaps import suffix_logits, swap_cells
 
 __all__ = [
     "KL",
@@ -22,4 +24,7 @@ __all__ = [
     "attribute",
     "patch_pairs",
     "patch_sweep",
+    "payload_or_pointer",
+    "suffix_logits",
+    "swap_cells",
 ]

@@ -4,6 +4,8 @@ to most of what those of all layers add up to.
 Found on some pairs, a band is to be patched at once on others.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 from jaxtyping import Float
 
@@ -11,6 +13,11 @@ from kvprobe.tidy import Rows
 
 SHARE = 0.8
 """Of the summed effects that a band must hold."""
+FEWEST = 4
+"""Clusters of pairs from which bands are found: two in each half."""
+
+Bands = Mapping[str, Mapping[int, range]]
+"""By part and half: the layers found on that half."""
 
 
 def profile(cells: Rows, part: str, n_layers: int) -> Float[np.ndarray, "layers"]:
@@ -39,3 +46,23 @@ def band_of(effects: Float[np.ndarray, "layers"], share: float = SHARE) -> range
         if runs[first] >= share * whole:
             return range(first, first + length)
     return None
+
+
+def bands_by_half(cells: Rows, n_layers: int, fewest: int = FEWEST) -> Bands:
+    """The bands of K and of V on each half of the pairs. None of a part where the effects on a half add up to none
+    toward the donor, and none at all of one half alone or of too few clusters.
+
+    Args:
+        cells: single layers, as `kvprobe.patching.pairs.table_of` gives them, with the number of a `half`.
+        fewest: clusters.
+    """
+    halves = [int(half) for half in sorted(cells["half"].unique())]
+    if cells["cluster"].nunique() < fewest or len(halves) < 2:
+        return {}
+    bands: dict[str, dict[int, range]] = {}
+    for part in ("K", "V"):
+        found = {half: band_of(profile(cells[cells["half"] == half], part, n_layers)) for half in halves}
+        known = {half: band for half, band in found.items() if band is not None}
+        if len(known) == len(halves):
+            bands[part] = known
+    return bands

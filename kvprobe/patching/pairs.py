@@ -13,6 +13,7 @@ from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.names import near_keywords
 from kvprobe.patching.along import Along
+from kvprobe.patching.attribution import Attribution
 from kvprobe.patching.donor import Align
 from kvprobe.patching.grid import Over
 from kvprobe.patching.maps import PatchMap
@@ -21,8 +22,10 @@ from kvprobe.patching.patch_sweep import patch_sweep
 from kvprobe.patching.plan import Reads
 from kvprobe.patching.rows import ROWS
 from kvprobe.progress import Bar
+from kvprobe.ranks import rank_correlation
 from kvprobe.stats import Estimate, ratio
 from kvprobe.text.tokens import Tokens
+from kvprobe.tidy import Rows
 
 
 @dataclass(frozen=True, repr=False)
@@ -108,10 +111,23 @@ def patch_pairs(
     return PairMaps(pd.concat(tables, ignore_index=True))
 
 
-def table_of(patched: PatchMap, pair: int, cluster: str | None = None) -> pd.DataFrame:
+def table_of(patched: PatchMap | Attribution, pair: int, cluster: str | None = None) -> pd.DataFrame:
     """The cells of one pair as `summarise` takes them."""
     ends = {"base": patched.base, "donor": patched.donor, "way": patched.donor - patched.base}
     return patched.df().assign(pair=pair, cluster=str(pair) if cluster is None else cluster, **ends)
+
+
+def agreements(table: Rows, score: str) -> list[float]:
+    """The rank correlation of a first-order score with the exact effect within each pair, over the cells that were
+    patched exactly, too; none of a pair in which either is constant.
+
+    Args:
+        table: of `table_of`, from attributions.
+        score: `score` or `linear`.
+    """
+    checked = table[table["effect"].notna()]
+    rhos = [rank_correlation(*pair[[score, "effect"]].to_numpy(float).T) for _, pair in checked.groupby("pair")]
+    return [rho for rho in rhos if np.isfinite(rho)]
 
 
 def summarise(table: pd.DataFrame, by: Sequence[str], comparisons: int = 1) -> pd.DataFrame:

@@ -148,6 +148,13 @@ class Findings:
         keys = dict.fromkeys(key for row in rows for key in row if key not in COLUMNS)
         return pd.DataFrame(rows, columns=["name", *keys, *COLUMNS[1:]])
 
+    def heads(self, name: str, most: int, **keys: Key) -> pd.DataFrame:
+        """The means of a finding of each `layer` and `head`, as a table of these: the layers with the `most` largest
+        heads (in size), from the first one on."""
+        rows = [{**finding.keys, "mean": finding.value.mean} for finding in self.where(name, **keys)]
+        table = pd.DataFrame(rows).pivot(index="layer", columns="head", values="mean")
+        return table.loc[sorted(table.abs().max(axis=1).nlargest(most).index)]
+
     def records(self) -> list[dict[str, object]]:
         """For strict JSON; `from_records` reads them back."""
         return [

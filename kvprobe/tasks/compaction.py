@@ -7,17 +7,22 @@ answer is in the summaries, one whose answer is only in the hidden turns, and on
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
+from itertools import chain
 from typing import Literal
 
 import yaml
 
 from kvprobe.tasks.passcode import Context, contexts, conversation
 from kvprobe.text.messages import Message
+from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
 
 Kind = Literal["summary", "hidden", "neither"]
 KINDS: tuple[Kind, ...] = ("summary", "hidden", "neither")
 """Where the answer to a question is."""
+
+PLACE_KINDS = ("summary request", "summary text", "summary delimiters", "later text", "later delimiters")
+"""What a token after the hidden turn is."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +78,28 @@ def compacted_conversation(context: Context, compaction: Compaction, code: str) 
     return Transcript.from_messages(messages, [*(message.segment for message in before), "T3", "T3", "ask", "ask"])
 
 
-def asked(chat: Transcript, question: str) -> Transcript:
-    """The conversation up to T3, and this question in place of the one for the code."""
+def asked(chat: Transcript, question: str, answer: str = "", lead: str = "") -> Transcript:
+    """The conversation up to T3, and as `ask` this question in place of the one for the code; with an answer also the
+    reply, in which the part `answer` follows the part `lead`, if there is one."""
     before = [message for message in chat.messages if message.segment != "ask"]
-    messages = [*map(_mapping, before), {"role": "user", "content": question}]
-    return Transcript.from_messages(messages, [*(message.segment for message in before), "ask"])
+    asking: list[dict[str, object]] = [{"role": "user", "content": question}]
+    if answer:
+        parts = [{"text": f"{lead} ", "name": "lead"}] if lead else []
+        asking.append({"role": "assistant", "content": [*parts, {"text": answer, "name": "answer"}]})
+    names = [*(message.segment for message in before), *["ask"] * len(asking)]
+    return Transcript.from_messages([*map(_mapping, before), *asking], names)
+
+
+def places_by_kind(tokens: Tokens) -> dict[str, tuple[int, ...]]:
+    """The places of every token of summary2 and T3, by what it is, in tokens of a conversation without T2.
+
+    The request for the summary is the first run of text in the summary's segment; the summary is the rest of its text.
+    """
+    request, *rest = tokens.text_runs("summary2")
+    text, later = list(chain(*rest)), list(chain(*tokens.text_runs("T3")))
+    summary, followed = (range(*tokens.span(name).indices(len(tokens))) for name in ("summary2", "T3"))
+    by_kind = (request, text, {*summary} - {*request, *text}, later, {*followed} - {*later})
+    return {kind: tuple(sorted(places)) for kind, places in zip(PLACE_KINDS, by_kind, strict=True)}
 
 
 def _mapping(message: Message) -> dict[str, object]:

@@ -7,7 +7,7 @@ the value.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
@@ -55,6 +55,7 @@ class Pair:
         prompts: what is cached, once with each value: the segments before `question`; the value is the part `value`.
         suffix: the question and the beginning of the reply, up to where the two replies differ; the same for both.
         answers: the next token of each reply.
+        number, half: its place among several, and in which half of them; see `pairs_in_turn`.
     """
 
     id: str
@@ -62,10 +63,28 @@ class Pair:
     prompts: tuple[Tokens, Tokens]
     suffix: Tokens
     answers: tuple[int, int]
+    number: int = 0
+    half: int = 0
+
+    @property
+    def turned(self) -> "Pair":
+        """The same with the second conversation first."""
+        return replace(self, prompts=self.prompts[::-1], answers=self.answers[::-1])
+
+    def divided(self, part: str) -> "Pair":
+        """The same with a part of both prompts as a segment of its own; see `Tokens.divided`."""
+        first, second = (prompt.divided(part) for prompt in self.prompts)
+        return replace(self, prompts=(first, second))
+
+    def ending(self, last: int) -> "Pair":
+        """The same with so many tokens in the suffix, the others before them in both prompts."""
+        first, second = (prompt + self.suffix for prompt in self.prompts)
+        cut = len(first) - last
+        return replace(self, prompts=(first[:cut], second[:cut]), suffix=first[cut:])
 
 
-def facts(kinds: Sequence[str] = KINDS) -> tuple[Fact, ...]:
-    """All facts of these kinds that ship with kvprobe, kind by kind.
+def facts(kinds: Sequence[str] = KINDS, each: int | None = None) -> tuple[Fact, ...]:
+    """The facts of these kinds that ship with kvprobe, kind by kind: the first `each` of a kind, or all.
 
     Raises:
         UserError: there is no such kind.
@@ -73,7 +92,7 @@ def facts(kinds: Sequence[str] = KINDS) -> tuple[Fact, ...]:
     for kind in kinds:
         if kind not in KINDS:
             raise UserError(unknown("kind of fact", kind, KINDS))
-    return tuple(fact for kind in kinds for fact in _shipped() if fact.kind == kind)
+    return tuple(fact for kind in kinds for fact in [fact for fact in _shipped() if fact.kind == kind][:each])
 
 
 def halves(chosen: Sequence[Fact], seed: int) -> list[int]:
@@ -136,6 +155,23 @@ def pair(fact: Fact, tokenizer: Tokenizer) -> Pair:
     return Pair(
         fact.id, fact.kind, (first[:start], second[:start]), first[start:cut], (first.ids[cut], second.ids[cut])
     )
+
+
+def pairs_in_turn(chosen: Sequence[Fact], tokenizer: Tokenizer, seed: int) -> list[Pair]:
+    """The pair of each fact with its number and half; every second one is turned, so that neither value is always
+    in the first conversation.
+
+    Args:
+        seed: see `halves`.
+
+    Raises:
+        UserError: see `pair` and `halves`.
+    """
+    pairs = []
+    for number, (fact, half) in enumerate(zip(chosen, halves(chosen, seed), strict=True)):
+        both = pair(fact, tokenizer)
+        pairs.append(replace(both.turned if number % 2 else both, number=number, half=half))
+    return pairs
 
 
 @cache

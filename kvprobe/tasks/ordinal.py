@@ -137,6 +137,14 @@ def draw(split: Split, rng: np.random.Generator, references: Sequence[Reference]
     return Memo(tuple(things), int(rng.integers(len(PLACES))), reference, ASKED[int(rng.integers(len(ASKED)))])
 
 
+def draw_exchanged(
+    split: Split, rng: np.random.Generator, references: Sequence[Reference] = tuple(VERBS)
+) -> tuple[Memo, Memo]:
+    """A random memo, and the same with the thing that its summary names and another one, at random, exchanged."""
+    memo = draw(split, rng, references)
+    return memo, memo.swapped(int(rng.choice([place for place in range(len(PLACES)) if place != memo.place])))
+
+
 _BESIDE = {
     held: {colour: tuple(item for item in ITEMS if is_held_out(colour, item) == held) for colour in COLOURS}
     for held in (False, True)

@@ -4,7 +4,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Protocol, runtime_checkable
 
 from kvprobe.brief import Brief, Table, brief
@@ -119,6 +119,28 @@ class Tokens(Brief):
     def part(self, name: str) -> slice:
         """Where a named part of a message stands; an unknown or interrupted part is refused."""
         return _span(self.parts, "part", name)
+
+    def text_runs(self, segment: str) -> list[list[int]]:
+        """The places of a segment's text, run by run between the chat template's delimiters; an unknown or interrupted
+        segment is refused."""
+        whole = self.span(segment)
+        runs = groupby(range(whole.start, whole.stop), self.delimiters.__getitem__)
+        return [list(run) for delimiter, run in runs if not delimiter]
+
+    def divided(self, part: str) -> "Tokens":
+        """The same tokens with a part of a message as a segment of its own, and what stands around it in its segment as
+        two more: with the part `value` of segment `fact` these are `fact before`, `value` and `fact after`.
+
+        Raises:
+            UserError: an unknown or interrupted part, or a segment that is interrupted.
+        """
+        within = self.part(part)
+        name = self.segments[within.start]
+        whole, segments = self.span(name), list(self.segments)
+        segments[whole.start : within.start] = [f"{name} before"] * (within.start - whole.start)
+        segments[within] = [part] * (within.stop - within.start)
+        segments[within.stop : whole.stop] = [f"{name} after"] * (whole.stop - within.stop)
+        return replace(self, segments=tuple(segments))
 
     def shifted(self, start: int) -> "Tokens":
         """The same tokens with the first one at position `start`."""

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvprobe.attention import Patterns, attend, contribution, dangling, lift, written
+from kvprobe.attention import LOOKS, Patterns, attend, contribution, dangling, lift, looks, shared_out, written
 from kvprobe.cache.cache import KVCache
+from kvprobe.faults import Scope, Zeros
 from kvprobe.inference.model import Model
 from kvprobe.text.tokens import Tokens
 from tests.attention.test_patterns import HISTORIES, PROMPT, SUFFIX, onwards
@@ -47,6 +48,21 @@ def by_loop(before: Patterns, after: Patterns, local: int) -> dict[tuple[int, in
                         row["elsewhere"] += gain / queries
             expected[layer, head] = row
     return expected
+
+
+@pytest.mark.parametrize("where", [{}, {"layers": [0, 2], "heads": [1]}])
+def test_the_softmax_alone_shares_attention_out_in_proportion(tiny_llama: Model, where: dict[str, Any]):
+    past = tiny_llama.prefill(PROMPT)
+    before, after = patterns(tiny_llama, past), patterns(tiny_llama, past.mask("T1", **where))
+    shared = shared_out(before, after, ["T1"])
+    assert torch.allclose(shared.weights.sum(-1), torch.ones(()), atol=1e-5)
+    gone = (before.weights * ~after.live[:, :, None]).sum(-1)
+    assert float(gone.max()) > 0.01
+    assert torch.allclose(shared.mass("summary") * (1 - gone), before.mass("summary"), atol=1e-5)
+    # In the first layer no score can have changed: there it is what masking does, as eviction does.
+    assert torch.allclose(shared.weights[0], after.weights[0], atol=1e-5)
+    evicted = patterns(tiny_llama, past.evict("T1"))
+    assert torch.allclose(shared_out(before, evicted, ["T1"]).weights[0], evicted.weights[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("where", [{}, {"layers": [1]}, {"layers": [0, 2], "heads": [1]}])
@@ -180,3 +196,16 @@ def test_contributions_are_norms_relative_to_the_whole_output(tiny: Model):
 def test_contributions_of_layers_that_were_not_read_are_refused(tiny_llama: Model):
     patterns_after = attend(tiny_llama, PROMPT, layers=[1])
     refused(lambda: written(tiny_llama, patterns_after, [1], 0), "of layers [1], not of 0")
+
+
+def test_looks_of_heads_are_attention_lift_and_contribution_of_the_damaged_slots(tiny_llama: Model):
+    clean = tiny_llama.prefill(PROMPT)
+    slots = torch.tensor([5, 6, 9])
+    damaged, suffix = clean.corrupt(Zeros(scope=Scope(slots=slots.tolist(), parts="v"))), onwards(clean)
+    table: Any = looks(tiny_llama, suffix, clean, damaged, slots)
+    after = attend(tiny_llama, suffix, damaged, queries=range(len(suffix)))
+    assert list(table.columns) == ["layer", "head", *sorted(LOOKS, key=["lift", "mass", "contribution"].index)]
+    assert table["mass"].to_numpy() == pytest.approx(after.mass(slots=slots).mean(-1).flatten().numpy())
+    # Scores of the first layer do not depend on V, and zeros have nothing to be read.
+    assert table["lift"].to_numpy()[:4] == pytest.approx([1.0] * 4, abs=1e-4)
+    assert table["contribution"].max() == pytest.approx(0, abs=1e-6)

@@ -3,26 +3,21 @@
 import pytest
 import torch
 
-from kvprobe.faults import Draws, Scope
+from kvprobe.faults import Scope
 from kvprobe.faults.catalogue import CATALOGUE, REPORTED_FAULTS
-from kvprobe.faults.strike import corrupt
-from kvprobe.inference import trials
 from kvprobe.inference.model import Model
-from kvprobe.inference.sweep import prepare
+from kvprobe.inference.trials import struck
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.task import prompt
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_each_fault_writes_the_parts_that_it_says(tiny_llama: Model, name: str):
-    task = find_task("recite")
-    item, named = task.items(1, 0)[0], CATALOGUE[name]
-    sample = trials.Sample(task, item, 0, prompt(item, tiny_llama.tokenizer))
-    cache = tiny_llama.prefill(sample.tokens)
+    tokens, named = prompt(find_task("recite").items(1, 0)[0], tiny_llama.tokenizer), CATALOGUE[name]
+    cache = tiny_llama.prefill(tokens)
     scope = Scope(rate=0.5, parts=named.parts, unit=named.unit("slot"))
     fault = named.make(scope=scope, at=0, transient=False)
-    context = prepare(tiny_llama.lanes, cache, [fault], trials.donors(tiny_llama, sample, {fault.lender}))
-    damaged, _ = corrupt(cache, fault, [context], [Draws()])
+    damaged = struck(tiny_llama, cache, tokens, fault)
     changed = {
         "k": any(not torch.equal(a, b) for a, b in zip(cache.keys, damaged.keys, strict=True)),
         "v": any(not torch.equal(a, b) for a, b in zip(cache.values, damaged.values, strict=True)),

@@ -22,8 +22,8 @@ from kvprobe.presets import presets
 from kvprobe.stats import Estimate, wilson
 from kvprobe.studies import bands
 from kvprobe.studies.bands import BANDS, NOISES, Config
-from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, cases, cut_bands, names_of, single_bands
-from kvprobe.studies.bands.conclude import conclude, verdict
+from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, cases, cut_bands, names_of
+from kvprobe.studies.bands.conclude import conclude
 from kvprobe.studies.bands.study import BAND_STYLES, MEANINGS, NOISE_LABELS, NOISE_STYLES, STUDY
 from kvprobe.tasks.retrieve import Retrieve
 from kvprobe.tasks.task import prompt
@@ -33,10 +33,11 @@ from tests.studies.runs import assert_figures, gsm8k_questions, in_steps, page_o
 
 
 def test_bands_cover_the_layers_once_under_the_names_of_the_reported_table():
-    bounds = {band.name: (band.layers.start, band.layers.stop) for band in cut_bands(Config(), 28)}
+    bounds = {name: (layers.start, layers.stop) for name, layers in cut_bands(Config(), 28).items()}
     quarters = {f"quarter {place}": (7 * place - 7, 7 * place) for place in range(1, 5)}
     assert bounds == {**quarters, "half 1": (0, 14), "half 2": (14, 28), "all": (0, 28)}
-    assert [(band.name, *band.layers) for band in single_bands(2)] == [("layer 0", 0), ("layer 1", 1)]
+    assert {name for cut in BANDS for name in names_of(cut)} == set(bounds) == set(BAND_STYLES)
+    assert set(NOISE_LABELS) == set(MEANINGS) == set(NOISE_STYLES) == set(NOISES)
 
 
 def test_every_band_meets_every_noise_part_and_rate_once_and_a_control_comes_first():
@@ -44,15 +45,13 @@ def test_every_band_meets_every_noise_part_and_rate_once_and_a_control_comes_fir
     labels = pd.DataFrame([case.labels for case in every])
     assert labels["group"].value_counts().to_dict() == {SINGLES: 30 * 4 * 3, CUTS: 7 * 4 * 3 * 2, CONTROL: 1}
     assert not labels.duplicated().any()
-    assert labels.iloc[0]["group"] == CONTROL
+    assert (labels.iloc[0]["group"], every[0].trial.fault.scope.rate) == (CONTROL, 0)
     for case in every:
-        fault = case.trial.fault
+        fault, scope = case.trial.fault, case.trial.fault.scope
         assert isinstance(fault, Gaussian)
-        assert fault.matched == case.labels["noise"]
-        assert fault.scope.parts == case.labels["parts"]
-        assert fault.scope.rate == pytest.approx(float(case.labels["rate"]) / 100)
-        assert fault.scope.layers == tuple(range(int(case.labels["first"]), int(case.labels["last"]) + 1))
-    assert every[0].trial.fault.scope.rate == 0
+        assert (fault.matched, scope.parts) == (case.labels["noise"], case.labels["parts"])
+        assert 100 * scope.rate == pytest.approx(case.labels["rate"])
+        assert scope.layers == tuple(range(int(case.labels["first"]), int(case.labels["last"]) + 1))
     assert not [case for case in cases(Config(single=0.0), 30) if case.labels["group"] == SINGLES]
     for timing, when in {"once": (0, False), "fresh": ("every", True), "piling": ("every", False)}.items():
         faults = [case.trial.fault for case in cases(Config(timing=timing), 4)]
@@ -87,23 +86,21 @@ def finished(deep: Model, config: Config, root: Path) -> Run:
 def test_a_run_holds_every_row_number_and_figure(finished: Run, config: Config):
     table, conclusion = finished.df(), Conclusion.of(finished.metrics)
     findings, (task,) = conclusion.findings, config.tasks
-    assert len(table) == config.samples * (1 + 1 + 7 * 2 * 3 * 2 + 4 * 2 * 3)
+    in_bands, in_layers = 7 * 2 * 3 * 2, 4 * 2 * 3
+    assert len(table) == config.samples * (1 + 1 + in_bands + in_layers)
     assert findings.at("sound", task=task).mean == 1.0
     assert [control.holds for control in conclusion.controls] == [True]
-    struck = table[table["group"].isin([CUTS, SINGLES])]
-    assert (struck[["struck", "kl"]] > 0).all(axis=None)
+    assert (table.loc[table["group"].isin([CUTS, SINGLES]), ["struck", "kl"]] > 0).all(axis=None)
     counts = [len(findings.where(name)) for name in ("kl", "accuracy", "layer_kl")]
-    assert counts == [7 * 2 * 3 * 2, 7 * 2 * 3 * 2, 4 * 2 * 3]
+    assert counts == [in_bands, in_bands, in_layers]
     assert_figures(finished, "accuracy_by_band", "kl_by_band", "kl_by_layer")
-    page = (finished.path / "report.html").read_text()
-    assert "slots are drawn once and struck in all layers" in page
-    assert page.count("data:image/png") == 3
+    assert "slots are drawn once and struck in all layers" in (finished.path / "report.html").read_text()
 
 
 def test_a_row_strikes_its_band_and_nothing_else(deep: Model):
     """Struck once, what is written is counted once: bands add up, K and V add up, and all noises strike the same
     slots."""
-    given = replace(Config(), timing="once", rates=(30.0,), single=30.0)
+    given = Config(timing="once", rates=(30.0,), single=30.0, noises=("layer", "head"))
     task = Retrieve()
     item = task.items(1, 0)[0]
     sample = trials.Sample(task, item, 0, prompt(item, deep.tokenizer))
@@ -196,14 +193,12 @@ def test_accuracies_losses_and_kl_are_those_of_the_table():
         clean=lambda item: float(item < 14),
     )
     assert (conclusion.facts["layers"], conclusion.facts["bands"]["quarter 4"]) == (LAYERS, [6, 7])
-    assert at(conclusion, "sound").ends == pytest.approx(wilson(14, 16).ends)
     cell = {"band": "quarter 4", "noise": "layer", "parts": "kv", "rate": 2.0}
-    assert at(conclusion, "accuracy", **cell).ends == pytest.approx(wilson(4, 16).ends)
-    assert at(conclusion, "same", **cell).ends == pytest.approx(wilson(0, 16).ends)
-    lost, kl = at(conclusion, "lost", **cell), at(conclusion, "kl", **cell)
-    assert 0.3 < lost.low < lost.mean == 10 / 16 < lost.high < 1
-    assert kl.mean == pytest.approx(8.5)
-    assert kl.high - kl.low == pytest.approx(2 * 2.1314 * np.arange(16).std(ddof=1) / 16**0.5, rel=1e-3)
+    for name, right in {"accuracy": 4, "same": 0}.items():
+        assert at(conclusion, name, **cell).ends == pytest.approx(wilson(right, 16).ends)
+    assert at(conclusion, "sound").mean == 14 / 16
+    assert at(conclusion, "lost", **cell).mean == 10 / 16
+    assert at(conclusion, "kl", **cell).mean == pytest.approx(8.5)
 
 
 def test_the_articles_order_is_found_under_the_noise_that_has_it_and_not_under_the_other(tmp_path: Path):
@@ -244,12 +239,6 @@ def test_intervals_of_pairs_hold_together_over_a_cut_all_noises_and_tasks():
         assert {finding.comparisons for finding in findings.where(name)} == {places * 2 * 2}
 
 
-def test_a_band_is_the_extreme_one_only_if_significantly_beyond_all_others():
-    for beyond, expected in {"ab ac": "yes", "ab": "open", "ba ac": "no", "ac bc": "open", "": "open"}.items():
-        assert verdict(["b", "a", "c"], "a", lambda *pair, beyond=beyond: "".join(pair) in beyond.split()) == expected
-    assert verdict(["b", "c"], "a", lambda *_: True) == "open"
-
-
 def test_the_last_quarters_lead_is_a_ratio_and_another_scale_changes_it():
     conclusion = numbers(kl=lambda labels, item: (1 + item) * louder(labels))
     layer, channel = ({"noise": noise, "parts": "k"} for noise in MADE_UP.noises)
@@ -268,14 +257,12 @@ def test_single_layers_ranked_alike_correlate_fully_and_the_other_way_round_nega
         return 1.0 + item + (-labels["first"] if turned else labels["first"] ** 2) / 100
 
     conclusion = numbers(kl=kl)
-    between = {"noise": "layer", "other": "channel"}
     for parts, rho in {"kv": 1.0, "k": 1.0, "v": -1.0}.items():
-        assert at(conclusion, "agreement", parts=parts, **between).mean == pytest.approx(rho)
+        assert at(conclusion, "agreement", parts=parts, noise="layer", other="channel").mean == pytest.approx(rho)
     assert at(conclusion, "self_agreement", noise="channel", parts="v").mean == pytest.approx(1.0)
     rng = np.random.default_rng(5)
     by_luck = numbers(kl=lambda labels, item: float(rng.random()))
     assert abs(at(by_luck, "self_agreement", noise="layer", parts="kv").mean) < 0.6
-    assert all(finding.value.high - finding.value.low > 0.5 for finding in by_luck.findings.where("agreement"))
 
 
 def test_what_noise_in_k_costs_more_than_in_v_is_paired():
@@ -332,17 +319,12 @@ def test_kl_of_a_case_that_broke_in_most_items_is_not_reported():
     assert "lead" not in conclusion.findings
 
 
-def test_a_control_that_does_not_hold_and_few_items_are_warned_of():
-    few = replace(MADE_UP, samples=4)
-    table = made_up(few)
-    conclusion = conclude(table, few, any_model())
-    assert [control.holds for control in conclusion.controls] == [True]
-    assert ["4 items of each task are too few" in warning for warning in conclusion.warnings] == [True]
-    row = table.index[(table["group"] == CONTROL) & (table["sample"] == 2)]
-    for column, value in {"same": False, "kl": 1e-3, "struck": 1}.items():
-        altered = table.copy()
-        altered.loc[row, column] = value
-        assert [control.holds for control in conclude(altered, few, any_model()).controls] == [False], column
+@pytest.mark.parametrize(("column", "value"), [("same", False), ("kl", 1e-3), ("struck", 1)])
+def test_a_control_that_does_not_hold_fails(column: str, value: object):
+    table = made_up()
+    assert [control.holds for control in conclude(table, MADE_UP, any_model()).controls] == [True]
+    table.loc[table.index[(table["group"] == CONTROL) & (table["sample"] == 2)], column] = value
+    assert [control.holds for control in conclude(table, MADE_UP, any_model()).controls] == [False]
 
 
 def test_without_kl_bands_are_compared_by_accuracy(tmp_path: Path):
@@ -368,10 +350,3 @@ def test_the_articles_table_stands_beside_the_cells_that_were_measured(tmp_path:
     assert [cell[:6] for cell in shown["quarter 4", "2 %"]] == ["12.0 %", "+38.0 ", "50.0 %", "50.0 %"]
     assert ", published" in run.read("figures/accuracy_by_band.svg")
     assert "table is of Qwen2.5-7B-Instruct" in conclusion.warnings[0]
-
-
-def test_every_cut_and_noise_has_a_name_in_reports():
-    every = [name for cut in BANDS for name in names_of(cut)]
-    assert len(set(every)) == 7
-    assert set(BAND_STYLES) == set(every)
-    assert set(NOISE_LABELS) == set(MEANINGS) == set(NOISE_STYLES) == set(NOISES)

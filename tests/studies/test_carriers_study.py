@@ -16,13 +16,14 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.faults.scope import EVERY_LAYER
+from kvprobe.inference.forced import ForcedReply
 from kvprobe.inference.model import Model
 from kvprobe.patching import Cell
 from kvprobe.stats import wilson
 from kvprobe.studies import carriers
 from kvprobe.studies.carriers import Config
 from kvprobe.studies.carriers import collect as collecting
-from kvprobe.studies.carriers.collect import CODES, DIRECTIONS, QUESTIONS, Asked, ask
+from kvprobe.studies.carriers.collect import CODES, DIRECTIONS, QUESTIONS, ask
 from kvprobe.studies.carriers.conclude import BOTH, conclude
 from kvprobe.studies.carriers.groups import BEFORE, GROUPS, KINDS, PARTS, SELF, groups
 from kvprobe.studies.carriers.study import STUDY
@@ -55,6 +56,11 @@ def read(finished: Run) -> pd.DataFrame:
     return finished.df().query("context == 0")
 
 
+def slots_of(model: Model) -> dict[str, tuple[int, ...]]:
+    chat = compacted_conversation(CONTEXTS[0], FOLLOWING[0], PAIR[0]).without("T2")
+    return groups(chat.tokens(model.tokenizer))
+
+
 def caches(model: Model) -> tuple[KVCache, KVCache]:
     """The recomputed and the retained cache, the hidden turn still in place (masked) in the latter."""
     chat = compacted_conversation(CONTEXTS[0], FOLLOWING[0], PAIR[0])
@@ -63,30 +69,15 @@ def caches(model: Model) -> tuple[KVCache, KVCache]:
     return model.prefill(gone[: gone.span("ask").start]), retained
 
 
-def asked_of(model: Model, question: str) -> Asked:
+def asked_of(model: Model, question: str) -> ForcedReply:
     chat = compacted_conversation(CONTEXTS[0], FOLLOWING[0], PAIR[0])
     return ask(model, chat, CONTEXTS[0], FOLLOWING[0], PAIR[0], question)
 
 
-def reply(model: Model, cache: KVCache, asked: Asked) -> tuple[torch.Tensor, float]:
+def reply(model: Model, cache: KVCache, asked: ForcedReply) -> tuple[torch.Tensor, float]:
     """Log-probabilities over the reply, and log p of its answer."""
     logits = model.extend(cache, asked.suffix, logits=asked.kept)[1][0].log_softmax(-1)
     return logits, float(logits[-len(asked.answer) :].gather(1, torch.tensor(asked.answer)[:, None]).sum())
-
-
-def test_every_slot_after_the_hidden_turn_is_of_one_kind_and_the_rest_stand_before_it(roomy: Model):
-    cache, _ = caches(roomy)
-    slots_of = groups(cache.ledger)
-    kinds = [slot for kind in KINDS for slot in slots_of[kind]]
-    assert len(set(kinds)) == len(kinds)
-    assert tuple(sorted(kinds)) == slots_of["all after"]
-    assert slots_of[BEFORE] + slots_of["all after"] == tuple(range(cache.slots))
-    assert all(slots_of.values())
-    texts = {kind: roomy.tokenizer.decode(cache.ledger.tokens[0, list(slots_of[kind])]) for kind in KINDS}
-    assert texts["summary request"].strip() == CONTEXTS[0].ask_summary_2
-    assert texts["summary text"].strip() == CONTEXTS[0].summary_2
-    assert "<|im_end|>" in texts["summary delimiters"]
-    assert "<|im_start|>" not in texts["later text"]
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
@@ -99,7 +90,7 @@ def test_a_swap_is_what_patching_by_hand_and_reading_on_gives(
     retained, asked = masked.evict("T2"), asked_of(roomy, question)
     base, donor = (recomputed, retained) if direction == "restoring" else (retained, recomputed)
     slots = torch.zeros(1, base.slots, dtype=torch.bool)
-    slots[0, list(groups(base.ledger)[group])] = True
+    slots[0, list(slots_of(roomy)[group])] = True
     logits, likely = reply(roomy, base.patch(donor, slots=slots, part=part), asked)
     theirs, _ = reply(roomy, donor, asked)
     where = {"question": question, "direction": direction, "group": group, "part": part, "band": EVERY_LAYER}
@@ -126,7 +117,7 @@ def test_two_codes_change_nothing_before_the_turn_and_reach_what_follows(read: p
 
 def test_the_example_swaps_every_slot_after_the_turn_once(roomy: Model, read: pd.DataFrame):
     slots = sorted(chosen(read, {"group": swapped.TOKEN, "metric": "kl"})["slot"])
-    assert slots == list(groups(caches(roomy)[0].ledger)["all after"])
+    assert slots == list(slots_of(roomy)["all after"])
 
 
 def test_a_run_holds_every_number_and_figure(finished: Run):

@@ -14,18 +14,20 @@ import pytest
 import torch
 
 import kvprobe.studies.filter_poison.collect as collecting
+from kvprobe.attention import LOOKS
+from kvprobe.cache.differences import changed_slots
 from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
-from kvprobe.layers import Component, restored_together
+from kvprobe.layers import restored_together
+from kvprobe.layers.head_sets import FILTER, MATCHED, POISON
 from kvprobe.report.findings import Findings
 from kvprobe.report.views.patterns import heads_view
 from kvprobe.studies import filter_poison
 from kvprobe.studies.filter_poison import FALSE, Config
-from kvprobe.studies.filter_poison.collect import STRUCK, cases_of, fault_of, struck_of
+from kvprobe.studies.filter_poison.collect import NONE, STRUCK, heads_by_half, pairs_of
 from kvprobe.studies.filter_poison.conclude import KINDS, STREAM, concluded, warnings_of
-from kvprobe.studies.filter_poison.halves import FILTER, MATCHED, NONE, POISON, heads_by_half
 from kvprobe.studies.filter_poison.study import STUDY
 from tests.refusals import refused
 from tests.studies.runs import FOUR_FACTS, answer_of, assert_figures, give, in_steps
@@ -38,7 +40,7 @@ N_LAYERS, N_HEADS = 4, 4
 def four_facts(deep: Model) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         give(patch, deep)
-        patch.setattr(collecting, "facts", lambda _: FOUR_FACTS)
+        patch.setattr(collecting, "facts", lambda _, each: FOUR_FACTS[:each])
         yield
 
 
@@ -70,27 +72,19 @@ def test_sets_are_tested_on_the_half_that_they_were_not_found_on(finished: Run, 
     by_half = heads_by_half(finished.df("maps"), SMALL)
     assert set(heads["sort"]) == {POISON, FILTER, POISON + MATCHED, FILTER + MATCHED}
     one = heads[(heads["family"] == FALSE) & (heads["half"] == 0) & (heads["sort"] == POISON)].iloc[0]
-    [case] = [case for case in cases_of(SMALL, deep) if case.name == one["prompt"]]
-    clean, damaged = deep.prefill(case.true), deep.prefill(case.false)
-    _, left = restored_together(deep, clean, damaged, case.suffix, [by_half[1][POISON][0]], kept=SMALL.suffix)
+    [pair] = [pair for pair in pairs_of(SMALL, deep) if pair.id == one["prompt"]]
+    clean, damaged = map(deep.prefill, pair.prompts)
+    _, left = restored_together(deep, clean, damaged, pair.suffix, [by_half[1][POISON][0]], kept=SMALL.suffix)
     assert one["restored"] == pytest.approx(float(left[0]), abs=1e-5)
     assert heads.groupby(["prompt", "family", "sort"]).size().max() == SMALL.random
 
 
 def test_damage_strikes_what_was_said_and_nothing_else(deep: Model):
-    case = cases_of(SMALL, deep)[0]
-    clean = deep.prefill(case.true)
-    damaged = clean.corrupt(fault_of("zeros", 100.0))
-    said = [place for place, name in enumerate(case.true.segments) if name in STRUCK]
-    changed = (damaged.values[0] != clean.values[0]).any(3).any(1)[0]
-    assert changed.nonzero()[:, 0].tolist() == struck_of(clean, damaged).tolist() == said
-    differs = [place for place, pair in enumerate(zip(case.true.ids, case.false.ids, strict=True)) if len({*pair}) > 1]
-    assert struck_of(clean, deep.prefill(case.false)).tolist() == differs
-    assert len(differs) == 1
-    looks: Any = collecting.looks(deep, case, clean, damaged)
-    assert len(looks) == N_LAYERS * N_HEADS
-    assert looks["contribution"].max() == pytest.approx(0, abs=1e-6)  # zeros have nothing to be read
-    assert looks["mass"].min() > 0
+    pair = pairs_of(SMALL, deep)[0]
+    struck = [{*changed_slots(clean, damaged).tolist()} for _, clean, damaged in collecting.damages(deep, SMALL, pair)]
+    said = {place for place, name in enumerate(pair.prompts[0].segments) if name in STRUCK}
+    assert struck[0] < said > struck[1]
+    assert struck[2] == {place for place in said if len({prompt.ids[place] for prompt in pair.prompts}) > 1}
 
 
 # ---- tables with known answers
@@ -140,7 +134,7 @@ def example() -> tuple[Config, Conclusion]:
 def noise(rng: np.random.Generator) -> Conclusion:
     """No head differs from any other, and sets of heads remove as much as random ones do."""
     tables = made_up(dict.fromkeys(PI, 0.0), {POISON: 0.1, FILTER: 0.1}, int(rng.integers(2**32)))
-    looks = {look: rng.normal(size=len(tables["maps"])) for look in collecting.LOOKS}
+    looks = {look: rng.normal(size=len(tables["maps"])) for look in LOOKS}
     return concluded({**tables, "maps": tables["maps"].assign(**looks)}, TWO)
 
 
@@ -156,24 +150,6 @@ def test_verdicts_and_shares_are_those_that_were_put_in():
     assert findings.at("beyond", sort=FILTER).mean == pytest.approx(-0.4, abs=0.05)
     assert [findings.at("overlap", sort=sort).mean for sort in FOUND] == [1, 1]
     assert findings.at("as_far", family="all", sort=FILTER).mean == 0
-
-
-def test_every_kind_of_damage_counts_alike_among_all():
-    """One family has twenty times the damage of the other, and nothing of it goes away."""
-    tables = made_up()
-    heads = tables["heads"]
-    heads.loc[heads["family"] == FALSE, "restored"] = heads["damage"]
-    findings = concluded(tables, TWO).findings
-    alone = findings.at("removed", family="zeros", sort=POISON, heads="chosen").mean
-    assert findings.at("removed", family="all", sort=POISON, heads="chosen").mean == pytest.approx(alone / 2)
-
-
-def test_heads_are_chosen_by_their_mean_index_and_matched_by_layer():
-    for sets in heads_by_half(made_up()["maps"], TWO).values():
-        for sort, layer in ((POISON, 0), (FILTER, 1)):
-            assert sets[sort] == [[Component("head", layer, 0)]]
-            assert len(sets[sort + MATCHED]) == TWO.random
-            assert {head for [head] in sets[sort + MATCHED]} <= {Component("head", layer, head) for head in (1, 2)}
 
 
 @pytest.mark.parametrize(
@@ -224,5 +200,5 @@ def test_a_few_verdicts_that_chance_may_give_are_called_so(high: int):
 
 
 def test_settings_that_no_conversation_fits_are_refused(deep: Model):
-    refused(lambda: cases_of(Config(kinds=("code",), prompts=1), deep), "cannot be split into halves")
-    refused(lambda: cases_of(Config(kinds=("code",), families=("zeroes:30", "false")), deep), "fault")
+    refused(lambda: pairs_of(Config(kinds=("code",), prompts=1), deep), "cannot be split into halves")
+    refused(lambda: pairs_of(Config(kinds=("code",), families=("zeroes:30", "false")), deep), "fault")

@@ -16,7 +16,7 @@ from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.studies import patching
 from kvprobe.studies.patching import Config
-from kvprobe.studies.patching.collect import AFTER, BEFORE, VALUE, Grid, cases_of, divided, measure_bands
+from kvprobe.studies.patching.collect import AFTER, VALUE, Grid, measure_bands, pairs_of
 from kvprobe.studies.patching.conclude import conclude
 from kvprobe.studies.patching.study import STUDY
 from kvprobe.tasks.facts import Fact, pair
@@ -50,7 +50,7 @@ def tiny_facts(deep: Model) -> tuple[Fact, ...]:
 
 
 def give(patch: pytest.MonkeyPatch, chosen: tuple[Fact, ...]) -> None:
-    patch.setattr(collecting, "facts", lambda kinds: tuple(fact for fact in chosen if fact.kind in kinds))
+    patch.setattr(collecting, "facts", lambda kinds, each: tuple(fact for fact in chosen if fact.kind in kinds))
 
 
 def run_tiny(model: Model, chosen: tuple[Fact, ...], root: Path, config: Config = SMALL) -> Run:
@@ -83,7 +83,7 @@ def test_passes_agree_with_what_must_hold_exactly(finished: Run):
     table: Any = finished.df()
     whole = table[table["grid"] == Grid.WHOLE]
     early = whole[~whole["segment"].isin([VALUE, AFTER, "T2"])]
-    assert set(early["segment"]) == {"system", "T1", BEFORE}
+    assert set(early["segment"]) == {"system", "T1", "fact before"}
     assert early["effect"].abs().max() < 1e-4
     assert whole[(whole["segment"] == VALUE) & (whole["part"] == "KV")]["effect"].abs().min() > 1e-3
     everything = table[(table["grid"] == Grid.EVERYTHING) & (table["part"] == "KV") & table["able"]]
@@ -103,24 +103,20 @@ def test_ways_take_each_fact_both_ways_or_in_turn(
     deep: Model, tiny_facts: tuple[Fact, ...], monkeypatch: pytest.MonkeyPatch
 ):
     give(monkeypatch, tiny_facts)
-    one, both = (cases_of(Config(kinds=("code", "name"), facts=3, ways=ways), deep.tokenizer) for ways in (1, 2))
-    assert [case.fact for case in both[::2]] == [case.fact for case in one] == [fact.id for fact in tiny_facts]
+    one, both = (pairs_of(Config(kinds=("code", "name"), facts=3, ways=ways), deep.tokenizer) for ways in (1, 2))
+    assert [case.id for case in both[::2]] == [case.id for case in one] == [fact.id for fact in tiny_facts]
     for there, back in zip(both[::2], both[1::2], strict=True):
-        assert (there.base, there.donor, there.half) == (back.donor, back.base, back.half)
-        assert (there.metric.right, there.metric.wrong) == (back.metric.wrong, back.metric.right)
-    assert [case.base for case in one] == [both[2 * place + place % 2].base for place in range(len(one))]
+        assert (there.prompts, there.answers, there.half) == (back.prompts[::-1], back.answers[::-1], back.half)
+    assert [case.prompts for case in one] == [both[2 * place + place % 2].prompts for place in range(len(one))]
+    assert [case.number for case in both] == list(range(12))
     assert sorted(case.half for case in one) == [0, 0, 0, 1, 1, 1]
 
 
-def test_the_turn_of_the_fact_is_cut_around_the_value_and_a_run_tests_the_band_of_the_other_half(
+def test_a_run_tests_the_band_of_the_other_half(
     deep: Model, tiny_facts: tuple[Fact, ...], monkeypatch: pytest.MonkeyPatch
 ):
-    prompt = pair(tiny_facts[0], deep.tokenizer).prompts[0]
-    cut = divided(prompt)
-    assert cut.names == ("system", "T1", BEFORE, VALUE, AFTER, "T2")
-    assert (cut.span(VALUE), cut.ids, cut.positions) == (prompt.part("value"), prompt.ids, prompt.positions)
     give(monkeypatch, tiny_facts)
-    case = cases_of(SMALL, deep.tokenizer)[0]
+    case = pairs_of(SMALL, deep.tokenizer)[0]
     table = measure_bands(deep, case, {"V": {case.half: range(0, 1), 1 - case.half: range(1, 3)}})
     assert dict(zip(table["where"], table["band"], strict=True)) == {"inside": "1–2", "outside": "0+3"}
 

@@ -1,6 +1,10 @@
 """The shipped questions after a compaction."""
 
-from kvprobe.tasks.compaction import KINDS, compactions
+from itertools import chain
+
+from kvprobe.inference.forced import ForcedReply
+from kvprobe.inference.model import Model
+from kvprobe.tasks.compaction import KINDS, asked, compacted_conversation, compactions, places_by_kind
 from kvprobe.tasks.passcode import contexts
 
 
@@ -17,3 +21,34 @@ def test_the_answers_are_where_the_questions_say_they_are():
             words = compaction.answer(kind)
             assert words is None or words.lower() not in compaction.question(kind).lower(), context.id
     assert len({compaction.id for compaction in compactions()}) == len(contexts())
+
+
+def test_every_token_after_the_hidden_turn_is_of_one_kind(smol: Model):
+    context, compaction = contexts()[0], compactions()[0]
+    tokens = compacted_conversation(context, compaction, "48213").without("T2").tokens(smol.tokenizer)
+    places = places_by_kind(tokens)
+    assert sorted(chain(*places.values())) == list(range(tokens.span("summary2").start, tokens.span("T3").stop))
+    said = {kind: smol.tokenizer.decode([tokens.ids[place] for place in chosen]) for kind, chosen in places.items()}
+    assert said["summary request"].strip() == context.ask_summary_2
+    assert said["summary text"].strip() == context.summary_2
+    assert "<|im_end|>" in said["summary delimiters"]
+    assert compaction.followup_user in said["later text"]
+    assert "<|im_start|>" not in said["later text"]
+
+
+def test_a_question_stands_in_place_of_the_one_for_the_code_with_its_reply(smol: Model):
+    context, compaction = contexts()[0], compactions()[0]
+    chat = compacted_conversation(context, compaction, "48213")
+    code = chat.tokens(smol.tokenizer)
+    assert asked(chat, context.question, "48213", context.answer).tokens(smol.tokenizer).ids == code.ids
+    open_ended = asked(chat, compaction.hidden_question)
+    assert [message.segment for message in open_ended.messages].count("ask") == 1
+    for question, answer, lead in (
+        (context.question, "48213", context.answer),
+        (compaction.summary_question, compaction.summary_answer, ""),
+    ):
+        forced = ForcedReply.of(asked(chat, question, answer, lead).tokens(smol.tokenizer), "ask")
+        whole = forced.suffix.ids + forced.answer[-1:]
+        assert smol.tokenizer.decode(whole[-forced.kept :]).strip() == f"{lead} {answer}".strip()
+        assert smol.tokenizer.decode(whole[-len(forced.answer) :]).strip() == answer
+        assert question in smol.tokenizer.decode(whole[: -forced.kept])

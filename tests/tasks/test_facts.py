@@ -8,7 +8,7 @@ import pytest
 
 from kvprobe.inference.model import Model
 from kvprobe.studies.settings import FACT_KINDS, FACTS_OF_A_KIND
-from kvprobe.tasks.facts import KINDS, SEGMENTS, Fact, conversation, facts, pair
+from kvprobe.tasks.facts import KINDS, SEGMENTS, Fact, conversation, facts, halves, pair, pairs_in_turn
 from kvprobe.text.chat_template import PLAIN_CHAT_TEMPLATE
 from tests.refusals import refused
 
@@ -119,3 +119,38 @@ def test_what_the_answers_share_belongs_to_the_suffix(smol: Model):
     )
     assert smol.tokenizer.decode(late.suffix.ids[len(early.suffix) :]) == "48"
     assert smol.tokenizer.decode(late.answers) == "17"
+
+
+def test_the_first_facts_of_each_kind_are_taken_in_turn_and_every_half_has_as_many_of_each(smol: Model):
+    chosen = facts(("name", "code"), 4)
+    assert [fact.kind for fact in chosen] == ["name"] * 4 + ["code"] * 4
+    assert chosen[4:] == facts(("code",))[:4]
+    split = halves(chosen, 0)
+    assert sum(split[:4]) == sum(split[4:]) == 2
+    assert split != halves(chosen, 2)
+    for number, (one, fact) in enumerate(zip(pairs_in_turn(chosen, smol.tokenizer, 0), chosen, strict=True)):
+        plain, order = pair(fact, smol.tokenizer), -1 if number % 2 else 1
+        assert (one.prompts, one.answers) == (plain.prompts[::order], plain.answers[::order])
+        assert (one.id, one.number, one.half) == (fact.id, number, split[number])
+    refused(lambda: halves(chosen[:1], 0), "cannot be split into halves")
+
+
+def test_a_suffix_can_be_made_shorter_or_longer(smol: Model):
+    both = pair(facts()[0], smol.tokenizer)
+    for last in (1, len(both.suffix) + 5):
+        ended = both.ending(last)
+        assert len(ended.suffix) == last
+        assert [prompt + ended.suffix for prompt in ended.prompts] == [prompt + both.suffix for prompt in both.prompts]
+
+
+def test_a_part_and_what_stands_around_it_become_segments(smol: Model):
+    prompt = pair(facts()[0], smol.tokenizer).prompts[0]
+    divided = prompt.divided("value")
+    assert divided.names == ("system", "T1", "fact before", "value", "fact after", "T2")
+    assert divided.span("value") == prompt.part("value")
+    assert (divided.span("fact before").start, divided.span("fact after").stop) == (
+        prompt.span("fact").start,
+        prompt.span("fact").stop,
+    )
+    assert (divided.ids, divided.positions, divided.parts) == (prompt.ids, prompt.positions, prompt.parts)
+    refused(lambda: prompt.divided("values"), "did you mean 'value'")

@@ -6,7 +6,7 @@ rate, and those of a lower rate are among those of a higher one. With `unit="slo
 too.
 """
 
-from dataclasses import dataclass
+from itertools import chain, product
 from typing import cast
 
 import pandas as pd
@@ -32,36 +32,20 @@ def names_of(cut: Cut) -> list[str]:
     return [cut] if cut == "all" else [f"{_SINGULAR[cut]} {place}" for place in range(1, BANDS[cut] + 1)]
 
 
-@dataclass(frozen=True)
-class Band:
-    """Consecutive layers under a name."""
-
-    name: str
-    layers: range
-
-
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     """All items of all tasks under all cases; see `kvprobe.inference.trials.answer` for the columns."""
     every = cases(config, model.geometry.n_layers)
     return collect_answers(model, config, run, lambda _: every)
 
 
-def cut_bands(config: Config, n_layers: int) -> list[Band]:
-    """The bands of a config for a model of so many layers.
+def cut_bands(config: Config, n_layers: int) -> dict[str, range]:
+    """The layers of each band of a config, for a model of so many layers.
 
     Raises:
         UserError: the model has fewer layers than bands.
     """
-    cuts = []
-    for cut in config.bands:
-        pieces = bands(n_layers, BANDS[cut])
-        cuts += [Band(name, layers) for name, layers in zip(names_of(cut), pieces, strict=True)]
-    return cuts
-
-
-def single_bands(n_layers: int) -> list[Band]:
-    """Every layer as a band of its own."""
-    return [Band(f"layer {layer}", range(layer, layer + 1)) for layer in range(n_layers)]
+    pieces = [zip(names_of(cut), bands(n_layers, BANDS[cut]), strict=True) for cut in config.bands]
+    return dict(chain(*pieces))
 
 
 def cases(config: Config, n_layers: int) -> list[Case]:
@@ -69,31 +53,16 @@ def cases(config: Config, n_layers: int) -> list[Case]:
 
     Cases of one noise stand side by side, because rows that are damaged alike are written together.
     """
-    whole = Band("all", range(n_layers))
-    every = [_case(config, CONTROL, whole, config.noises[0], config.parts[0], 0.0)]
-    singles = single_bands(n_layers) if config.single else []
-    for noise in config.noises:
-        for part in config.parts:
-            every += [
-                _case(config, CUTS, band, noise, part, rate)
-                for band in cut_bands(config, n_layers)
-                for rate in config.rates
-            ]
-            every += [_case(config, SINGLES, band, noise, part, config.single) for band in singles]
-    return every
+    cuts = [(CUTS, band, rate) for band in cut_bands(config, n_layers).items() for rate in config.rates]
+    singles = [(SINGLES, (f"layer {layer}", range(layer, layer + 1)), config.single) for layer in range(n_layers)]
+    struck = [*cuts, *(singles if config.single else ())]
+    nothing = _case(config, CONTROL, ("all", range(n_layers)), 0.0, config.noises[0], config.parts[0])
+    return [nothing, *(_case(config, *place, *how) for how in product(config.noises, config.parts) for place in struck)]
 
 
-def _case(config: Config, group: str, band: Band, noise: str, parts: str, rate: float) -> Case:
-    at, transient = WHEN[config.timing]
-    scope = Scope(rate=rate / 100, layers=band.layers, parts=cast(Parts, parts), unit=cast(Unit, config.unit))
+def _case(config: Config, group: str, band: tuple[str, range], rate: float, noise: str, parts: str) -> Case:
+    (name, layers), (at, transient) = band, WHEN[config.timing]
+    scope = Scope(rate=rate / 100, layers=layers, parts=cast(Parts, parts), unit=cast(Unit, config.unit))
     fault = Gaussian(cast(Matched, noise), scope=scope, at=at, transient=transient)
-    labels: dict[str, str | int | float] = {
-        "group": group,
-        "band": band.name,
-        "first": band.layers[0],
-        "last": band.layers[-1],
-        "noise": noise,
-        "parts": parts,
-        "rate": rate,
-    }
-    return Case(labels, Trial(fault))
+    where = {"group": group, "band": name, "first": layers[0], "last": layers[-1]}
+    return Case({**where, "noise": noise, "parts": parts, "rate": rate}, Trial(fault))

@@ -1,7 +1,7 @@
 """From answers to findings: what noise costs in each band and layer, which bands differ, and whether scales agree."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import combinations, pairwise, product
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, product
 from math import inf
 from typing import Any
 
@@ -14,6 +14,7 @@ from kvprobe.inference.model import Model
 from kvprobe.ranks import halves_agree, spearman
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Finding, Findings, Key
+from kvprobe.report.order import Order
 from kvprobe.report.reported import reported
 from kvprobe.stats import DIFFERENCE, UNBOUNDED, Estimate, newcombe, statistic
 from kvprobe.studies import answers
@@ -170,17 +171,14 @@ def add_leads(findings: Findings, rows: Rows) -> None:
     """How many times the mean KL of the other quarters the last one has, all rates together, and by what factor that is
     larger than under noise at the layer's scale."""
     quarters = by_noise(rows, "kl_all", "band", {"band": tuple(names_of("quarters"))})
+    changed = [place for place in quarters if place[1] != "layer" and (place[0], "layer", place[2]) in quarters]
     for place, means in quarters.items():
         _add(findings, "lead", place, statistic([means], last_over_others, POSITIVE))
-    changes = [
-        (place, [means, quarters[place[0], "layer", place[2]]])
-        for place, means in quarters.items()
-        if place[1] != "layer" and (place[0], "layer", place[2]) in quarters
-    ]
-    for place, pair in changes:
-        family = sum(other[2] == place[2] for other, _ in changes)
+    for task, noise, parts in changed:
+        family = sum(place[2] == parts for place in changed)
+        pair = [quarters[task, noise, parts], quarters[task, "layer", parts]]
         factor = statistic(pair, lambda one, two: last_over_others(one) / last_over_others(two), POSITIVE, family)
-        _add(findings, "change", place, factor, family)
+        _add(findings, "change", (task, noise, parts), factor, family)
 
 
 def add_agreement(findings: Findings, rows: Rows, config: Config) -> None:
@@ -191,11 +189,10 @@ def add_agreement(findings: Findings, rows: Rows, config: Config) -> None:
         if (one[0], one[2]) == (other[0], other[2]):
             rho = statistic([first, second], spearman, DIFFERENCE)
             _add(findings, "agreement", one, rho, other=other[1])
-    for task in dict.fromkeys(task for task, *_ in single):
-        rng = np.random.default_rng([config.seed, 1, 6])
-        for place, layers in single.items():
-            rho = halves_agree(layers, rng) if place[0] == task else None
-            _add(findings, "self_agreement", place, None if rho is None else Estimate(rho))
+    draws = {task: np.random.default_rng([config.seed, 1, 6]) for task, *_ in single}
+    for place, layers in single.items():
+        rho = halves_agree(layers, draws[place[0]])
+        _add(findings, "self_agreement", place, None if rho is None else Estimate(rho))
 
 
 def _add(
@@ -228,43 +225,11 @@ def orders(findings: Findings, config: Config) -> list[dict[str, Any]]:
             (first, second): findings.get(pair, **at, cut=cut, first=first, second=second)
             for first, second in combinations(names_of(cut), 2)
         }
-        known = order_of(means, pairs)
-        if known is not None:
-            decided.append({**at, "cut": cut, "measure": of, "rate": rate, **known})
+        order = Order.of(means, pairs)
+        if order is not None:
+            known = {"cut": cut, "measure": of, "rate": rate, "bands": [*order.names], "apart": order.apart}
+            decided.append({**at, **known, "last": order.largest(LAST), "buffer": order.smallest(BUFFER)})
     return decided
-
-
-def order_of(
-    means: Mapping[str, Estimate | None], pairs: Mapping[tuple[str, str], Estimate | None]
-) -> dict[str, Any] | None:
-    """Bands by their mean, largest first, from the means and the differences of each two; None where one is missing."""
-    known = {name: mean.mean for name, mean in means.items() if mean is not None}
-    differences = {pair: difference for pair, difference in pairs.items() if difference is not None}
-    if len(known) < len(means) or len(differences) < len(pairs):
-        return None
-
-    def beyond(more: str, less: str) -> bool:
-        pair = differences.get((more, less))
-        return pair.above() if pair is not None else differences[less, more].below()
-
-    order = sorted(known, key=lambda name: -known[name])
-    return {
-        "bands": order,
-        "apart": [beyond(more, less) for more, less in pairwise(order)],
-        "last": verdict(order, LAST, beyond),
-        "buffer": verdict(order, BUFFER, lambda one, two: beyond(two, one)),
-    }
-
-
-def verdict(bands: Sequence[str], band: str, beyond: Callable[[str, str], bool]) -> str:
-    """Whether a band is the extreme one: `yes`, significantly beyond all others; `no`, another is significantly beyond
-    it; else `open`."""
-    others = [other for other in bands if other != band]
-    if band not in bands:
-        return "open"
-    if any(beyond(other, band) for other in others):
-        return "no"
-    return "yes" if all(beyond(band, other) for other in others) else "open"
 
 
 def warnings_of(table: Rows, config: Config, facts: Mapping[str, Any]) -> Iterator[str]:

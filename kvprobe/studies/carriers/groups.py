@@ -1,18 +1,17 @@
 """The slots that stay, by what they are, and the cells of the study: which of them are swapped, at which layers."""
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from dataclasses import replace
 
-from kvprobe.cache.ledger import Ledger
 from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.patching import Cell
+from kvprobe.tasks.compaction import PLACE_KINDS, places_by_kind
+from kvprobe.text.tokens import Tokens
 
 HIDDEN = "T2"
-SUMMARY, LATER = "summary2", "T3"
 BEFORE = "before"
 """Slots before the hidden turn, which cannot know whether it was there."""
-KINDS = ("summary request", "summary text", "summary delimiters", "later text", "later delimiters")
-"""Every slot after the hidden turn is of one of these kinds."""
+KINDS = PLACE_KINDS
 UNIONS = {"summary": KINDS[:3], "later turns": KINDS[3:], "all after": KINDS}
 GROUPS = (*KINDS, *UNIONS)
 PARTS = ("K", "V", "KV")
@@ -24,53 +23,40 @@ TOKEN = "token"
 Slots = tuple[int, ...]
 
 
-def groups(ledger: Ledger) -> dict[str, Slots]:
-    """The slots of each kind, of each union of kinds, and those before the hidden turn, which itself has no slot here.
+def groups(tokens: Tokens) -> dict[str, Slots]:
+    """The slots of each kind, of each union of kinds, and those before the hidden turn, which itself has no slot.
 
-    The request for the summary is the first run of text in the summary's segment; the summary is the rest of its text.
+    Args:
+        tokens: of the conversation without the hidden turn, which are those of either cache.
     """
-    segments = [ledger.names[number] for number in ledger.segments[0].tolist()]
-    delimiters = ledger.delimiters[0].tolist()
-    named = [slot for slot, segment in enumerate(segments) if segment == SUMMARY]
-    runs = [list(run) for delimiter, run in groupby(named, key=delimiters.__getitem__) if not delimiter]
-    later = [slot for slot, segment in enumerate(segments) if segment == LATER]
-    kinds = {
-        "summary request": tuple(runs[0]),
-        "summary text": tuple(slot for run in runs[1:] for slot in run),
-        "summary delimiters": tuple(slot for slot in named if delimiters[slot]),
-        "later text": tuple(slot for slot in later if not delimiters[slot]),
-        "later delimiters": tuple(slot for slot in later if delimiters[slot]),
-    }
+    kinds = places_by_kind(tokens)
     unions = {name: tuple(sorted(slot for kind in parts for slot in kinds[kind])) for name, parts in UNIONS.items()}
-    return kinds | unions | {BEFORE: tuple(range(named[0]))}
+    return kinds | unions | {BEFORE: tuple(range(min(unions["all after"])))}
 
 
 def cells(slots: Mapping[str, Slots], layers: Mapping[str, Slots]) -> list[Cell]:
     """What is swapped: every group at all layers and every kind in every band, K and V separately where the study
     reports it; and the controls."""
-    everywhere = layers[EVERY_LAYER]
-
-    def cell(group: str, band: str, part: str) -> Cell:
-        return Cell(layers[band], slots[group], part, labels={"group": group, "band": band})
-
-    wanted = [cell(group, EVERY_LAYER, part) for group in GROUPS for part in PARTS]
+    wanted = [_cell(group, slots[group], layers, part=part) for group in GROUPS for part in PARTS]
     for band in layers:
         if band != EVERY_LAYER:
-            wanted += [cell("all after", band, part) for part in PARTS]
-            wanted += [cell(kind, band, "KV") for kind in KINDS]
-    itself = Cell(everywhere, slots["all after"], "KV", content="self", labels={"group": SELF, "band": EVERY_LAYER})
-    return [*wanted, cell(BEFORE, EVERY_LAYER, "KV"), itself]
+            wanted += [_cell("all after", slots["all after"], layers, band, part) for part in PARTS]
+            wanted += [_cell(kind, slots[kind], layers, band) for kind in KINDS]
+    itself = replace(_cell(SELF, slots["all after"], layers), content="self")
+    return [*wanted, _cell(BEFORE, slots[BEFORE], layers), itself]
 
 
 def code_cells(slots: Mapping[str, Slots], layers: Mapping[str, Slots]) -> list[Cell]:
     """What is swapped between two codes: every group at all layers, K and V together, and the slots before the code."""
-    return [
-        Cell(layers[EVERY_LAYER], slots[group], "KV", labels={"group": group, "band": EVERY_LAYER})
-        for group in (*GROUPS, BEFORE)
-    ]
+    return [_cell(group, slots[group], layers) for group in (*GROUPS, BEFORE)]
 
 
 def token_cells(slots: Sequence[int], layers: Mapping[str, Slots]) -> list[Cell]:
     """Each slot alone, at all layers."""
-    every = layers[EVERY_LAYER]
-    return [Cell(every, (slot,), "KV", labels={"group": TOKEN, "band": EVERY_LAYER, "slot": slot}) for slot in slots]
+    return [_cell(TOKEN, (slot,), layers, slot=slot) for slot in slots]
+
+
+def _cell(
+    group: str, slots: Slots, layers: Mapping[str, Slots], band: str = EVERY_LAYER, part: str = "KV", slot: int = -1
+) -> Cell:
+    return Cell(layers[band], slots, part, labels={"group": group, "band": band, "slot": slot})

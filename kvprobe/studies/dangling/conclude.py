@@ -15,7 +15,7 @@ from kvprobe.report.findings import Findings
 from kvprobe.report.views.patterns import patterns_view
 from kvprobe.stats import DIFFERENCE, SHARE
 from kvprobe.studies.dangling import Config
-from kvprobe.studies.dangling.collect import CLOSED, FULL, HIDDEN, MASKED, RANDOM, SHARED, TOP, arms_of, cases_of, read
+from kvprobe.studies.dangling.collect import CLOSED, FULL, HIDDEN, MASKED, RANDOM, SHARED, TOP, arms_of, pairs_of, read
 from kvprobe.tasks.facts import conversation, facts
 from kvprobe.tasks.ordinal import COLOURS, ITEMS, VERBS, draw
 from kvprobe.tasks.ordinal import PLACES as ORDINALS
@@ -170,16 +170,15 @@ def warnings_of(findings: Findings) -> Iterator[str]:
 
 def example(model: Model, config: Config, findings: Findings) -> AttentionView:
     """One conversation before and after, in the layers with the most dangling heads."""
-    case = cases_of(config, model)[0]
-    mass = findings.frame("head_mass").pivot(index="layer", columns="head", values="mean")
-    layers = sorted(mass.max(axis=1).nlargest(SHOWN).index)
-    caches = arms_of(model, model.prefill(case.prompt))
-    before, after = (read(model, caches[arm], case).of_layers(layers) for arm in (FULL, MASKED))
+    pair = pairs_of(config, model)[0]
+    mass = findings.heads("head_mass", SHOWN)
+    caches = arms_of(model, pair)
+    before, after = (read(model, caches[arm], pair).of_layers(list(mass.index)) for arm in (FULL, MASKED))
     return patterns_view(
         before,
         after,
-        caption=f"Conversation {case.name} with everything in view, and with the turn hidden: struck through, and seen "
+        caption=f"Conversation {pair.id} with everything in view, and with the turn hidden: struck through, and seen "
         "by no token of the question and the reply.",
-        index=mass.loc[layers].to_numpy(float),
+        index=mass.to_numpy(float),
         index_name="attention on the hidden turn, mean over conversations",
     )

@@ -8,27 +8,24 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float, Int
 
-from kvprobe.attention import attend
+from kvprobe.attention import LOOKS, attend
+from kvprobe.cache.differences import changed_slots
 from kvprobe.experiments.estimands import Mean, Ratio, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
-from kvprobe.layers import by_chance, verdicts
+from kvprobe.layers import against_random, by_chance, index_correlation, verdicts
+from kvprobe.layers.head_sets import ALL, CHOSEN, FILTER, MATCHED, POISON, RANDOM, HeadSets
 from kvprobe.patching.metrics import LEAST
 from kvprobe.report.document import AttentionView
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.report.views.patterns import patterns_view
-from kvprobe.stats import DIFFERENCE, Estimate, jackknife, leave_one_out
+from kvprobe.stats import DIFFERENCE, Estimate, jackknife
 from kvprobe.studies.filter_poison import Config
-from kvprobe.studies.filter_poison.collect import LOOKS, STRUCK, cases_of, damages, struck_of
-from kvprobe.studies.filter_poison.halves import FILTER, MATCHED, NONE, POISON, Heads, heads_by_half
-from kvprobe.tidy import Rows, Where, beside
+from kvprobe.studies.filter_poison.collect import NONE, STRUCK, damages, heads_by_half, pairs_of
+from kvprobe.tidy import Rows, Where
 from kvprobe.wording import few_clusters
 
-ALL = "all"
-"""All families, each of which counts alike."""
-CHOSEN, RANDOM = "chosen", "random"
 KINDS = {"attn": "attention blocks", "mlp": "MLPs", "head": "heads"}
 CLAIMS = len(KINDS) + 2
 """Of the answer: verdicts on three kinds of component, and two sets of heads tested. What decides them holds
@@ -122,45 +119,24 @@ def add_stream(findings: Findings, states: Rows) -> None:
 def add_looks(findings: Findings, heads: Rows) -> None:
     """Rank correlations over heads of what they do with struck slots with their index, and the same within layers; none
     where all heads are alike."""
-    correlations = []
-    for family, of_family in heads.groupby("family", sort=False):
-        wide = of_family.pivot(index="prompt", columns=["layer", "head"], values=["damage", "restored", *LOOKS])
-        layers = wide["damage"].columns.get_level_values("layer").to_numpy(int)
-        weights = np.concatenate([np.ones((1, len(wide)), int), leave_one_out(len(wide))])
-        damage, restored = (weights @ wide[of].to_numpy(float) for of in ("damage", "restored"))
-        for look in LOOKS:
-            # Where the clean run gave the slots nothing, a head has no lift.
-            values = wide[look].to_numpy(float)
-            there = np.isfinite(values)
-            with np.errstate(invalid="ignore"):
-                means = (weights @ np.where(there, values, 0.0)) / (weights @ there)
-            for name, within in (("look", None), ("look_within", layers)):
-                pairs = zip(means, 1 - restored / damage, strict=True)
-                rhos = np.array([rank_correlation(one, two, within) for one, two in pairs])
-                if isfinite(rhos[0]):
-                    correlations.append((name, {"look": look, "family": family}, rhos))
-    claimed = sum(name == "look_within" for name, *_ in correlations)
-    for name, keys, rhos in correlations:
-        family = claimed if name == "look_within" else 0
-        value = jackknife(float(rhos[0]), rhos[1:], DIFFERENCE, max(1, family))
-        findings.add(Finding(name, keys, value, comparisons=family))
+    for name, within_layers in (("look", False), ("look_within", True)):
+        draws = {
+            (look, str(family)): index_correlation(of_family, look, within_layers=within_layers)
+            for family, of_family in heads.groupby("family", sort=False)
+            for look in LOOKS
+        }
+        known = {place: rhos for place, rhos in draws.items() if isfinite(rhos[0])}
+        together = len(known) if within_layers else 0
+        for (look, family), rhos in known.items():
+            value = jackknife(float(rhos[0]), rhos[1:], DIFFERENCE, max(1, together))
+            findings.add(Finding(name, {"look": look, "family": family}, value, comparisons=together))
 
 
-def rank_correlation(
-    one: Float[np.ndarray, "heads"], two: Float[np.ndarray, "heads"], within: Int[np.ndarray, "heads"] | None
-) -> float:
-    """Spearman's; with `within`, of ranks from which the mean of each group is taken."""
-    known = np.isfinite(one) & np.isfinite(two)
-    ranks: Any = pd.DataFrame({"one": one[known], "two": two[known]}).rank()
-    if within is not None:
-        ranks -= ranks.groupby(within[known]).transform("mean")
-    return float(ranks["one"].corr(ranks["two"]))
-
-
-def add_tested(findings: Findings, table: Rows, by_half: Mapping[int, Heads]) -> None:
+def add_tested(findings: Findings, table: Rows, by_half: Mapping[int, HeadSets]) -> None:
     """The index of each set on the half that it was not found on, that of random heads, and the difference; how many
     random sets go as far; which heads both halves chose, and how many random ones are of the chosen."""
-    rows = prepared(table)
+    rows = against_random(table)
+    rows["single"] = rows["family"] != ALL
     findings.extend(measure(rows, [REMOVED, BEYOND, BEYOND_ONE]))
     for (family, sort), draws in rows[rows["heads"] == RANDOM].groupby(["family", "sort"], sort=False):
         keys, sums = {"family": family, "sort": sort}, draws.groupby("draw")[["gone", "damage"]].sum()
@@ -177,19 +153,6 @@ def add_tested(findings: Findings, table: Rows, by_half: Mapping[int, Heads]) ->
         ]
         findings.number("overlap", len(twice), sort=sort)
         findings.number("shared", float(np.mean(taken)), sort=sort)
-
-
-def prepared(table: Rows) -> Rows:
-    """Every set of heads in its family and, scaled by the family's damage, among all; with what is gone of the damage,
-    and how much more than with random heads in the same conversation."""
-    random = table["sort"].str.endswith(MATCHED)
-    sort, gone = table["sort"].str.removesuffix(MATCHED), table["damage"] - table["restored"]
-    rows = table.assign(heads=np.where(random, RANDOM, CHOSEN), sort=sort, gone=gone, single=True)
-    scale = rows.groupby("family")["damage"].transform("mean")
-    every = rows.assign(family=ALL, single=False, gone=gone / scale, damage=rows["damage"] / scale)
-    rows = pd.concat([rows, every], ignore_index=True)
-    usual = beside(rows, "gone", {"heads": RANDOM}, ("prompt", "family", "sort"))
-    return rows.assign(beyond=rows["gone"] - usual)
 
 
 def controls_of(findings: Findings, maps: Rows) -> Iterator[Control]:
@@ -229,21 +192,17 @@ def warnings_of(findings: Findings, prompts: int) -> Iterator[str]:
 def view_of(model: Model, config: Config, findings: Findings) -> AttentionView:
     """One conversation read with its cache whole and damaged, in the layers whose heads matter most, index beside each
     head."""
-    heads = findings.where("index", kind="head")
-    table = pd.Series(
-        {(finding.keys["layer"], finding.keys["head"]): finding.value.mean for finding in heads}
-    ).unstack()
-    layers = sorted(table.abs().max(axis=1).nlargest(SHOWN).index)
-    case = cases_of(config, model)[0]
-    _, clean, damaged = damages(model, config, case)[0]
+    index, pair = findings.heads("index", SHOWN, kind="head"), pairs_of(config, model)[0]
+    _, clean, damaged = damages(model, config, pair)[0]
+    queries = range(len(pair.suffix))
     before, after = (
-        attend(model, case.suffix, cache, queries=range(len(case.suffix)), layers=layers) for cache in (clean, damaged)
+        attend(model, pair.suffix, cache, queries=queries, layers=list(index.index)) for cache in (clean, damaged)
     )
     return patterns_view(
         before,
         after,
-        caption=f"Conversation {case.name} as it was read, and with the first kind of damage, its slots marked.",
-        damaged=struck_of(clean, damaged).tolist(),
-        index=table.loc[layers].to_numpy(float),
+        caption=f"Conversation {pair.id} as it was read, and with the first kind of damage, its slots marked.",
+        damaged=changed_slots(clean, damaged).tolist(),
+        index=index.to_numpy(float),
         index_name="causal index π, mean of families",
     )

@@ -2,12 +2,12 @@
 
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.faults.catalogue import CATALOGUE
+from kvprobe.layers.head_sets import ALL, CHOSEN, FILTER, POISON, RANDOM
 from kvprobe.report.plots.heatmaps import Heatmaps
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies.filter_poison import FALSE, Config
 from kvprobe.studies.filter_poison.collect import collect
-from kvprobe.studies.filter_poison.conclude import ALL, CHOSEN, KINDS, RANDOM, conclude
-from kvprobe.studies.filter_poison.halves import FILTER, POISON
+from kvprobe.studies.filter_poison.conclude import KINDS, conclude
 from kvprobe.wording import count, formatted, percent, points
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")

@@ -5,33 +5,27 @@ Only the suffix, which is the question and the reply up to the value, sees what 
 the patches of the residual stream. One file per run is kept, so an interrupted run resumes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from kvprobe.cache.cache import KVCache
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.patching import LogitDiff, attribute, patch_sweep
-from kvprobe.patching.bands import band_of, profile
+from kvprobe.patching.bands import Bands, bands_by_half
+from kvprobe.patching.grid import Over
 from kvprobe.patching.pairs import table_of
 from kvprobe.studies.patching import Config
-from kvprobe.tasks.facts import facts, pair
+from kvprobe.tasks.facts import Pair, facts, pair
 from kvprobe.text.chat_template import Tokenizer
-from kvprobe.text.tokens import Tokens
-from kvprobe.tidy import Rows
 
-FEWEST = 4
-"""Facts that the model must be able to do before anything is said of where they are read: two in each half."""
-Bands = Mapping[str, Mapping[int, range]]
-"""By part and half: the layers found on that half."""
-BEFORE, VALUE, AFTER = "fact before", "value", "fact after"
-"""The turn of the fact up to the value, the value, and the turn after it with the reply."""
+VALUE, AFTER = "value", "fact after"
+"""The value, and the turn of the fact after it with the reply; see `kvprobe.text.tokens.Tokens.divided`."""
 
 
 class Grid(StrEnum):
@@ -49,49 +43,20 @@ class Grid(StrEnum):
     TOTAL = "total"  # the same, seen by the prompt as well
 
 
-@dataclass(frozen=True)
-class Case:
-    """One run that is patched, and the run whose K and V it is given.
+def pairs_of(config: Config, tokenizer: Tokenizer) -> list[Pair]:
+    """The runs of a config: of each pair the first conversation is patched, with K and V of the second (the donor).
 
-    Attributes:
-        half: bands found on the facts of one half are tested on those of the other.
+    Bands that are found on the facts of one half are tested on those of the other.
     """
-
-    number: int
-    fact: str
-    kind: str
-    half: int
-    base: Tokens
-    donor: Tokens
-    suffix: Tokens
-    metric: LogitDiff
-
-
-def cases_of(config: Config, tokenizer: Tokenizer) -> list[Case]:
-    """The runs of a config. The metric is positive where the model says the base's own value."""
-    cases: list[Case] = []
-    chosen = [fact for kind in dict.fromkeys(config.kinds) for fact in facts((kind,))[: config.facts]]
+    runs: list[Pair] = []
+    chosen = facts(config.kinds, config.facts)
     halves = np.random.default_rng([config.seed, 1]).permutation(len(chosen)) % 2
     for place, (fact, half) in enumerate(zip(chosen, halves.tolist(), strict=True)):
-        both = pair(fact, tokenizer)
-        for way in (0, 1) if config.ways == 2 else (place % 2,):
-            base, donor = both.prompts[way], both.prompts[1 - way]
-            metric = LogitDiff(both.answers[way], both.answers[1 - way])
-            case = Case(len(cases), fact.id, fact.kind, half, divided(base), divided(donor), both.suffix, metric)
-            cases.append(case)
-    return cases
-
-
-def divided(prompt: Tokens) -> Tokens:
-    """The prompt with the value and what stands around it in its turn as segments of their own."""
-    value = prompt.part("value")
-
-    def name(slot: int, segment: str) -> str:
-        if segment != "fact":
-            return segment
-        return BEFORE if slot < value.start else VALUE if slot < value.stop else AFTER
-
-    return replace(prompt, segments=tuple(name(slot, segment) for slot, segment in enumerate(prompt.segments)))
+        one = pair(fact, tokenizer).divided(VALUE)
+        both = (one, one.turned)
+        for way in both if config.ways == 2 else both[place % 2 :][:1]:
+            runs.append(replace(way, number=len(runs), half=half))
+    return runs
 
 
 def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
@@ -102,10 +67,10 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     the cells of whole segments.
     """
 
-    def tables(name: str, doing: str, cases: Sequence[Case], measured: Callable[[Case], pd.DataFrame]) -> pd.DataFrame:
+    def tables(name: str, doing: str, cases: Sequence[Pair], measured: Callable[[Pair], pd.DataFrame]) -> pd.DataFrame:
         return table_of_parts(run, cases, name, measured, doing=doing, unit="pair")
 
-    cases = cases_of(config, model.tokenizer)
+    cases = pairs_of(config, model.tokenizer)
     samples = tables("maps", "Patching", cases, lambda case: measure(model, case, config))
     known = samples[samples["able"]]
     todo = [case for case in cases if case.number in set(known["pair"])]
@@ -119,46 +84,20 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     return {"samples": samples, "example": example}
 
 
-def measure(model: Model, case: Case, config: Config) -> pd.DataFrame:
+def measure(model: Model, case: Pair, config: Config) -> pd.DataFrame:
     """All maps of one run."""
-    base, donor = model.prefill(case.base), model.prefill(case.donor)
-    reached = list(case.base.names[case.base.names.index(VALUE) :])
-    tables = [
-        _swept(model, case, Grid.WHOLE, base, donor, {"segment": case.base.names}),
-        _swept(model, case, Grid.EVERYTHING, base, donor, {}),
-        _swept(model, case, Grid.SAME, base, base, {}, parts=("KV",)),
-    ]
-    if able(tables[0]):
-        tables.append(_swept(model, case, Grid.LAYERS, base, donor, {"layer": None, "segment": reached}))
-        over = {"layer": None, "segment": reached, "head": None}
-        scored = attribute(model, base, donor, case.suffix, case.metric, over, check=config.check, seed=config.seed)
-        tables.append(
-            scored.df().assign(
-                grid=Grid.HEADS.value, base=scored.base, donor=scored.donor, way=scored.donor - scored.base
-            )
-        )
+    names, swept = case.prompts[0].names, Swept(model, case)
+    whole = swept.by(Grid.WHOLE, {"segment": names})
+    tables = [whole, swept.by(Grid.EVERYTHING, {}), swept.by(Grid.SAME, {}, itself=True, parts=("KV",))]
+    can_do = able(whole)
+    if can_do:
+        over = {"layer": None, "segment": list(names[names.index(VALUE) :])}
+        tables.append(swept.by(Grid.LAYERS, over))
+        tables.append(swept.scored(Grid.HEADS, {**over, "head": None}, config.check, config.seed))
         if config.step:
             over = {"layer": range(0, model.geometry.n_layers, config.step), "segment": [VALUE]}
-            tables.append(_swept(model, case, Grid.RESIDUAL, base, donor, over, parts=("resid_pre",), reads="total"))
-    return _labelled(pd.concat(tables, ignore_index=True), case, able(tables[0]))
-
-
-def bands_by_half(cells: Rows, n_layers: int) -> Bands:
-    """The bands of K and of V on each half of the facts; none where a half has too few facts, or no effect toward the
-    donor.
-
-    Args:
-        cells: single layers, of the runs that the model can do.
-    """
-    halves = [int(half) for half in sorted(cells["half"].unique())]
-    if cells["cluster"].nunique() < FEWEST or len(halves) < 2:
-        return {}
-    bands: dict[str, dict[int, range]] = {}
-    for part in ("K", "V"):
-        by_half = {half: band_of(profile(cells[cells["half"] == half], part, n_layers)) for half in halves}
-        if None not in by_half.values():
-            bands[part] = {half: band for half, band in by_half.items() if band is not None}
-    return bands
+            tables.append(swept.by(Grid.RESIDUAL, over, parts=("resid_pre",), reads="total"))
+    return swept.labelled(tables, can_do)
 
 
 def able(table: pd.DataFrame) -> bool:
@@ -166,50 +105,54 @@ def able(table: pd.DataFrame) -> bool:
     return bool((table["base"] > 0).all() and (table["donor"] < 0).all())
 
 
-def measure_bands(model: Model, case: Case, bands: Bands) -> pd.DataFrame:
+def measure_bands(model: Model, case: Pair, bands: Bands) -> pd.DataFrame:
     """The other half's bands, all slots at once, and all other layers."""
-    base, donor = model.prefill(case.base), model.prefill(case.donor)
-    tables = []
+    swept, tables = Swept(model, case), []
     for part, by_half in bands.items():
         inside = by_half[1 - case.half]
         outside = [layer for layer in range(model.geometry.n_layers) if layer not in inside]
         for where, layers in (("inside", inside), ("outside", outside)):
             if layers:
-                swept = _swept(model, case, Grid.BANDS, base, donor, {"band": [layers]}, parts=(part,))
-                tables.append(swept.assign(where=where))
-    return _labelled(pd.concat(tables, ignore_index=True), case, True)
+                tables.append(swept.by(Grid.BANDS, {"band": [layers]}, parts=(part,)).assign(where=where))
+    return swept.labelled(tables, True)
 
 
-def measure_slots(model: Model, case: Case) -> pd.DataFrame:
-    """Slot by slot, from two slots before the value on."""
-    base, donor = model.prefill(case.base), model.prefill(case.donor)
-    start = case.base.span(VALUE).start
-    # Two slots before the value are the light cone's control.
-    slots = range(max(0, start - 2), len(case.base))
-    scored = attribute(
-        model, base, donor, case.suffix, case.metric, {"layer": None, "slot": slots}, check=32, seed=case.number
-    )
+def measure_slots(model: Model, case: Pair) -> pd.DataFrame:
+    """Slot by slot, from two slots before the value on, which are the light cone's control."""
+    prompt, swept = case.prompts[0], Swept(model, case)
+    start = prompt.span(VALUE).start
+    slots = range(max(0, start - 2), len(prompt))
+    # The value and what follows it in its turn, whose tokens the prompt after them is read again for.
+    stated = range(start, prompt.span(AFTER).stop)
     tables = [
-        scored.df().assign(grid=Grid.SLOTS.value, base=scored.base, donor=scored.donor, way=scored.donor - scored.base),
-        _swept(model, case, Grid.TOKENS, base, donor, {"slot": slots}),
-        _swept(model, case, Grid.TOTAL, base, donor, {"slot": _said(case)}, parts=("KV",), reads="total"),
+        swept.scored(Grid.SLOTS, {"layer": None, "slot": slots}, 32, case.number),
+        swept.by(Grid.TOKENS, {"slot": slots}),
+        swept.by(Grid.TOTAL, {"slot": stated}, parts=("KV",), reads="total"),
     ]
-    cells = pd.concat(tables, ignore_index=True)
-    texts = {token: model.tokenizer.decode([token]) for token in set(cells["token"].astype(int))}
-    return _labelled(cells.assign(text=[texts[int(token)] for token in cells["token"]]), case, True)
+    return swept.labelled(tables, True)
 
 
-def _said(case: Case) -> range:
-    """The value and what follows it in its turn, whose tokens the prompt after them is read again for."""
-    return range(case.base.span(VALUE).start, case.base.span(AFTER).stop)
+class Swept:
+    """The two caches of a pair, and tables of what their patches do."""
 
+    def __init__(self, model: Model, case: Pair) -> None:
+        self.model, self.case = model, case
+        self.base, self.donor = map(model.prefill, case.prompts)
+        # Positive where the model says the base's own value.
+        self.metric = LogitDiff(*case.answers)
 
-def _swept(
-    model: Model, case: Case, grid: Grid, base: KVCache, donor: KVCache, over: Mapping[str, Any], **settings: Any
-) -> pd.DataFrame:
-    sweep = patch_sweep(model, base, donor, case.suffix, case.metric, over, progress=False, **settings)
-    return table_of(sweep, case.number, case.fact).assign(grid=grid.value)
+    def by(self, grid: Grid, over: Over, *, itself: bool = False, **settings: Any) -> pd.DataFrame:
+        """A grid of exact patches; with `itself`, of the base's own K and V."""
+        ends = (self.base, self.base if itself else self.donor)
+        sweep = patch_sweep(self.model, *ends, self.case.suffix, self.metric, over, progress=False, **settings)
+        return table_of(sweep, self.case.number, self.case.id).assign(grid=grid.value)
 
+    def scored(self, grid: Grid, over: Over, check: int, seed: int) -> pd.DataFrame:
+        """A grid of attributions, some of which are checked."""
+        ends = (self.base, self.donor, self.case.suffix)
+        scored = attribute(self.model, *ends, self.metric, over, check=check, seed=seed)
+        return table_of(scored, self.case.number, self.case.id).assign(grid=grid.value)
 
-def _labelled(table: pd.DataFrame, case: Case, able: bool) -> pd.DataFrame:
-    return table.assign(pair=case.number, cluster=case.fact, kind=case.kind, half=case.half, able=able)
+    def labelled(self, tables: Iterable[pd.DataFrame], able: bool) -> pd.DataFrame:
+        case = self.case
+        return pd.concat(tables, ignore_index=True).assign(kind=case.kind, half=case.half, able=able)

@@ -8,11 +8,12 @@ import numpy as np
 from kvprobe.experiments.estimands import Estimand, Ratio, Total, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
-from kvprobe.patching.bands import SHARE, band_of, profile
+from kvprobe.patching.bands import FEWEST, SHARE, band_of, bands_by_half, profile
+from kvprobe.patching.pairs import agreements
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
 from kvprobe.studies.patching import Config
-from kvprobe.studies.patching.collect import FEWEST, VALUE, Grid, bands_by_half
+from kvprobe.studies.patching.collect import VALUE, Grid
 from kvprobe.tasks.facts import conversation, facts
 from kvprobe.tidy import Rows, Where, beside, chosen
 from kvprobe.wording import few_clusters
@@ -110,8 +111,7 @@ def add_agreement(findings: Findings, known: Rows) -> None:
     findings.number("checked", len(cells), "cells")
     for score in ("score", "linear"):
         for part, of_part in cells.groupby("part", sort=False):
-            ranked = [(run[score].rank(), run["effect"].rank()) for _, run in of_part.groupby("pair")]
-            correlations = [one.corr(other) for one, other in ranked if one.nunique() > 1 and other.nunique() > 1]
+            correlations = agreements(of_part, score)
             quartiles = np.percentile(correlations, [25, 50, 75]).tolist() if correlations else [None] * 3
             for quartile, value in zip(("low", "median", "high"), quartiles, strict=True):
                 findings.number("agreement", value, score=score, part=str(part), quartile=quartile)

@@ -1,0 +1,66 @@
+"""Swaps: cells of one's own choosing, each measured by several metrics in one pass over the suffix."""
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+from jaxtyping import Float
+from torch import Tensor
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.inference.model import Model
+from kvprobe.patching.donor import aligned
+from kvprobe.patching.grid import Cell
+from kvprobe.patching.metrics import KL, Metric, kept_by, measured
+from kvprobe.patching.reader import Reader, suffixes
+from kvprobe.text.tokens import Tokens
+
+
+def swap_cells(
+    model: Model,
+    base: KVCache,
+    donor: KVCache,
+    suffix: Tokens | str,
+    cells: Sequence[Cell],
+    metrics: Mapping[str, Metric | KL],
+) -> pd.DataFrame:
+    """The metrics of the base's run with each cell swapped for the donor's.
+
+    One row per cell, those of lower layers first, and `metric`: the cell's labels, its `part` and `slots` (how many),
+    `value`, `base` and `donor` (the metric of either, unpatched), `effect` (value − base) and `way` (donor − base).
+
+    Args:
+        base, donor, suffix: as `patch_sweep` takes them.
+        cells: their content is the donor's, or with `self` the base's own, as a control.
+        metrics: by name. `KL` is that from the donor: how far the patched run still is from it.
+
+    Raises:
+        UserError: caches that cannot be aligned, or a metric that is not one finite number.
+    """
+    after_base, after_donor = suffixes(model, base, donor, suffix)
+    kept = {name: kept_by(metric) for name, metric in metrics.items()}
+    ends = suffix_logits(model, donor, after_donor, max(kept.values()))
+    known = {
+        name: metric.to(ends[-kept[name] :]) if isinstance(metric, KL) else metric for name, metric in metrics.items()
+    }
+
+    def values(logits: Float[Tensor, "kept vocab"]) -> dict[str, float]:
+        return {name: float(measured(metric, logits[-kept[name] :])) for name, metric in known.items()}
+
+    match = aligned(model.lanes, base, donor)
+    reader = Reader(model.lanes, match.base, {"full": match.cache, "self": match.base}, after_base)
+    order = sorted(cells, key=lambda cell: cell.layers[0])
+    start, *patched = [values(row) for rows in reader.passes(order, max(kept.values())) for row in rows]
+    end = values(ends)
+    table = pd.DataFrame(
+        {**cell.labels, "part": cell.part, "slots": len(cell.slots), "metric": name, "value": value[name]}
+        | {"base": start[name], "donor": end[name]}
+        for cell, value in zip(order, patched, strict=True)
+        for name in known
+    )
+    return table.assign(effect=table["value"] - table["base"], way=table["donor"] - table["base"])
+
+
+def suffix_logits(model: Model, cache: KVCache, suffix: Tokens, kept: int) -> Float[Tensor, "kept vocab"]:
+    """Logits after the last `kept` tokens of a suffix that is read after a cache of one row, computed as patched runs
+    are."""
+    return Reader(model.lanes, cache, {}, suffix).logits([], kept)[0]
