@@ -4,15 +4,17 @@ Each passcode context has a follow-up exchange, which uses only what the summari
 answer is in the summaries, one whose answer is only in the hidden turns, and one without an answer.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import resources
 from typing import Literal
 
 import yaml
 
-from kvprobe.tasks.passcode import Context, contexts, conversation
+from kvprobe.tasks.passcode import Context, Encoder, contexts, conversation
 from kvprobe.text.messages import Message
+from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
 
 Kind = Literal["summary", "hidden", "neither"]
@@ -78,6 +80,19 @@ def asked(chat: Transcript, question: str) -> Transcript:
     before = [message for message in chat.messages if message.segment != "ask"]
     messages = [*map(_mapping, before), {"role": "user", "content": question}]
     return Transcript.from_messages(messages, [*(message.segment for message in before), "ask"])
+
+
+def unrelated(tokens: Tokens, segments: Sequence[str], others: Sequence[Context], encode: Encoder) -> Tokens:
+    """The conversation with the text of these segments replaced by that of other contexts, cut to as many tokens, so
+    that every position and delimiter stays."""
+    text = " ".join(f"{other.chat_user} {other.chat_assistant}" for other in others)
+    supply = iter(encode(text, add_special_tokens=False)["input_ids"])
+    replaced = (
+        segment in segments and not delimiter
+        for segment, delimiter in zip(tokens.segments, tokens.delimiters, strict=True)
+    )
+    ids = (next(supply) if other else token for token, other in zip(tokens.ids, replaced, strict=True))
+    return replace(tokens, ids=tuple(ids))
 
 
 def _mapping(message: Message) -> dict[str, object]:

@@ -16,9 +16,12 @@ import numpy as np
 import yaml
 
 from kvprobe.errors import UserError
+from kvprobe.tasks.designs import Target
 from kvprobe.text.transcript import Transcript
 
 CODE_LENGTH = 5
+CODE = Target("code", tuple("0123456789"))
+"""A code, as what its digits are."""
 
 
 @dataclass(frozen=True)
