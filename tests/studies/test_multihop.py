@@ -105,7 +105,7 @@ def test_shared_and_evicted_slots_change_nothing(deep: Model, read: dict[str, to
     expected, cache = plainly(deep, tokens, arm)
     for distance in DISTANCES:
         for family in ("k", "v"):
-            close(read[name_of(condition, place(arm, distance), family)][row], expected[distance][family])
+            close(read[f"{name_of(condition, place(arm, distance))}.{family}"][row], expected[distance][family])
     asked = USE_ARMS.index(arm if condition == "retained" else f"restart, {arm}")
     close(read["logprob"][2, asked], logprob(deep, cache, tokens))
 
@@ -125,7 +125,7 @@ def test_each_forced_hop_costs_a_layer_and_nothing_varies_below(read: dict[str, 
     for arm in ARMS:
         for distance in DISTANCES:
             for family in ("k", "v"):
-                features = read[name_of("retained", place(arm, distance), family)]
+                features = read[f"{name_of('retained', place(arm, distance))}.{family}"]
                 varying = (features - features[0]).abs().amax((0, 2, 3)) / features.abs().amax((0, 2, 3))
                 lowest = lowest_layer(arm, distance)
                 assert varying[:lowest].max() <= ROUND_OFF
@@ -140,7 +140,7 @@ def planted(config: Config, folder: Path) -> Iterator[Path]:
     codes = rng.integers(0, 10, (config.sessions, config.samples // config.sessions, 5))
     frames = rng.normal(size=(2, 5, 10, 64))
     for number, digits in enumerate(codes):
-        tensors: dict[str, torch.Tensor] = {"digits": torch.from_numpy(digits)}
+        tensors: dict[str, torch.Tensor] = {"labels": torch.from_numpy(digits)}
         for at in PLACES:
             offset = rng.normal(size=(1, 2, 2, 64)) * 3
             held = frames[min(at[1], 1)][np.arange(5), digits].sum(1)[:, None, None] * (
@@ -148,8 +148,8 @@ def planted(config: Config, folder: Path) -> Iterator[Path]:
             )
             held = held * np.array([0, 1])[:, None, None]  # layer 0 holds nothing
             noise = rng.normal(size=(len(digits), 2, 2, 64)) * 0.3
-            tensors[name_of("retained", at, "v")] = torch.from_numpy((offset + held + noise).astype(np.float32))
-            tensors[name_of("restart", at, "v")] = torch.from_numpy(offset.astype(np.float32))
+            tensors[f"{name_of('retained', at)}.v"] = torch.from_numpy((offset + held + noise).astype(np.float32))
+            tensors[f"{name_of('restart', at)}.v"] = torch.from_numpy(offset.astype(np.float32))
         for name in ("logprob", "margin", "correct"):
             tensors[name] = torch.from_numpy(rng.integers(-64, 64, (len(digits), len(USE_ARMS), 5)) / 64)
         tensors["kl"] = torch.from_numpy(rng.random((len(digits), len(USE_ARMS))))
@@ -206,7 +206,7 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run):
     assert len(probes) == len(PLACES) * 2 * len(SPLITS) * SHALLOW * 2
     assert ((probes["low"] <= probes["accuracy"] + 1e-9) & (probes["accuracy"] <= probes["high"] + 1e-9)).all()
     assert len(samples) == 32 * len(USE_ARMS)
-    assert samples.groupby("session")["sample"].nunique().tolist() == [4] * 8
+    assert samples.groupby("context")["sample"].nunique().tolist() == [4] * 8
     assert len(read) == 32 * len(PLACES) * 2 * len(SPLITS)
     conclusion = Conclusion.of(finished.metrics)
     assert [control.holds for control in conclusion.controls] == [True]
@@ -221,7 +221,7 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run):
 def made_up(accuracy: Any, margin: Any, varies: float = 0.0) -> Conclusion:
     """The conclusion where this is read, by row, and cached; K and V vary so much below the light cone too."""
 
-    def sessions(made: pd.DataFrame) -> Any:
+    def contexts(made: pd.DataFrame) -> Any:
         return made["sample"] // 3
 
     cases, places = range(MADE_UP.samples), pd.DataFrame(PLACES, columns=["arm", "distance"])
@@ -231,9 +231,9 @@ def made_up(accuracy: Any, margin: Any, varies: float = 0.0) -> Conclusion:
     read = places.merge(every(split=SPLITS, condition=CONDITIONS, sample=cases), "cross")
     transfer = every(split=TRANSFERRED, arm=ARMS, trained=(0, 7), tested=(0, 7), sample=cases)
     tables = {
-        "samples": asked.assign(session=sessions, margin=margin),
-        "read": read.assign(session=sessions, accuracy=accuracy, bits=0.5),
-        "transfer": transfer.assign(session=sessions, accuracy=0.2),
+        "samples": asked.assign(context=contexts, margin=margin),
+        "read": read.assign(context=contexts, accuracy=accuracy, bits=0.5),
+        "transfer": transfer.assign(context=contexts, accuracy=0.2),
         "picks": picks.assign(family="v", layer=1, read="mean"),
         "probes": layers.assign(condition="retained", split="paired", read="mean", accuracy=0.1 + layers["layer"] / 50),
         "variation": layers.assign(variation=varies),
