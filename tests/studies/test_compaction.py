@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
+from kvprobe.experiments.factorial import contrast
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
@@ -18,7 +19,7 @@ from kvprobe.probing.features import read_outs
 from kvprobe.studies.compaction import Config, run
 from kvprobe.studies.compaction.arms import ARMS, EFFECTS, HIDDEN_SEGMENTS, MASK, RECOMPUTED, RESTART, RETAINED
 from kvprobe.studies.compaction.conclude import FACTORS, HEADLINE, HIDDEN, OUTCOMES, conclude
-from kvprobe.studies.compaction.reading import ASKED, CALIBRATION, CONDITIONS, LOOKED_AT, SEEN, irrelevant, read_context
+from kvprobe.studies.compaction.reading import ASKED, CALIBRATION, CONDITIONS, LOOKED_AT, SEEN, read_context
 from kvprobe.studies.compaction.study import STUDY
 from kvprobe.tasks.compaction import KINDS, compacted_conversation, compactions
 from kvprobe.tasks.passcode import contexts
@@ -227,7 +228,7 @@ def made_up(values: Values, variation: float = 0.0, config: Config = MADE_UP) ->
 
 def planted(effects: dict[str, float], unrelated: float = 0.0) -> Values:
     """Outcomes with these effects, nearly, and this difference between masking and restarting unrelated turns."""
-    arms = {arm.name: sum(effect * arm.sign(name) / 2 for name, effect in effects.items()) for arm in ARMS}
+    arms = {arm.name: sum(effect * contrast(name, arm.high) / 4 for name, effect in effects.items()) for arm in ARMS}
     arms[CALIBRATION[1]] = unrelated
 
     def values(outcome: str, condition: str, context: int) -> float:
