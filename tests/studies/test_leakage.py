@@ -24,12 +24,12 @@ from kvprobe.studies import leakage
 from kvprobe.studies.leakage import Config, reading
 from kvprobe.studies.leakage.collect import ARMS, CHANGED
 from kvprobe.studies.leakage.conclude import conclude
-from kvprobe.studies.leakage.reading import FAMILIES, FLOORS, USE_ARMS, read_context
+from kvprobe.studies.leakage.reading import FAMILIES, USE_ARMS, read_context
 from kvprobe.studies.leakage.study import READINGS, STUDY
 from kvprobe.tasks.passcode import contexts, conversation
 from kvprobe.tasks.secrets import secret
 from tests.models import any_model
-from tests.studies.runs import answer_of, assert_figures, close, in_steps
+from tests.studies.runs import answer_of, assert_figures, close, every, in_steps
 
 SMALL = Config(contexts=8, samples=48, folds=3, permutations=9, batch=10, untrained=True)
 CODES = ("48213", "90577", "13662")
@@ -160,47 +160,34 @@ def tables(
     headline, splits = ("random", ("random",)) if count == 1 else ("leave-context-out", SPLITS)
     leads = {("masked", headline): leak, ("masked", "paired"): inside}
     leads[CHANGED["masked"], headline] = leak if changed is None else changed
-    samples, sites = [], [(arm, split) for arm in (*PROBED, "before", "restart") for split in splits]
-    for number in range(40 // count * count):
-        sample = {"sample": number, "context": number // (40 // count), "secret": "4-8"}
-        own = number if count == 1 else sample["context"]
-
-        def off(scale: float = 1.0, own: int = own) -> float:
-            return scale * float(noise.normal()) if noise else 0.01 * (-1) ** own
-
-        for condition, margin in (("full", 5.0 + off()), ("retained", use + off()), ("restart", 0.0)):
-            known = {"measure": "use", "condition": condition, "logprob": margin - 9, "margin": margin}
-            kl = 0.6 if condition == "restart" else 0.5
-            samples.append({**sample, **known, "kl_from_full": kl, "token_accuracy": 0.5})
-        for (arm, split), place in ((site, place) for site in sites for place in ("1", "2")):
-            read = {"right": 0.1 + leads.get((arm, split), 0.0) + off(0.1 if noise else 1.0), "floor": 0.1}
-            samples.append({**sample, "measure": "probe", "condition": arm, "split": split, "place": place, **read})
-    probes = [
-        {"arm": arm, "split": split, "family": family, "read": slots, "layer": layer, "accuracy": 0.3, **WIDE}
-        | {"p_family": p if arm in (*FLOORS, *CHANGED.values()) else nan}
-        for arm, split in sites
-        for family in FAMILIES
-        for slots in ("mean", "last")
-        for layer in (0, 1)
-    ]
-    at = [{"arm": arm, "split": split} for arm in PROBED for split in splits]
+    cases, arms = range(40 // count * count), (*PROBED, "before", "restart")
+    margins = {"full": 5.0, "retained": use, "restart": 0.0}
+    used = every(measure=["use"], sample=cases, condition=list(margins)).assign(token_accuracy=0.5)
+    used["margin"], used["kl_from_full"] = used["condition"].map(margins), 0.5 + 0.1 * (used["condition"] == "restart")
+    read = every(measure=["probe"], sample=cases, condition=arms, split=splits, place=("1", "2"))
+    lead = [leads.get(site, 0.0) for site in zip(read["condition"], read["split"], strict=True)]
+    read = read.assign(right=0.1 + np.array(lead), floor=0.1)
+    for rows, column, scale in ((used, "margin", 1.0), (read, "right", 0.1)):
+        own = rows["sample"] if count == 1 else rows["sample"] // (40 // count)
+        rows[column] += noise.normal(size=len(rows)) * scale if noise else 0.01 * (-1) ** own
+    used.loc[used["condition"] == "restart", "margin"] = 0.0
+    samples = pd.concat([used.assign(logprob=used["margin"] - 9), read], ignore_index=True)
+    probes = every(arm=arms, split=splits, family=FAMILIES, read=("mean", "last"), layer=(0, 1))
+    probes = probes.assign(
+        accuracy=0.3, **WIDE, p_family=np.where(probes["arm"].isin(("before", "hidden", "restart")), nan, p)
+    )
     ends = {f"{name}_{end}": value for name in ("accuracy", "bits", "lead") for end, value in WIDE.items()}
-    records = {
-        "samples": samples,
+    readings = every(arm=PROBED, split=splits, reading=list(READINGS))
+    at = every(arm=PROBED, split=splits)
+    return {
+        "samples": samples.assign(context=samples["sample"] // (40 // count), secret="4-8"),
         "probes": probes,
-        "readings": [
-            {**keys, "reading": name, "accuracy": 0.3, "bits": 0.3, "lead": nan if name == "retained" else 0.3, **ends}
-            for keys in at
-            for name in READINGS
-        ],
-        "codelength": [{**keys, "bits": 3.0, "context_bits": 3.3, "uniform_bits": 3.4} for keys in at],
-        "sparse": [
-            {**keys, "k": k, "accuracy": 0.3, "low": 0.2, "high": 0.4, "random": 0.1} for keys in at for k in (1, 8)
-        ],
-        "picks": [{**keys, "fold": fold, "family": "v", "layer": 1, "read": "mean"} for keys in at for fold in (0, 1)],
-        "reach": [{"family": "k", "layer": layer, "variation": 0.1 * (layer > 1)} for layer in (0, 1, 2)],
+        "readings": readings.assign(accuracy=0.3, bits=0.3, lead=0.3, **ends),
+        "codelength": at.assign(bits=3.0, context_bits=3.3, uniform_bits=3.4),
+        "sparse": at.merge(every(k=(1, 8)), "cross").assign(accuracy=0.3, low=0.2, high=0.4, random=0.1),
+        "picks": at.merge(every(fold=(0, 1)), "cross").assign(family="v", layer=1, read="mean"),
+        "reach": pd.DataFrame({"family": "k", "layer": [0, 1, 2], "variation": [0.0, 0.0, 0.1]}),
     }
-    return {name: pd.DataFrame(rows) for name, rows in records.items()}
 
 
 def numbers(made_up: Any) -> tuple[Config, Conclusion]:
