@@ -32,7 +32,8 @@ def rank_correlation(
     ranks = pd.DataFrame({"one": one[known], "other": other[known]}).rank()
     if within is not None:
         ranks = ranks - ranks.groupby(within[known]).transform("mean")
-    return float(ranks["one"].corr(ranks["other"])) if (ranks.max() > ranks.min()).all() else np.nan
+    varied = bool((ranks.max() > ranks.min()).all())
+    return float(ranks.corr().to_numpy()[0, 1]) if varied else np.nan
 
 
 def halves_agree(layers: Float[np.ndarray, "layers items"], rng: np.random.Generator) -> float | None:

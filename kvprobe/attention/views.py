@@ -65,5 +65,6 @@ def ranked_kv_heads(heads: Rows, of: str, group: int) -> list[KVHead]:
         group: query heads that share a KV head.
     """
     layers, kv_heads = heads["layer"].astype(int), heads["head"].astype(int) // group
-    means: pd.Series = heads.groupby([layers, kv_heads])[of].mean()
-    return [(int(layer), int(head)) for layer, head in means.sort_values(ascending=False).index]
+    means = heads.groupby([layers, kv_heads])[of].mean().sort_values(ascending=False)
+    places: list[tuple[int, int]] = means.index.tolist()
+    return [(int(layer), int(head)) for layer, head in places]

@@ -1,9 +1,11 @@
 """Parts: one file for each case of a run, so that an interrupted run resumes."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import pandas as pd
 import torch
 from safetensors import safe_open
@@ -13,7 +15,10 @@ from torch import Tensor
 from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.files import read_table
+from kvprobe.models.lens import Family
+from kvprobe.probing.arms import Arms
 from kvprobe.progress import Bar
+from kvprobe.tasks.designs import Target
 
 Case = TypeVar("Case")
 LACKS = "{path} has no {name!r}; the part is not of this study, so delete it and start again."
@@ -76,6 +81,16 @@ def tensor_of_parts(paths: Sequence[Path], name: str, *, stacked: bool = False) 
             shapes = [list(piece.shape) for piece in (pieces[0], pieces[-1])]
             raise UserError(f"{path} has {name!r} of shape {shapes[1]}, others {shapes[0]}; delete it and start again.")
     return torch.stack(pieces) if stacked else torch.cat(pieces)
+
+
+def arms_of_parts(paths: Sequence[Path], families: Sequence[Family], target: Target) -> Arms:
+    """What was read of contexts, a part each, for probes; with the `labels` that stand beside it, samples first.
+
+    Tensors are read from the files whenever they are asked for.
+    """
+    labels = tensor_of_parts(paths, "labels")
+    contexts = np.repeat(np.arange(len(paths)), len(labels) // len(paths))
+    return Arms(partial(tensor_of_parts, paths), families, labels.T.contiguous(), contexts, target)
 
 
 def text_of_part(path: Path, name: str) -> str:

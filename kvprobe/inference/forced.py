@@ -39,6 +39,19 @@ class ForcedReply:
         return cls(tokens[start : answer.stop - 1], answer.stop - reply, tokens.ids[answer])
 
 
+def asked_logits(
+    model: Model, cache: KVCache, question: Tokens, answers: Sequence[Tokens]
+) -> Float[Tensor, "rows answer_tokens vocab"]:
+    """The distribution of each token of an answer after a question, the true ones before it given.
+
+    Args:
+        cache: of one row, which all answers share, or of as many.
+        question: up to where the answers, of equal length, begin.
+    """
+    asked, logits = model.extend(cache, [question] * cache.batch)
+    return forced_logits(model, asked, logits, answers)
+
+
 def forced_logits(
     model: Model, cache: KVCache, logits: Float[Tensor, "#rows 1 vocab"], answers: Sequence[Tokens]
 ) -> Float[Tensor, "rows answer_tokens vocab"]:

@@ -21,6 +21,7 @@ from kvprobe.probing.features import Site
 from kvprobe.probing.intervals import LEVEL, held_out
 from kvprobe.stats import DIFFERENCE, FEWEST, Estimate
 from kvprobe.tasks.designs import Target
+from kvprobe.tidy import crossed
 from kvprobe.wording import percent, points
 
 FLOOR = "restart"
@@ -97,6 +98,17 @@ class Probing(Brief):
     def readings(self, split: str) -> list[str]:
         """The readings of a split, `retained` first."""
         return [reading for of_split, reading in self.right if of_split == split]
+
+    def hits(self, reading: str = "retained") -> pd.DataFrame:
+        """One row per `split`, `place` and `sample`: whether a reading gets it `right`, and whether the restart does
+        (`floor`, NaN where there is none)."""
+        tables = []
+        for split in self.picks:
+            right, floor = self.right[split, reading], self.right.get((split, FLOOR))
+            held = np.full(right.shape, np.nan) if floor is None else floor
+            keys = {"split": [split], "place": self.target.places, "sample": range(right.shape[1])}
+            tables.append(crossed(keys, {"right": right.astype(float), "floor": held.astype(float)}))
+        return pd.concat(tables, ignore_index=True)
 
     def reading(self, split: str, reading: str, name: str = "accuracy") -> Estimate:
         """`accuracy`, `bits` or `lead` of a row of the summary."""

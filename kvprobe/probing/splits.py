@@ -50,6 +50,15 @@ def centred_within(
     return centred
 
 
+def variation_within(
+    features: Float[Tensor, "samples *sites dim"], contexts: Int[np.ndarray, "samples"]
+) -> Float[Tensor, "*sites"]:
+    """How far features vary within contexts, relative to their size: the largest of all numbers of a site, over samples
+    and dimensions. What differs between the samples of a context cannot have reached a site that varies by no more than
+    round-off."""
+    return centred_within(features, contexts).abs().amax((0, -1)) / features.abs().amax((0, -1))
+
+
 def paired_features(
     features: Float[Tensor, "probes samples dim"], contexts: Int[np.ndarray, "samples"]
 ) -> Float[Tensor, "probes samples dim"]:

@@ -6,7 +6,8 @@ that it has where the probe was trained. So neither an offset nor a fading signa
 the label. No context is both trained and tested on, at any place.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -15,9 +16,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.errors import UserError
+from kvprobe.models.lens import Family
+from kvprobe.probing.arms import Arms
+from kvprobe.probing.by_split import BySplit, Folds
+from kvprobe.probing.features import Site
 from kvprobe.probing.intervals import held_out_means
 from kvprobe.probing.linear import check_problem
 from kvprobe.probing.ridge import fitted_by_fold
+from kvprobe.probing.splits import Split, centred_within
 from kvprobe.stats import SHARE
 
 
@@ -92,3 +98,43 @@ def transferred(
             scores = (evidence[:, fitted.test] * factor + intercept).unflatten(-1, (-1, classes))
             predicted[train][..., fitted.test] = scores.argmax(-1).transpose(1, 2)
     return predicted
+
+
+@dataclass(frozen=True)
+class ChosenTransfer:
+    """Transfer at the site that each test fold chose for all arms.
+
+    Attributes:
+        picks: the site of each test fold.
+        hits: share of each sample's targets that is read right, by the arm of training and the arm of the test.
+    """
+
+    picks: tuple[tuple[Family, Site], ...]
+    hits: Float[np.ndarray, "arms arms samples"]
+
+
+def transfer_where_chosen(arms: Arms, fits: Mapping[str, BySplit], split: Split, folds: Folds) -> ChosenTransfer:
+    """Transfer between arms at one site for all: for each test fold, that of the best inner accuracy, mean over arms.
+
+    Args:
+        fits: of each arm, which gives the places of `transferred`, in order.
+        folds: those of the fits. Except under `random`, no context is both trained and tested on.
+
+    Raises:
+        UserError: see `transferred`.
+    """
+    sites = next(iter(fits.values())).sites
+    inner = torch.stack([of_arm.inner[split] for of_arm in fits.values()]).mean(0)
+    picks = tuple(sites[best] for best in inner.argmax(0).tolist())
+    hits = np.empty((len(fits), len(fits), len(folds[split])))
+    for family, site in dict.fromkeys(picks):
+        read, sizes = [], []
+        for arm in fits:
+            seen = arms.features(arm, (family,)).at(family, site)[0].contiguous()
+            sizes.append(seen.square().mean().sqrt())
+            read.append(centred_within(seen, arms.contexts) if split == "paired" else seen)
+        numbers, classes = torch.from_numpy(folds[split]), len(arms.target.classes)
+        predicted = transferred(torch.stack(read), arms.labels, numbers, classes, torch.stack(sizes))
+        tested = np.isin(folds[split], [fold for fold, pick in enumerate(picks) if pick == (family, site)])
+        hits[..., tested] = predicted.eq(arms.labels).double().mean(2).numpy()[..., tested]
+    return ChosenTransfer(picks, hits)

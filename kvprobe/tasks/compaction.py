@@ -4,7 +4,8 @@ Each passcode context has a follow-up exchange, which uses only what the summari
 answer is in the summaries, one whose answer is only in the hidden turns, and one without an answer.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import resources
 from itertools import chain
@@ -12,7 +13,7 @@ from typing import Literal
 
 import yaml
 
-from kvprobe.tasks.passcode import Context, contexts, conversation
+from kvprobe.tasks.passcode import Context, Encoder, contexts, conversation
 from kvprobe.text.messages import Message
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
@@ -100,6 +101,19 @@ def places_by_kind(tokens: Tokens) -> dict[str, tuple[int, ...]]:
     summary, followed = (range(*tokens.span(name).indices(len(tokens))) for name in ("summary2", "T3"))
     by_kind = (request, text, {*summary} - {*request, *text}, later, {*followed} - {*later})
     return {kind: tuple(sorted(places)) for kind, places in zip(PLACE_KINDS, by_kind, strict=True)}
+
+
+def unrelated(tokens: Tokens, segments: Sequence[str], others: Sequence[Context], encode: Encoder) -> Tokens:
+    """The conversation with the text of these segments replaced by that of other contexts, cut to as many tokens, so
+    that every position and delimiter stays."""
+    text = " ".join(f"{other.chat_user} {other.chat_assistant}" for other in others)
+    supply = iter(encode(text, add_special_tokens=False)["input_ids"])
+    replaced = (
+        segment in segments and not delimiter
+        for segment, delimiter in zip(tokens.segments, tokens.delimiters, strict=True)
+    )
+    ids = (next(supply) if other else token for token, other in zip(tokens.ids, replaced, strict=True))
+    return replace(tokens, ids=tuple(ids))
 
 
 def _mapping(message: Message) -> dict[str, object]:

@@ -7,7 +7,6 @@ the Goldberg/Papailiopoulos exchange on masking prefixes and of the toy model in
 masked once they are summarised.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -15,8 +14,6 @@ from importlib import resources
 import yaml
 
 from kvprobe.errors import UserError
-from kvprobe.text.chat_template import Tokenizer
-from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
 
 TURNS = 8
@@ -83,22 +80,3 @@ def conversation(session: Session, code: str) -> Transcript:
         {"role": "assistant", "content": [session.answer + " ", {"text": code, "name": "answer"}]},
     ]
     return Transcript.from_messages(messages, [*names, "Q", "Q"])
-
-
-def agreeing(session: Session, codes: Sequence[str], tokenizer: Tokenizer) -> list[Tokens]:
-    """The session's tokens with each code, at the same slots and different in the code alone.
-
-    Raises:
-        UserError: the tokenizer joins the digits of some codes with the text around them.
-    """
-    rows = [conversation(session, code).tokens(tokenizer) for code in codes]
-
-    def around(row: Tokens) -> tuple[object, ...]:
-        return tuple(part or token for token, part in zip(row.ids, row.parts, strict=True)), row.segments
-
-    if any(around(row) != around(rows[0]) for row in rows):
-        raise UserError(
-            "This tokenizer joins the digits of some codes with the text around them, so codes would shift the tokens "
-            "after them; use a model that tokenises digits apart."
-        )
-    return rows

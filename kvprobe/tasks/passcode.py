@@ -16,11 +16,14 @@ import numpy as np
 import yaml
 
 from kvprobe.errors import UserError
+from kvprobe.tasks.designs import Target
 from kvprobe.text.transcript import Transcript
 
 CODE_LENGTH = 5
 SPARE = 64
 """Codes that are there to be exchanged for others; among so many, some begin with another digit."""
+CODE = Target("code", tuple("0123456789"))
+"""A code, as what its digits are."""
 
 
 @dataclass(frozen=True)

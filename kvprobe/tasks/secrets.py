@@ -19,7 +19,7 @@ import yaml
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.tasks.designs import Design, Target
-from kvprobe.tasks.passcode import CODE_LENGTH, Context, Encoder, contexts, conversation, draw_codes
+from kvprobe.tasks.passcode import CODE, CODE_LENGTH, Context, Encoder, contexts, conversation, draw_codes
 from kvprobe.text.transcript import Transcript
 
 KINDS = ("code", "name", "topic", "sentiment")
@@ -87,7 +87,7 @@ def secret(kind: str) -> Secret:
         raise UserError(unknown("kind of secret", kind, KINDS))
     if kind == "code":
         places = tuple(f"digit {place + 1}" for place in range(CODE_LENGTH))
-        return Secret(Target("code", tuple("0123456789"), places), {}, contexts())
+        return Secret(replace(CODE, places=places), {}, contexts())
     entry = yaml.safe_load(resources.files("kvprobe.tasks").joinpath("secrets.yaml").read_text(encoding="utf-8"))[kind]
     classes = entry["classes"]
     if kind == "name":

@@ -1,8 +1,7 @@
-"""The leakage study on real weights, small: what is shared must equal what is read one by one; and what made-up tables
-decide."""
+"""The leakage study: what is shared must equal what is read one by one, a real model knows its secrets, and what
+made-up tables decide."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
+from kvprobe.inference.forced import forced_logits
 from kvprobe.inference.model import Model
 from kvprobe.probing.features import read_outs
 from kvprobe.probing.splits import SPLITS
@@ -24,14 +24,14 @@ from kvprobe.studies import leakage
 from kvprobe.studies.leakage import Config, reading
 from kvprobe.studies.leakage.collect import ARMS, CHANGED
 from kvprobe.studies.leakage.conclude import conclude
-from kvprobe.studies.leakage.reading import FAMILIES, FLOORS, USE_ARMS, read_context
+from kvprobe.studies.leakage.reading import FAMILIES, USE_ARMS, read_context
 from kvprobe.studies.leakage.study import READINGS, STUDY
 from kvprobe.tasks.passcode import contexts, conversation
+from kvprobe.tasks.secrets import secret
 from tests.models import any_model
-from tests.refusals import refused
-from tests.studies.runs import assert_figures, close, in_steps, page_of
+from tests.studies.runs import answer_of, assert_figures, close, every, in_steps
 
-SMALL = Config(contexts=8, samples=48, folds=3, permutations=9, batch=10)
+SMALL = Config(contexts=8, samples=48, folds=3, permutations=9, batch=10, untrained=True)
 CODES = ("48213", "90577", "13662")
 
 
@@ -44,67 +44,57 @@ def without_residual() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def finished(smol: Model, without_residual: None, root: Path) -> Run:
-    return in_steps(lambda: leakage.run(SMALL, root, model=smol))
+def finished(wordy: Model, without_residual: None, root: Path) -> Run:
+    return in_steps(lambda: leakage.run(SMALL, root, model=wordy))
 
 
 @pytest.fixture(scope="module")
-def read(smol: Model) -> dict[str, torch.Tensor]:
-    return read_context(smol, contexts()[0], CODES, batch=2)
+def read(wordy: Model) -> dict[str, torch.Tensor]:
+    return read_context(wordy, contexts()[0], CODES, batch=2)
 
 
 @pytest.mark.parametrize("row", range(len(CODES)))
-def test_shared_prefixes_change_nothing(smol: Model, read: dict[str, torch.Tensor], row: int):
-    tokens = conversation(contexts()[0], CODES[row]).tokens(smol.tokenizer)
+def test_shared_prefixes_change_nothing(wordy: Model, read: dict[str, torch.Tensor], row: int):
+    chat = conversation(contexts()[0], CODES[row])
+    tokens, restarted = chat.tokens(wordy.tokenizer), chat.without("T1", "T2").tokens(wordy.tokenizer)
     third, answer = tokens.span("T3"), tokens.part("answer")
-    first = smol.capture(tokens[: third.start], FAMILIES, segments=["summary2"], keep_cache=True)
+    first = wordy.capture(tokens[: third.start], FAMILIES, segments=["summary2"], keep_cache=True)
     assert first.cache is not None
-    asked = tokens[third.start : answer.start]
-    masked = smol.capture(asked, FAMILIES, past=first.cache.mask("T1", "T2"))
-    for family in FAMILIES:
-        close(read[f"direct.{family}"][row], read_outs(first.stack(family))[0])
-        close(read[f"masked.{family}"][row], read_outs(masked.stack(family))[0])
+    asked, hidden = tokens[third.start : answer.start], first.cache.mask("T1", "T2")
+    masked = wordy.capture(asked, FAMILIES, past=hidden, keep_cache=True)
+    again = restarted[: restarted.part("answer").start]
+    by_arm = {
+        "direct": (row, first),
+        "masked": (row, masked),
+        "direct restart": (0, wordy.capture(again, FAMILIES, segments=["summary2"])),
+        "restart": (0, wordy.capture(again, FAMILIES, segments=["T3"], keep_cache=True)),
+    }
+    for arm, (place, captured) in by_arm.items():
+        for family in FAMILIES:
+            close(read[f"{arm}.{family}"][place], read_outs(captured.stack(family))[0])
+    full = wordy.extend(first.cache, asked)
+    for arm, (cache, logits) in {"full": full, "retained": (masked.cache, masked.logits)}.items():
+        assert cache is not None
+        scores = forced_logits(wordy, cache, logits, [tokens[answer]])[0].log_softmax(-1)
+        expected = scores[torch.arange(5), torch.tensor(tokens.ids[answer])]
+        close(read["logprob"][row, USE_ARMS.index(arm)], expected)
 
 
-@pytest.mark.parametrize("arm", USE_ARMS)
-def test_the_log_probability_of_the_code_is_that_of_reading_it_token_by_token(
-    smol: Model, read: dict[str, torch.Tensor], arm: str
+@pytest.mark.parametrize(("kind", "secrets"), [("code", CODES), ("topic", ("piano", "soccer", "bread"))])
+def test_a_real_model_gives_the_secret_in_view_and_not_after_a_restart(
+    smol: Model, kind: str, secrets: tuple[str, ...]
 ):
-    chat = conversation(contexts()[0], CODES[1])
-    tokens = (chat.without("T1", "T2") if arm == "restart" else chat).tokens(smol.tokenizer)
-    start = tokens.span("T3").start
-    cache = smol.prefill(tokens[:start])
-    if arm == "retained":
-        cache = cache.mask("T1", "T2")
-    answer = tokens.part("answer")
-    cache, logits = smol.extend(cache, tokens[start : answer.start])
-    for index, place in enumerate(range(answer.start, answer.stop)):
-        expected = logits[0, -1].log_softmax(-1)[tokens.ids[place]]
-        logprob = read["logprob"][1, USE_ARMS.index(arm), index]
-        torch.testing.assert_close(logprob, expected, rtol=1e-3, atol=1e-3)
-        cache, logits = smol.extend(cache, tokens[place : place + 1])
+    read = read_context(smol, secret(kind).contexts[0], secrets, batch=3)
+    margin = dict(zip(USE_ARMS, read["margin"].sum(2).mean(0).tolist(), strict=True))
+    assert margin["full"] > 1 > margin["restart"]
+    assert read["kl"][:, 0].max() < 1e-5
+    assert read["kl"][:, 1:].min() > 0.1
+    right = dict(zip(USE_ARMS, read["correct"].double().mean((0, 2)).tolist(), strict=True))
+    assert right["full"] > 0.6 > 0.4 > right["restart"]
 
 
-def test_the_full_arm_is_no_distance_from_itself_and_the_others_are(read: dict[str, torch.Tensor]):
-    torch.testing.assert_close(read["kl"][:, 0], torch.zeros(3), atol=1e-5, rtol=0)
-    assert (read["kl"][:, 1:] > 0.1).all()
-
-
-def test_each_floor_is_the_same_tokens_computed_without_the_hidden_turns(smol: Model, read: dict[str, torch.Tensor]):
-    tokens = conversation(contexts()[0], CODES[0]).without("T1", "T2").tokens(smol.tokenizer)
-    for arm, segment in (("direct restart", "summary2"), ("restart", "T3")):
-        span = tokens.span(segment)
-        stop = tokens.part("answer").start if segment == "T3" else span.stop
-        fresh = smol.capture(tokens[:stop], ["v"], segments=[segment])
-        close(read[f"{arm}.v"], read_outs(fresh.stack("v")))
-
-
-def test_codes_that_shift_the_tokens_around_them_are_refused(smol: Model, monkeypatch: pytest.MonkeyPatch):
-    refused(lambda: read_context(smol, contexts()[0], ["48213", "482135"], batch=2), "digits")
-
-
-def test_a_run_holds_every_table_number_and_figure(finished: Run):
-    sites = 30 * 2 * 2
+def test_a_run_holds_every_table_number_and_figure(finished: Run, wordy: Model):
+    sites = wordy.geometry.n_layers * 2 * 2
     assert len(finished.df("probes")) == sites * (len(ARMS) + len(CHANGED)) * len(SPLITS)
     samples = finished.df()
     assert samples.groupby("condition").size().to_dict() == {
@@ -117,62 +107,30 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run):
     assert (finished.path / "report.html").read_text().count('data-component="HeatMap"') == 2
     concluded = Conclusion.of(finished.metrics)
     assert [control.holds for control in concluded.controls] == [True]
-    assert concluded.findings.at("reach", layers="last").mean > 1e-4
-
-
-def test_numbers_are_those_of_the_probings(finished: Run):
-    findings, readings = Conclusion.of(finished.metrics).findings, finished.df("readings")
-    assert set(findings.values("accuracy", "reading", arm="masked")) == set(READINGS) - {"untrained"}
+    findings, readings = concluded.findings, finished.df("readings")
+    assert findings.at("reach", layers="last").mean > 1e-4
+    assert set(findings.values("accuracy", "reading", arm="masked")) == set(READINGS)
     for finding in findings.where("leak"):
         lead = findings.at("lead", reading="restart", **finding.keys)
         assert finding.value.mean == pytest.approx(lead.mean)
-        assert finding.value.low < lead.low
-        assert finding.value.high > lead.high
+        assert finding.value.low < lead.low < lead.high < finding.value.high
     direct = readings[(readings["arm"] == "direct") & (readings["split"] == "random")].set_index("reading")["accuracy"]
     lead = findings.at("lead", arm="direct", split="random", reading="restart").mean
     assert lead == pytest.approx(direct["retained"] - direct["restart"])
-    assert findings.at("accuracy", arm="hidden", split="random", reading="retained").low > 0.1
-    for floor in ("restart", "before"):
-        assert findings.at("accuracy", arm="masked", split="random", reading=floor).mean < 0.2
-    assert findings.at("token_accuracy", condition="full").mean > 0.9
-    assert findings.at("token_accuracy", condition="restart").mean < 0.3
-
-
-TOPICS = Config(secret="topic", contexts=3, samples=30, folds=3, permutations=1)
-
-
-def test_runs_are_read_beside_an_untrained_model(
-    wordy: Model, without_residual: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("kvprobe.experiments.running.draw", lambda *_: None)
-    run = leakage.run(replace(TOPICS, untrained=True), tmp_path, model=wordy)
-    findings = Conclusion.of(run.metrics).findings
-    assert findings.get("accuracy", arm="masked", split="paired", reading="untrained")
-
-
-def test_other_secrets_are_known_by_the_model(
-    smol: Model, without_residual: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("kvprobe.experiments.running.draw", lambda *_: None)
-    run = leakage.run(TOPICS, tmp_path, model=smol)
-    findings = Conclusion.of(run.metrics).findings
-    margin = findings.at("margin", condition="full")
-    assert margin.mean > 1
-    assert not margin.has_interval  # three conversations are too few
-    assert "of the topics" in answer(STUDY, run)
-    assert set(run.df()["secret"]) <= {"music", "sport", "food", "animals", "science", "travel", "plants", "crafts"}
 
 
 def test_one_context_says_that_it_does_not_generalise(
     wordy: Model, without_residual: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("kvprobe.experiments.running.draw", lambda *_: None)
-    run = leakage.run(replace(SMALL, contexts=1, samples=40), tmp_path, model=wordy)
+    run = leakage.run(Config(secret="topic", contexts=1, samples=30, folds=3, permutations=1), tmp_path, model=wordy)
     conclusion = Conclusion.of(run.metrics)
     assert conclusion.findings.values("accuracy", "split") == ["random"]
-    assert conclusion.findings.at("leak", arm="masked", split="random").clusters == 40
+    assert conclusion.findings.at("leak", arm="masked", split="random").clusters == 30
     assert "does not say" in conclusion.warnings[0]
     assert "within this one conversation" in answer(STUDY, run)
+    assert "of the topics" in answer(STUDY, run)
+    assert set(run.df()["secret"]) <= {"music", "sport", "food", "animals", "science", "travel", "plants", "crafts"}
 
 
 # ---- made-up tables
@@ -200,56 +158,36 @@ def tables(
         count: of conversations.
     """
     headline, splits = ("random", ("random",)) if count == 1 else ("leave-context-out", SPLITS)
-    masked_changed = leak if changed is None else changed
-    leads = {("masked", headline): leak, (CHANGED["masked"], headline): masked_changed, ("masked", "paired"): inside}
-    per_context = 40 // count
-    known = [{"sample": n, "context": n // per_context, "secret": "4-8"} for n in range(count * per_context)]
-
-    def off(sample: dict[str, Any]) -> float:
-        return float(noise.normal()) if noise else 0.01 * (-1) ** (sample["sample" if count == 1 else "context"])
-
-    samples = [
-        {**sample, "measure": "use", "condition": condition, "logprob": margin - 9, "margin": margin + off(sample)}
-        | {"kl_from_full": 0.5, "token_accuracy": 0.5}
-        for sample in known
-        for condition, margin in (("full", 5.0), ("retained", use))
-    ]
-    at_restart = {"logprob": -9.0, "margin": 0.0, "kl_from_full": 0.6, "token_accuracy": 0.1}
-    samples += [{**sample, "measure": "use", "condition": "restart", **at_restart} for sample in known]
-    sites = [(arm, split) for arm in (*PROBED, "before", "restart") for split in splits]
-    samples += [
-        {**sample, "measure": "probe", "condition": arm, "split": split, "place": place, "floor": 0.1}
-        | {"right": 0.1 + leads.get((arm, split), 0.0) + (0.1 if noise else 1) * off(sample)}
-        for sample in known
-        for arm, split in sites
-        for place in ("1", "2")
-    ]
-    probes = [
-        {"arm": arm, "split": split, "family": family, "read": slots, "layer": layer, "accuracy": 0.3, **WIDE}
-        | {"p_family": p if arm in (*FLOORS, *CHANGED.values()) else nan}
-        for arm, split in sites
-        for family in FAMILIES
-        for slots in ("mean", "last")
-        for layer in (0, 1)
-    ]
-    at = [{"arm": arm, "split": split} for arm in PROBED for split in splits]
+    leads = {("masked", headline): leak, ("masked", "paired"): inside}
+    leads[CHANGED["masked"], headline] = leak if changed is None else changed
+    cases, arms = range(40 // count * count), (*PROBED, "before", "restart")
+    margins = {"full": 5.0, "retained": use, "restart": 0.0}
+    used = every(measure=["use"], sample=cases, condition=list(margins)).assign(token_accuracy=0.5)
+    used["margin"], used["kl_from_full"] = used["condition"].map(margins), 0.5 + 0.1 * (used["condition"] == "restart")
+    read = every(measure=["probe"], sample=cases, condition=arms, split=splits, place=("1", "2"))
+    lead = [leads.get(site, 0.0) for site in zip(read["condition"], read["split"], strict=True)]
+    read = read.assign(right=0.1 + np.array(lead), floor=0.1)
+    for rows, column, scale in ((used, "margin", 1.0), (read, "right", 0.1)):
+        own = rows["sample"] if count == 1 else rows["sample"] // (40 // count)
+        rows[column] += noise.normal(size=len(rows)) * scale if noise else 0.01 * (-1) ** own
+    used.loc[used["condition"] == "restart", "margin"] = 0.0
+    samples = pd.concat([used.assign(logprob=used["margin"] - 9), read], ignore_index=True)
+    probes = every(arm=arms, split=splits, family=FAMILIES, read=("mean", "last"), layer=(0, 1))
+    probes = probes.assign(
+        accuracy=0.3, **WIDE, p_family=np.where(probes["arm"].isin(("before", "hidden", "restart")), nan, p)
+    )
     ends = {f"{name}_{end}": value for name in ("accuracy", "bits", "lead") for end, value in WIDE.items()}
-    records = {
-        "samples": samples,
+    readings = every(arm=PROBED, split=splits, reading=list(READINGS))
+    at = every(arm=PROBED, split=splits)
+    return {
+        "samples": samples.assign(context=samples["sample"] // (40 // count), secret="4-8"),
         "probes": probes,
-        "readings": [
-            {**keys, "reading": name, "accuracy": 0.3, "bits": 0.3, "lead": nan if name == "retained" else 0.3, **ends}
-            for keys in at
-            for name in READINGS
-        ],
-        "codelength": [{**keys, "bits": 3.0, "context_bits": 3.3, "uniform_bits": 3.4} for keys in at],
-        "sparse": [
-            {**keys, "k": k, "accuracy": 0.3, "low": 0.2, "high": 0.4, "random": 0.1} for keys in at for k in (1, 8)
-        ],
-        "picks": [{**keys, "fold": fold, "family": "v", "layer": 1, "read": "mean"} for keys in at for fold in (0, 1)],
-        "reach": [{"family": "k", "layer": layer, "varies": 0.1 * (layer > 1)} for layer in (0, 1, 2)],
+        "readings": readings.assign(accuracy=0.3, bits=0.3, lead=0.3, **ends),
+        "codelength": at.assign(bits=3.0, context_bits=3.3, uniform_bits=3.4),
+        "sparse": at.merge(every(k=(1, 8)), "cross").assign(accuracy=0.3, low=0.2, high=0.4, random=0.1),
+        "picks": at.merge(every(fold=(0, 1)), "cross").assign(family="v", layer=1, read="mean"),
+        "reach": pd.DataFrame({"family": "k", "layer": [0, 1, 2], "variation": [0.0, 0.0, 0.1]}),
     }
-    return {name: pd.DataFrame(rows) for name, rows in records.items()}
 
 
 def numbers(made_up: Any) -> tuple[Config, Conclusion]:
@@ -276,7 +214,6 @@ def test_claims_hold_together_and_numbers_are_those_that_were_put_in():
         assert claimed.value.mean == pytest.approx(mean)
     assert findings.at("by_place", place="2").mean == pytest.approx(0.3)
     assert findings.at("gained", measure="kl_from_full").mean == pytest.approx(-0.1)
-    assert findings.at("picked", arm="masked", split="paired", family="v", layer=1, read="mean").mean == 2
 
 
 LEAKS, NONE, USES = "Information leaks:", "No leak was detected:", "The model uses some of what is left:"
@@ -286,26 +223,19 @@ CENTRED = "centred on other secrets of the same conversation, information leaks"
 @pytest.mark.parametrize(
     ("made_up", "said", "unsaid"),
     [
-        (tables(0.2, 0.2, 0.5), (LEAKS, CENTRED, USES, "in view gives 5"), ()),
-        (tables(0.2), (LEAKS, "conversation, no leak was detected", "No use by the model"), (CENTRED,)),
-        (tables(0.0, 0.2), (NONE, CENTRED), ()),
-        (tables(-0.1, 0.0, -0.5), ("doubt the run", "The retained cache turns the model away"), (LEAKS,)),
-        (tables(0.0, changed=0.2), (NONE, "from the visible text, information leaks"), (LEAKS,)),
-        (tables(0.2, p=0.1), ("A leak is not confirmed",), (LEAKS, "information leaks")),
-        (tables(0.5, 0.5, 0.5, count=5), (NONE, "No use by the model"), (LEAKS, "information leaks")),
-        (tables(0.2, count=1), ("Information leaks within this one conversation",), ("not trained on", "visible text")),
+        ({"leak": 0.2, "inside": 0.2, "use": 0.5}, (LEAKS, CENTRED, USES, "in view gives 5"), ()),
+        ({"leak": 0.2}, (LEAKS, "conversation, no leak was detected", "No use by the model"), (CENTRED,)),
+        ({"leak": 0.0, "inside": 0.2}, (NONE, CENTRED), ()),
+        ({"leak": -0.1, "use": -0.5}, ("doubt the run", "The retained cache turns the model away"), (LEAKS,)),
+        ({"leak": 0.0, "changed": 0.2}, (NONE, "from the visible text, information leaks"), (LEAKS,)),
+        ({"leak": 0.2, "p": 0.1}, ("A leak is not confirmed",), (LEAKS, "information leaks")),
+        ({"leak": 0.5, "use": 0.5, "count": 5}, (NONE, "No use by the model"), (LEAKS, "information leaks")),
+        ({"leak": 0.2, "count": 1}, ("Information leaks within this one",), ("not trained on", "visible text")),
     ],
 )
 def test_the_answer_follows_intervals_and_permuted_labels(
-    made_up: Any, said: tuple[str, ...], unsaid: tuple[str, ...], tmp_path: Path
+    made_up: dict[str, Any], said: tuple[str, ...], unsaid: tuple[str, ...], tmp_path: Path
 ):
-    config, conclusion = numbers(made_up)
-    page = answer(STUDY, page_of(STUDY, config, conclusion, tmp_path))
+    page = answer_of(STUDY, *numbers(tables(**made_up)), tmp_path)
     assert [phrase for phrase in said if phrase not in page] == []
     assert [phrase for phrase in unsaid if phrase in page] == []
-
-
-def test_slots_that_vary_where_they_cannot_fail_the_control():
-    made_up = tables(0.2)
-    made_up["reach"]["varies"] += 1e-3
-    assert [control.holds for control in numbers(made_up)[1].controls] == [False]

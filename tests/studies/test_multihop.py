@@ -2,7 +2,6 @@
 says of it."""
 
 import dataclasses
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import kvprobe.studies.multihop.collect as collecting
 import kvprobe.studies.multihop.conclude as concluding
@@ -19,6 +17,8 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
+from kvprobe.probing.arms import Arms
+from kvprobe.probing.by_split import folds_by_split
 from kvprobe.probing.features import read_outs
 from kvprobe.probing.splits import SPLITS
 from kvprobe.studies import multihop
@@ -40,6 +40,7 @@ from kvprobe.studies.multihop.reading import (
 )
 from kvprobe.studies.multihop.study import STUDY
 from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, Turn, conversation
+from kvprobe.tasks.passcode import CODE
 from kvprobe.text.tokens import Tokens
 from tests.models import any_model, llama, tiny_tokenizer
 from tests.studies.runs import answer_of, assert_figures, close, every, in_steps
@@ -71,22 +72,19 @@ def read(deep: Model) -> dict[str, torch.Tensor]:
 
 def plainly(model: Model, tokens: Tokens, arm: Arm) -> tuple[list[dict[str, torch.Tensor]], KVCache]:
     """Each summary's features, and the last cache, by masking what the arm hides and nothing else."""
-    features, cache = [], None
-    for turn in range(1, TURNS + 2):
-        seen = {"system", *(summaries_seen(arm, turn) if turn > 1 else ())}
-        if cache is not None and (hidden := [name for name in cache.ledger.names if name not in seen]):
-            cache = cache.mask(*hidden)
-        if turn > TURNS:
-            break
-        stop = tokens.span(SUMMARY_NAMES[turn - 1]).stop
-        start = 0 if cache is None else tokens.span(SUMMARY_NAMES[turn - 2]).stop
-        captured = model.capture(
-            tokens[start:stop], ("k", "v"), segments=SUMMARY_NAMES[turn - 1 : turn], past=cache, keep_cache=True
-        )
-        features.append({family: read_outs(captured.stack(family))[0] for family in ("k", "v")})
-        cache = captured.cache
+
+    def seen(cache: KVCache, turn: int) -> KVCache:
+        hidden = set(cache.ledger.names) - {"system", *summaries_seen(arm, turn)}
+        return cache.mask(*hidden) if hidden else cache
+
+    features, cache, start = [], None, 0
+    for turn, summary in enumerate(SUMMARY_NAMES, 1):
+        stop, past = tokens.span(summary).stop, cache and seen(cache, turn)
+        read = model.capture(tokens[start:stop], ("k", "v"), segments=[summary], past=past, keep_cache=True)
+        features.append({family: read_outs(read.stack(family))[0] for family in ("k", "v")})
+        cache, start = read.cache, stop
     assert cache is not None
-    return features, cache
+    return features, seen(cache, TURNS + 1)
 
 
 def logprob(model: Model, cache: KVCache, tokens: Tokens) -> torch.Tensor:
@@ -105,7 +103,7 @@ def test_shared_and_evicted_slots_change_nothing(deep: Model, read: dict[str, to
     expected, cache = plainly(deep, tokens, arm)
     for distance in DISTANCES:
         for family in ("k", "v"):
-            close(read[name_of(condition, place(arm, distance), family)][row], expected[distance][family])
+            close(read[f"{name_of(condition, place(arm, distance))}.{family}"][row], expected[distance][family])
     asked = USE_ARMS.index(arm if condition == "retained" else f"restart, {arm}")
     close(read["logprob"][2, asked], logprob(deep, cache, tokens))
 
@@ -120,71 +118,53 @@ def test_shown_the_first_turn_the_question_alone_sees_it_again(deep: Model, read
 
 def test_each_forced_hop_costs_a_layer_and_nothing_varies_below(read: dict[str, torch.Tensor]):
     assert [lowest_layer("hop-forced", distance) for distance in DISTANCES] == [1, 2, 3, 4, 5, 6, 7, 8]
-    for arm in ("open", "skip"):
-        assert [lowest_layer(arm, distance) for distance in DISTANCES] == [1, 2, 2, 2, 2, 2, 2, 2]
-    for arm in ARMS:
-        for distance in DISTANCES:
-            for family in ("k", "v"):
-                features = read[name_of("retained", place(arm, distance), family)]
-                varying = (features - features[0]).abs().amax((0, 2, 3)) / features.abs().amax((0, 2, 3))
-                lowest = lowest_layer(arm, distance)
-                assert varying[:lowest].max() <= ROUND_OFF
-                if arm != "hop-forced" or distance < 3:  # what hops further fades into round-off in a random model
-                    assert varying[lowest:].min() > ROUND_OFF
+    for arm, distance in PLACES:
+        lowest = lowest_layer(arm, distance)
+        assert arm == "hop-forced" or lowest == min(1 + distance, 2)
+        for family in ("k", "v"):
+            features = read[f"{name_of('retained', (arm, distance))}.{family}"]
+            varying = (features - features[0]).abs().amax((0, 2, 3)) / features.abs().amax((0, 2, 3))
+            assert varying[:lowest].max() <= ROUND_OFF
+            if arm != "hop-forced" or distance < 3:  # what hops further fades into round-off in a random model
+                assert varying[lowest:].min() > ROUND_OFF
 
 
-def planted(config: Config, folder: Path) -> Iterator[Path]:
-    """Parts with features that hold all digits: at distance 0 in one frame; from 1 on in another; where hops are forced
+def planted(rng: np.random.Generator) -> Arms:
+    """Arms whose layer 1 holds all digits: at distance 0 in one frame, from 1 on in another, and where hops are forced
     up to distance 2 alone. Every session adds an offset of its own. The restart holds nothing but that."""
+    owners, digits, frames = (
+        np.repeat(np.arange(12), 10),
+        rng.integers(0, 10, (120, 5)),
+        rng.normal(size=(2, 5, 10, 64)),
+    )
+    tensors = {}
+    for at in PLACES:
+        offset, held = rng.normal(size=(12, 2, 2, 64)) * 3, np.zeros((120, 2, 2, 64))
+        if at[0] != "hop-forced" or at[1] <= 2:
+            held[:, 1] = frames[min(at[1], 1)][np.arange(5), digits].sum(1)[:, None]
+        tensors[f"{name_of('retained', at)}.v"] = offset[owners] + held + rng.normal(size=held.shape) * 0.3
+        tensors[f"{name_of('restart', at)}.v"] = offset
+    read = {name: torch.from_numpy(tensor).float() for name, tensor in tensors.items()}
+    return Arms(read.__getitem__, ("v",), torch.from_numpy(digits).T.contiguous(), owners, CODE)
+
+
+def test_planted_leaks_are_found_where_they_are_and_pass_between_the_distances_that_share_them():
     rng = np.random.default_rng(5)
-    codes = rng.integers(0, 10, (config.sessions, config.samples // config.sessions, 5))
-    frames = rng.normal(size=(2, 5, 10, 64))
-    for number, digits in enumerate(codes):
-        tensors: dict[str, torch.Tensor] = {"digits": torch.from_numpy(digits)}
-        for at in PLACES:
-            offset = rng.normal(size=(1, 2, 2, 64)) * 3
-            held = frames[min(at[1], 1)][np.arange(5), digits].sum(1)[:, None, None] * (
-                at[0] != "hop-forced" or at[1] <= 2
-            )
-            held = held * np.array([0, 1])[:, None, None]  # layer 0 holds nothing
-            noise = rng.normal(size=(len(digits), 2, 2, 64)) * 0.3
-            tensors[name_of("retained", at, "v")] = torch.from_numpy((offset + held + noise).astype(np.float32))
-            tensors[name_of("restart", at, "v")] = torch.from_numpy(offset.astype(np.float32))
-        for name in ("logprob", "margin", "correct"):
-            tensors[name] = torch.from_numpy(rng.integers(-64, 64, (len(digits), len(USE_ARMS), 5)) / 64)
-        tensors["kl"] = torch.from_numpy(rng.random((len(digits), len(USE_ARMS))))
-        save_file(tensors, folder / str(number))
-        yield folder / str(number)
-
-
-def test_planted_leaks_are_found_where_they_are_and_pass_between_the_distances_that_share_them(tmp_path: Path):
-    config = Config(sessions=12, samples=120, folds=3, families=("v",))
-    tables = collecting.tables(list(planted(config, tmp_path)), config)
-    findings = conclude(tables, config, any_model()).findings
-
-    def means(name: str, **keys: str) -> np.ndarray:
-        return np.array([finding.value.mean for finding in findings.where(name, **keys)])
-
-    retained, restart = ({"condition": condition} for condition in CONDITIONS)
-    for arm in ("open", "skip"):
-        assert means("read", split="paired", arm=arm, **retained).min() > 0.9
-        assert means("read", split="leave-context-out", arm=arm, **retained).min() > 0.3
-    assert all(findings.at("leak", split="paired", arm=arm, distance=distance).above() for arm, distance in PLACES[:8])
-    hops = means("read", split="paired", arm="hop-forced", **retained)
-    assert hops[:3].min() > 0.9 > 0.2 > hops[3:].max()
-    assert max(means("read", **restart).max(), means("floor").max()) < 0.2
-    assert means("bits", split="paired", arm="open", **retained).min() > 2
-    assert np.abs(means("bits", split="paired", arm="open", **restart)).max() < 0.2
-    direct = findings.where("direct", split="paired", arm="skip")
-    assert [finding.value.above(0.5) for finding in direct] == [False] + [True] * 5
-    assert findings.at("beyond", split="paired", arm="open").mean > 0.8
-    table, forced = (means("transfer", split="paired", arm=arm).reshape(8, 8) for arm in ("open", "hop-forced"))
+    arms = planted(rng)
+    tables: dict[str, Any] = collecting.fitted(arms, folds_by_split(arms.contexts, 3, rng))
+    read = tables["read"].groupby(["condition", "split", "arm", "distance"])[["accuracy", "bits"]].mean()
+    for split, least in (("paired", 0.9), ("leave-context-out", 0.3)):
+        retained = read["accuracy"]["retained", split]
+        assert min(retained.drop("hop-forced").min(), retained["hop-forced", 2]) > least
+        assert retained["hop-forced"].drop(2).max() < 0.2
+    assert read["accuracy"]["restart"].max() < 0.2
+    assert read["bits"]["retained", "paired", "open"].min() > 2
+    transfer = tables["transfer"].groupby(["split", "arm", "trained", "tested"])["accuracy"].mean()
+    table, forced = (transfer["paired", arm].to_numpy().reshape(8, 8) for arm in ("open", "hop-forced"))
     assert min(table[1:, 1:].min(), table[0, 0]) > 0.9
     assert max(table[0, 1:].max(), table[1:, 0].max()) < 0.4
-    assert forced[1, 3:].max() < 0.25
-    elsewhere = findings.at("transfer_mean", split="paired", arm="open", tested_at="another").mean
-    assert elsewhere == pytest.approx(table[~np.eye(8, dtype=bool)].mean())
-    assert findings.values("transfer_picked", "layer", split="paired", arm="open") == [1]
+    assert forced[1, 2] > 0.9 > 0.25 > forced[1, 3:].max()
+    assert tables["picks"].query("picks == 'transfer' and arm == 'open'")["layer"].unique().tolist() == [1]
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +186,7 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run):
     assert len(probes) == len(PLACES) * 2 * len(SPLITS) * SHALLOW * 2
     assert ((probes["low"] <= probes["accuracy"] + 1e-9) & (probes["accuracy"] <= probes["high"] + 1e-9)).all()
     assert len(samples) == 32 * len(USE_ARMS)
-    assert samples.groupby("session")["sample"].nunique().tolist() == [4] * 8
+    assert samples.groupby("context")["sample"].nunique().tolist() == [4] * 8
     assert len(read) == 32 * len(PLACES) * 2 * len(SPLITS)
     conclusion = Conclusion.of(finished.metrics)
     assert [control.holds for control in conclusion.controls] == [True]
@@ -220,20 +200,18 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run):
 
 def made_up(accuracy: Any, margin: Any, varies: float = 0.0) -> Conclusion:
     """The conclusion where this is read, by row, and cached; K and V vary so much below the light cone too."""
-
-    def sessions(made: pd.DataFrame) -> Any:
-        return made["sample"] // 3
-
     cases, places = range(MADE_UP.samples), pd.DataFrame(PLACES, columns=["arm", "distance"])
     layers = places.merge(every(family=["v"], layer=range(N_LAYERS)), how="cross")
-    asked = every(sample=cases, condition=USE_ARMS).assign(logprob=-9.0, token_accuracy=0.1, kl=0.5, code="48213")
-    picks = places.merge(every(split=SPLITS, picks=("read", "transfer")), "cross")
     read = places.merge(every(split=SPLITS, condition=CONDITIONS, sample=cases), "cross")
-    transfer = every(split=TRANSFERRED, arm=ARMS, trained=(0, 7), tested=(0, 7), sample=cases)
-    tables = {
-        "samples": asked.assign(session=sessions, margin=margin),
-        "read": read.assign(session=sessions, accuracy=accuracy, bits=0.5),
-        "transfer": transfer.assign(session=sessions, accuracy=0.2),
+    asked = every(sample=cases, condition=USE_ARMS).assign(logprob=-9.0, token_accuracy=0.1, kl=0.5, code="48213")
+    transfer = every(split=TRANSFERRED, arm=ARMS, trained=(0, 7), tested=(0, 7), sample=cases).assign(accuracy=0.2)
+    picks = places.merge(every(split=SPLITS, picks=("read", "transfer")), "cross")
+    by_sample = {
+        "samples": asked.assign(margin=margin),
+        "read": read.assign(accuracy=accuracy, bits=0.5),
+        "transfer": transfer,
+    }
+    tables = {name: table.assign(context=table["sample"] // 3) for name, table in by_sample.items()} | {
         "picks": picks.assign(family="v", layer=1, read="mean"),
         "probes": layers.assign(condition="retained", split="paired", read="mean", accuracy=0.1 + layers["layer"] / 50),
         "variation": layers.assign(variation=varies),
@@ -243,13 +221,11 @@ def made_up(accuracy: Any, margin: Any, varies: float = 0.0) -> Conclusion:
 
 def leaking(reach: dict[str, int], gains: dict[str, float], varies: float = 0.0) -> Conclusion:
     """The conclusion where the code is read up to these distances, by arm, and caches give its margin these gains."""
-    return made_up(
-        lambda rows: np.where(
-            (rows["condition"] == "retained") & (rows["distance"] <= rows["arm"].map(reach)), 0.5, 0.1
-        ),
-        lambda rows: rows["condition"].map(gains).fillna(0.0),
-        varies,
-    )
+
+    def accuracy(rows: pd.DataFrame) -> Any:
+        return np.where((rows["condition"] == "retained") & (rows["distance"] <= rows["arm"].map(reach)), 0.5, 0.1)
+
+    return made_up(accuracy, lambda rows: rows["condition"].map(gains).fillna(0.0), varies)
 
 
 EVERYWHERE, NOWHERE = ({"all": reach} | {str(arm): reach for arm in ARMS} for reach in (7, -1))

@@ -1,10 +1,14 @@
-"""The shipped questions after a compaction."""
+"""The shipped questions after a compaction, and conversations whose hidden turns say other things."""
 
+from dataclasses import replace
 from itertools import chain
+from typing import Any
+
+import numpy as np
 
 from kvprobe.inference.forced import ForcedReply
 from kvprobe.inference.model import Model
-from kvprobe.tasks.compaction import KINDS, asked, compacted_conversation, compactions, places_by_kind
+from kvprobe.tasks.compaction import KINDS, asked, compacted_conversation, compactions, places_by_kind, unrelated
 from kvprobe.tasks.passcode import contexts
 
 
@@ -52,3 +56,13 @@ def test_a_question_stands_in_place_of_the_one_for_the_code_with_its_reply(smol:
         assert smol.tokenizer.decode(whole[-forced.kept :]).strip() == f"{lead} {answer}".strip()
         assert smol.tokenizer.decode(whole[-len(forced.answer) :]).strip() == answer
         assert question in smol.tokenizer.decode(whole[: -forced.kept])
+
+
+def test_unrelated_turns_change_the_text_of_their_segments_and_nothing_else(tokenizer: Any):
+    tokens = compacted_conversation(contexts()[0], compactions()[0], "48213").tokens(tokenizer)
+    other = unrelated(tokens, ("T1", "T2"), contexts()[1:], tokenizer)
+    assert replace(other, ids=tokens.ids) == tokens
+    changes = [token != changed for token, changed in zip(tokens.ids, other.ids, strict=True)]
+    free = [name in ("T1", "T2") and not chat for name, chat in zip(tokens.segments, tokens.delimiters, strict=True)]
+    assert not any(changed for changed, own in zip(changes, free, strict=True) if not own)
+    assert np.mean([changed for changed, own in zip(changes, free, strict=True) if own]) > 0.9

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvprobe.probing.variants import Variants
 from kvprobe.studies.multihop import AVAILABLE_SESSIONS
-from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, Session, agreeing, conversation, sessions
+from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, Session, conversation, sessions
 from kvprobe.tasks.passcode import draw_codes
 from tests.refusals import refused
 
@@ -52,7 +53,7 @@ def test_turns_are_short_and_each_has_a_summary_right_after_it(session: Session)
 def test_codes_shift_no_token(tokenizer: Any):
     codes = draw_codes(3, np.random.default_rng(0), tokenizer)
     for session in sessions():
-        rows = agreeing(session, codes, tokenizer)
+        rows = Variants.of((conversation(session, code) for code in codes), tokenizer).rows
         for row, code in zip(rows, codes, strict=True):
             for part in ("code", "answer"):
                 place = row.part(part)
@@ -65,7 +66,8 @@ def test_codes_shift_no_token(tokenizer: Any):
 
 
 def test_codes_that_shift_the_tokens_after_them_are_refused(tokenizer: Any):
-    refused(lambda: agreeing(sessions()[0], ["48213", "482135"], tokenizer), "use a model that tokenises digits apart")
+    chats = [conversation(sessions()[0], code) for code in ("48213", "482135")]
+    refused(lambda: Variants.of(chats, tokenizer), "use a model that tokenises them apart")
 
 
 def test_a_session_of_seven_turns_is_refused():

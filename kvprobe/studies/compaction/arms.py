@@ -1,16 +1,17 @@
 """The arms of the study: a full factorial of provenance × position mode × delimiters, each a policy."""
 
 from dataclasses import dataclass
-from itertools import combinations, product
-from math import prod
+from itertools import product
 from typing import get_args
 
 from kvprobe.cache.cache import PositionMode
+from kvprobe.experiments.factorial import effects_of
 from kvprobe.policies.mask_spans import Delimiters, MaskSpans
 from kvprobe.policies.policy import Provenance
 
 HIDDEN_SEGMENTS = ("T1", "T2")
 MODES: tuple[PositionMode, ...] = ("gapped", "contiguous")
+FACTORS = ("provenance", "positions", "delimiters")
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,11 @@ class Arm:
     def policy(self) -> MaskSpans:
         return MaskSpans(HIDDEN_SEGMENTS, self.delimiters, mode=self.mode, provenance=self.provenance)
 
-    def sign(self, effect: str) -> int:
-        """On which side of a contrast it stands: 1 or -1."""
-        high = {
-            "provenance": self.provenance == "retained",
-            "positions": self.mode == "gapped",
-            "delimiters": self.delimiters == "kept",
-        }
-        return prod(1 if high[factor] else -1 for factor in effect.split(JOINED))
+    @property
+    def high(self) -> dict[str, bool]:
+        """Whether it is at the high level of each factor."""
+        levels = (self.provenance == "retained", self.mode == "gapped", self.delimiters == "kept")
+        return dict(zip(FACTORS, levels, strict=True))
 
 
 ARMS = tuple(Arm(*levels) for levels in product(get_args(Provenance), MODES, get_args(Delimiters)))
@@ -47,8 +45,4 @@ MASK, RESTART = (
 )
 """The pair that differs in provenance alone."""
 
-FACTORS = ("provenance", "positions", "delimiters")
-JOINED = " × "
-EFFECTS = tuple(JOINED.join(factors) for size in (1, 2, 3) for factors in combinations(FACTORS, size))
-"""Main effects, then interactions. For one factor, the mean of the arms at its high level less that of the others; for
-several, half the change of that difference from the low to the high level of each other."""
+EFFECTS = effects_of(FACTORS)

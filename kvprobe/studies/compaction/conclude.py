@@ -6,17 +6,17 @@ from typing import Any
 import pandas as pd
 
 from kvprobe.experiments.estimands import Difference, Estimand, Mean, measure
-from kvprobe.experiments.study import Conclusion, Control
+from kvprobe.experiments.factorial import contrast
+from kvprobe.experiments.light_cone import light_cone
+from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
-from kvprobe.report.findings import Findings
 from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED
 from kvprobe.studies.compaction import Config
 from kvprobe.studies.compaction.arms import ARMS, EFFECTS, FACTORS, HIDDEN_SEGMENTS, MASK, RESTART
-from kvprobe.studies.compaction.collect import TARGET
 from kvprobe.studies.compaction.reading import CONDITIONS, LOOKED_AT, PAIRS
 from kvprobe.tasks.compaction import KINDS, compacted_conversation, compactions
-from kvprobe.tasks.passcode import contexts
+from kvprobe.tasks.passcode import CODE, contexts
 from kvprobe.tidy import Rows, Where, beside
 from kvprobe.wording import few_clusters
 
@@ -49,12 +49,11 @@ HIDDEN = "hidden turns"
 def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
     findings = measure(prepared(tables), estimands(), (attended(tables["attention"]), ATTENTION))
-    conversations, variation = tables["conversations"], tables["variation"]
-    findings.number("chance", TARGET.chance)
+    conversations = tables["conversations"]
+    findings.number("chance", CODE.chance)
     findings.number("reply_tokens", conversations["tokens"][conversations["condition"] == "full"].mean(), "tokens")
-    findings.number("variation", variation["variation"][variation["layer"] < 2].max(), layers="0 and 1")
-    last = variation["layer"] == variation["layer"].max()
-    findings.number("variation", variation["variation"][last].max(), layers="last")
+    cannot = "where slots are retained, K and V of T3 at layers 0 and 1 cannot depend on the code"
+    control = light_cone(findings, "variation", tables["variation"], model.round_off, cannot)
     first = conversations[conversations["context"] == 0].set_index("condition")
     chat = compacted_conversation(contexts()[0], compactions()[0], code := str(tables["samples"]["code"][0]))
     facts: dict[str, Any] = {
@@ -63,8 +62,7 @@ def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclu
         "answers": {name: {kind: str(first[f"answer_{kind}"][name]) for kind in KINDS} for name in CONDITIONS},
         "layers": model.geometry.n_layers,
     }
-    few = few_clusters(config.contexts, "conversations")
-    return Conclusion(findings, [light_cone(findings, model.round_off)], facts, few)
+    return Conclusion(findings, [control], facts, few_clusters(config.contexts, "conversations"))
 
 
 def prepared(tables: Mapping[str, Rows]) -> Rows:
@@ -80,7 +78,7 @@ def prepared(tables: Mapping[str, Rows]) -> Rows:
     unrelated = [beside(rows, "value", {"condition": name}, ("context", "outcome")) for name in PAIRS[1]]
     rows["beyond"] = rows["value"] - unrelated[0].where(rows["condition"] == MASK.name, unrelated[1])
     for effect in EFFECTS:
-        rows[effect] = rows["condition"].map({arm.name: 2 * arm.sign(effect) for arm in ARMS}) * rows["value"]
+        rows[effect] = rows["condition"].map({arm.name: contrast(effect, arm.high) for arm in ARMS}) * rows["value"]
     return rows
 
 
@@ -133,13 +131,3 @@ ATTENTION: tuple[Estimand, ...] = (
     Mean(name="went_by_layer", of="went", by=("layer", "place"), cluster="context"),
     Mean(name="moved", of="moved", by=("place",), where=WENT, cluster="context"),
 )
-
-
-def light_cone(findings: Findings, allowed: float) -> Control:
-    """Whether the code stays out of what it cannot reach."""
-    near, far = (findings.at("variation", layers=layers).mean for layers in ("0 and 1", "last"))
-    return Control(
-        "Light cone: where slots are retained, K and V of T3 at layers 0 and 1 cannot depend on the code. They vary by "
-        f"{near:.1e} of their size (allowed for round-off: {allowed:.1e}); at the last layer by {far:.1e}.",
-        near <= allowed,
-    )

@@ -11,20 +11,18 @@ from kvprobe.inference.model import Model
 from kvprobe.probes.candidate import candidate_probe
 from kvprobe.probes.card import Arm, Training
 from kvprobe.probes.publishing import PROBES
+from kvprobe.probing.arms import Arms
+from kvprobe.probing.by_split import picked_sites
 from kvprobe.probing.claims import FLOOR, Probing
 from kvprobe.probing.controls import random_model
-from kvprobe.probing.differences import less_restart, nothing
-from kvprobe.probing.probe import embeddings
-from kvprobe.probing.probe_features import probe_features
-from kvprobe.probing.splits import centred_within
+from kvprobe.probing.probe_arms import UNTRAINED, probe_arm, probe_change
 from kvprobe.stats import estimate
 from kvprobe.studies.leakage import Config
-from kvprobe.studies.leakage.reading import FLOORS, USE_ARMS, Parts, read
+from kvprobe.studies.leakage.reading import FLOORS, USE_ARMS, read
 
 ARMS = ("before", "hidden", "direct", "masked", "restart")
 CHANGED = {"masked": "masked less restart", "direct": "direct less restart"}
 """Arms of what the hidden turns changed: slots less those of their restart."""
-UNTRAINED = "untrained"
 KEPT: dict[str, tuple[str, Arm, str]] = {
     "masked": ("T3", "retained", "the {secret} that a turn stated before it was masked"),
     "direct": ("summary2", "direct", "the {secret} that a turn stated, from the summary that is read after it"),
@@ -36,42 +34,35 @@ Probings = Mapping[str, Probing]
 
 def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     """Tables of rows, see `tables_of`; the probes of a run of several conversations are written into it."""
-    parts = read(model, config, run, "context")
+    arms = read(model, config, run, "context")
     untrained = read(random_model(model, config.seed), config, run, UNTRAINED) if config.untrained else None
-    probings = probings_of(model, parts, untrained, config)
+    probings = probings_of(model, arms, untrained, config)
     if config.contexts > 1:
-        keep_probes(model, parts, probings, config, run)
-    return tables_of(parts, probings)
+        keep_probes(model, arms, probings, config, run)
+    return tables_of(arms, probings)
 
 
-def probings_of(model: Model, parts: Parts, untrained: Parts | None, config: Config) -> dict[str, Probing]:
+def probings_of(model: Model, arms: Arms, untrained: Arms | None, config: Config) -> dict[str, Probing]:
     """By arm, what probes make of it.
 
     Args:
         untrained: what a model before training gave on the same conversations.
     """
-    rng = np.random.default_rng([config.seed, 2])
+    known: dict[str, Any] = {"folds": config.folds, "rng": np.random.default_rng([config.seed, 2])}
     probings = {}
     for arm in ("masked", "direct", "hidden"):
-        features, floors = parts.features(arm), {}
-        if arm in FLOORS:
-            floors = {FLOOR: parts.features(FLOORS[arm]), "embedding": embeddings(model, features)}
-            if untrained is not None:
-                floors[UNTRAINED] = untrained.features(arm)
-        if arm == "masked":
-            floors["before"] = parts.features("before")
+        others = ("before",) if arm == "masked" else ()
+        floors: dict[str, Any] = {"restart": FLOORS[arm], "untrained": untrained} if arm in FLOORS else {}
         # The ceiling needs no p-values.
-        count, note = config.permutations if arm in FLOORS else 0, f"Fitting probes, {arm}"
-        probings[arm] = probe_features(features, floors, folds=config.folds, permutations=count, rng=rng, note=note)
+        count = config.permutations if arm in FLOORS else 0
+        probings[arm] = probe_arm(model, arms, arm, **floors, others=others, permutations=count, **known)
     # In one conversation the restart is one vector, and taking it away changes nothing.
     for arm, name in CHANGED.items() if config.contexts > 1 else ():
-        changed, count = less_restart(parts.features(arm), parts.features(FLOORS[arm])), config.permutations
-        floors, note = {FLOOR: nothing(changed)}, f"Fitting probes, {name}"
-        probings[name] = probe_features(changed, floors, folds=config.folds, permutations=count, rng=rng, note=note)
+        probings[name] = probe_change(arms, arm, FLOORS[arm], permutations=config.permutations, **known)
     return probings
 
 
-def tables_of(parts: Parts, probings: Probings) -> dict[str, pd.DataFrame]:
+def tables_of(arms: Arms, probings: Probings) -> dict[str, pd.DataFrame]:
     """What was read, and by which probes.
 
     `samples` has two kinds of rows (`measure`). Of `use`, one per sample and cache (`condition`): what the model makes
@@ -80,89 +71,44 @@ def tables_of(parts: Parts, probings: Probings) -> dict[str, pd.DataFrame]:
 
     The others have a column `arm`. `probes`, `readings`, `codelength` and `sparse` are those of
     `kvprobe.probing.claims.Probing`; `picks` has the site that each fold chose; `reach` has how far K and V of T3 vary
-    with the secret, relative to their size, at layers 0 and 1 (which it cannot reach) and at the last.
+    with the secret, relative to their size, by layer (it cannot reach layers 0 and 1).
     """
-    summary, floors = ("codelength", "sparse"), probings["masked"].floors
-    by_site: dict[str, Any] = {arm: probing.table for arm, probing in probings.items()}
-    by_site |= {arm: floors[floors["floor"] == arm].drop(columns="floor") for arm in ("before", FLOOR)}
+    masked, every = probings["masked"], probings.items()
+    by_floor = masked.floors.set_index("floor")
+    floors = {floor: by_floor.loc[floor] for floor in ("before", FLOOR)}
+    by_site = {arm: probing.table for arm, probing in every} | floors
     drawn = [*ARMS, *(arm for arm in CHANGED.values() if arm in by_site)]
-    picks = [
-        {"arm": arm, "split": split, "fold": fold, "family": family, **site._asdict()}
-        for arm, probing in probings.items()
-        for split, chosen in probing.picks.items()
-        for fold, (family, site) in enumerate(chosen)
-    ]
+    hits = {arm: probing.hits() for arm, probing in every} | {floor: masked.hits(floor) for floor in floors}
+    samples = pd.concat(
+        [arms.use(USE_ARMS).assign(measure="use"), joined(hits, "condition").assign(measure="probe")],
+        ignore_index=True,
+    )
     return {
-        "samples": samples_of(parts, probings),
+        "samples": samples.assign(context=arms.contexts[samples["sample"]], secret=arms.named("-")[samples["sample"]]),
         "probes": joined({arm: by_site[arm] for arm in drawn}),
-        "readings": joined({arm: probing.summary for arm, probing in probings.items()}),
-        **{name: joined({arm: getattr(probing, name) for arm, probing in probings.items()}) for name in summary},
-        "picks": pd.DataFrame(picks),
-        "reach": reach_of(parts),
+        "readings": joined({arm: probing.summary for arm, probing in every}),
+        "codelength": joined({arm: probing.codelength for arm, probing in every}),
+        "sparse": joined({arm: probing.sparse for arm, probing in every}),
+        "picks": joined({arm: picked_sites(probing.picks) for arm, probing in every}),
+        "reach": arms.variation("masked").assign(arm="masked"),
     }
 
 
-def joined(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+def joined(tables: Mapping[str, pd.DataFrame], column: str = "arm") -> pd.DataFrame:
     """The tables of several arms."""
-    return pd.concat([table.assign(arm=arm) for arm, table in tables.items()], ignore_index=True)
+    return pd.concat([table.assign(**{column: arm}) for arm, table in tables.items()], ignore_index=True)
 
 
-def samples_of(parts: Parts, probings: Probings) -> pd.DataFrame:
-    """One row per sample and cache, and one per sample, place, split and arm; see `tables_of`."""
-    secrets = ["-".join(parts.target.classes[label] for label in row) for row in parts.labels.tolist()]
-    samples = {"sample": np.arange(len(secrets)), "context": parts.contexts, "secret": secrets}
-    use = {name: parts.tensor(name).double() for name in ("logprob", "margin", "correct", "kl")}
-    tables = [
-        pd.DataFrame(
-            {
-                **samples,
-                "measure": "use",
-                "condition": arm,
-                "logprob": use["logprob"][:, index].sum(1),
-                "margin": use["margin"][:, index].sum(1),
-                "kl_from_full": use["kl"][:, index],
-                "token_accuracy": use["correct"][:, index].mean(1),
-            }
-        )
-        for index, arm in enumerate(USE_ARMS)
-    ]
-    known = {(split, arm): (probing, "retained") for arm, probing in probings.items() for split in probing.picks}
-    known |= {
-        (split, arm): (probings["masked"], arm) for split in probings["masked"].picks for arm in ("before", FLOOR)
-    }
-    for (split, arm), (probing, reading) in known.items():
-        keys = {**samples, "measure": "probe", "condition": arm, "split": split}
-        for index, place in enumerate(parts.target.places):
-            right, floor = (probing.right.get((split, name)) for name in (reading, FLOOR))
-            assert right is not None
-            held = np.nan if floor is None else floor[index].astype(float)
-            tables.append(pd.DataFrame({**keys, "place": place, "right": right[index].astype(float), "floor": held}))
-    return pd.concat(tables, ignore_index=True)
-
-
-def reach_of(parts: Parts) -> pd.DataFrame:
-    """How far K and V of T3 vary with the secret; the largest number over what probes read of them."""
-    rows = []
-    for family in ("k", "v"):
-        vectors = parts.tensor(f"masked.{family}")
-        for layer in dict.fromkeys((0, 1, vectors.shape[1] - 1)):
-            of_layer = vectors[:, layer]
-            varies = centred_within(of_layer, parts.contexts).abs().max() / of_layer.abs().max()
-            rows.append({"arm": "masked", "family": family, "layer": layer, "varies": float(varies)})
-    return pd.DataFrame(rows)
-
-
-def keep_probes(model: Model, parts: Parts, probings: Probings, config: Config, run: Run) -> None:
+def keep_probes(model: Model, arms: Arms, probings: Probings, config: Config, run: Run) -> None:
     """Train a probe for each arm on all samples, and write it with its card into the run."""
-    margin = parts.tensor("margin").double().sum(2)
-    gained = margin[:, USE_ARMS.index("retained")] - margin[:, USE_ARMS.index("restart")]
-    use = estimate(gained.numpy(), parts.contexts)
+    margin = arms.use(USE_ARMS).pivot(index="sample", columns="condition", values="margin")
+    use = estimate((margin["retained"] - margin["restart"]).to_numpy(), arms.contexts)
     for arm, (segment, seen, what) in KEPT.items():
-        restart = parts.features(FLOORS[arm]) if arm in FLOORS else None
+        restart = arms.features(FLOORS[arm]) if arm in FLOORS else None
         for changed in (False, True) if arm in CHANGED else (False,):
             probe = candidate_probe(
                 model,
-                parts.features(arm),
+                arms.features(arm),
                 probings[CHANGED[arm] if changed else arm],
                 Training("leakage", what.format(secret=config.secret), segment, seen),
                 restart=restart,

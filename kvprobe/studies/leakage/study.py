@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from kvprobe.experiments.study import Claim, Study
+from kvprobe.report import probings
 from kvprobe.report.findings import Key
 from kvprobe.report.plots import ARM_COLOURS
 from kvprobe.report.plots.dots import Dots, Panel
@@ -12,9 +13,8 @@ from kvprobe.studies.leakage import Config
 from kvprobe.studies.leakage.collect import ARMS as SEGMENTS
 from kvprobe.studies.leakage.collect import collect
 from kvprobe.studies.leakage.conclude import conclude
-from kvprobe.wording import count, percent, plain, points, share, signed
+from kvprobe.wording import percent, points, share, signed
 
-FAMILIES = {"k": "K (keys)", "v": "V (values)", "resid_post": "residual stream"}
 ARMS = {
     "hidden": "T2 itself, after the secret",
     "direct": "direct: summary 2, saw T2",
@@ -25,15 +25,9 @@ ARMS = {
     "masked less restart": "masked, less its restart",
 }
 READINGS = {
-    "retained": "the slots themselves",
+    **probings.READINGS,
     "restart": "the restart: these tokens computed without T1 and T2",
     "before": "the slots of summary 1, before the secret was stated",
-    "embedding": "input embeddings of these tokens",
-    "untrained": "the same slots in a model of random weights",
-    "hash control": "the slots, asked for labels that can only be memorised",
-    "context": "no slots: the commonest label of the conversation",
-    "text": "no slots: the commonest label of this text",
-    "majority": "no slots: the commonest label",
 }
 USE = {
     "margin": "margin of the true secret over others (nats)",
@@ -47,7 +41,7 @@ CACHES = {
 
 
 def family(keys: Mapping[str, Key]) -> str:
-    return FAMILIES[str(keys["family"])]
+    return probings.FAMILIES[str(keys["family"])]
 
 
 def by_layer(file: str, read: str, slots: str) -> Lines:
@@ -125,7 +119,7 @@ STUDY = Study(
     labels={
         "arm": ARMS,
         "reading": READINGS,
-        "family": FAMILIES,
+        "family": probings.FAMILIES,
         "condition": {"full": "everything in view", "retained": "T1 and T2 masked", "restart": "restart (recomputed)"},
         "code": {
             "bits": "from the slots",
@@ -141,13 +135,10 @@ STUDY = Study(
         "labels": {"code": "digits", "name": "first names", "topic": "topics", "sentiment": "moods"},
     },
     written={
-        **dict.fromkeys(("accuracy", "site", "by_place", "token_accuracy", "sparse"), percent),
-        **dict.fromkeys(("lead", "leak"), points),
+        **probings.WRITTEN,
+        **dict.fromkeys(("by_place", "token_accuracy"), percent),
         **dict.fromkeys(("gained", "use"), signed),
-        "bits": plain,
-        "codelength": lambda value: f"{value.mean:.2f}",
-        "sparse_random": lambda value: f"{100 * value.mean:.0f} %",
-        **dict.fromkeys(("sites", "detected", "lowest_layer", "picked"), count),
+        "leak": points,
         "chance": share,
     },
 )

@@ -16,24 +16,27 @@ from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
 from kvprobe.stats import DIFFERENCE, SHARE
 from kvprobe.studies.multihop import Config
-from kvprobe.studies.multihop.collect import TARGET
-from kvprobe.studies.multihop.reading import ARMS, DISTANCES, PLACES, lowest_layer
+from kvprobe.studies.multihop.reading import ALL, ARMS, DISTANCES, PLACES, lowest_layer
 from kvprobe.tasks.hops import TURN_NAMES, conversation, sessions
+from kvprobe.tasks.passcode import CODE
 from kvprobe.tidy import Rows, beside
 from kvprobe.wording import few_clusters
 
 AT = ("split", "arm", "distance")
 SITE = ("family", "layer", "read")
-ALL = "all"
-"""The arm of what is the same in all of them."""
 
 
 def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
     """Findings, controls and facts of a run."""
-    others = (tested(tables["transfer"]), TRANSFER), (tables["picks"].assign(folds=1), PICKS)
-    findings = measure(prepared(tables), estimands(), *others)
-    findings.number("chance", TARGET.chance)
-    add_layers(findings, tables["probes"])
+    probes = by_arm(tables["probes"])
+    findings = measure(
+        prepared(tables),
+        estimands(),
+        (tested(tables["transfer"]), TRANSFER),
+        (tables["picks"].assign(folds=1), PICKS),
+        (probes.assign(above=probes["accuracy"] - CODE.chance), (BY_LAYER,)),
+    )
+    findings.number("chance", CODE.chance)
     control = light_cone(findings, tables["variation"], model.round_off)
     chat = conversation(sessions()[0], code := str(tables["samples"]["code"][0]))
     facts = {
@@ -52,9 +55,13 @@ def prepared(tables: Mapping[str, Rows]) -> Rows:
     forced = {"condition": "retained", "arm": "hop-forced"}
     read["leak"] = read["accuracy"] - at_restart
     read["direct"] = read["accuracy"] - beside(read, "accuracy", forced, ("sample", "split", "distance"))
-    by_arm = [read[read["arm"].isin((ALL, arm))].assign(arm=arm, kind="arm") for arm in ARMS]
-    rows = pd.concat([read.assign(kind="place"), *by_arm, tables["samples"].assign(kind="use", distance=0)])
-    return rows.reset_index(drop=True)
+    used = tables["samples"].assign(kind="use", distance=0)
+    return pd.concat([read.assign(kind="place"), by_arm(read).assign(kind="arm"), used], ignore_index=True)
+
+
+def by_arm(rows: Rows) -> Rows:
+    """The rows of each arm, with what all arms share in each of them."""
+    return pd.concat([rows[rows["arm"].isin((ALL, arm))].assign(arm=arm) for arm in ARMS])
 
 
 def estimands() -> Iterator[Estimand]:
@@ -62,13 +69,13 @@ def estimands() -> Iterator[Estimand]:
 
     def family(name: str, headline: bool) -> dict[str, Any]:
         together = {"together": (), "family": "headline"} if headline else {"together": ("split",), "family": name}
-        return {"cluster": "session", **together}
+        return {"cluster": "context", **together}
 
     by = ("condition", *AT)
-    yield HeldOut(name="read", of="accuracy", by=by, where={"kind": "arm"}, cluster="session", within=SHARE)
-    yield HeldOut(name="bits", of="bits", by=by, where={"kind": "arm"}, cluster="session", within=INFORMATION)
+    yield HeldOut(name="read", of="accuracy", by=by, where={"kind": "arm"}, cluster="context", within=SHARE)
+    yield HeldOut(name="bits", of="bits", by=by, where={"kind": "arm"}, cluster="context", within=INFORMATION)
     restart = {"kind": "place", "condition": "restart"}
-    yield HeldOut(name="floor", of="accuracy", by=("split",), where=restart, cluster="session", within=SHARE)
+    yield HeldOut(name="floor", of="accuracy", by=("split",), where=restart, cluster="context", within=SHARE)
     for split in SPLITS:
         place, arm = ({"kind": kind, "condition": "retained", "split": split} for kind in ("place", "arm"))
         later = {**arm, "distance": tuple(DISTANCES[1:])}
@@ -81,12 +88,12 @@ def estimands() -> Iterator[Estimand]:
             yield HeldOut(name="direct", of="direct", by=AT, where={**place, "arm": way}, within=DIFFERENCE, **direct)
     for name in ("logprob", "margin", "kl", "token_accuracy"):
         known: dict[str, Any] = {"unit": "nats"} if name != "token_accuracy" else {"within": SHARE}
-        yield Mean(name=name, of=name, by=("condition",), where={"kind": "use"}, cluster="session", **known)
+        yield Mean(name=name, of=name, by=("condition",), where={"kind": "use"}, cluster="context", **known)
     for name in ARMS:
         masked, restarted = ({"kind": "use", "condition": condition} for condition in (name, f"restart, {name}"))
         pair: dict[str, Any] = {"where": masked, "less": restarted, "keys": {"arm": name}, "unit": "nats"}
         yield Difference(name="gain", of="margin", **pair, **family("gain", True))
-        yield Difference(name="gain_logprob", of="logprob", cluster="session", **pair)
+        yield Difference(name="gain_logprob", of="logprob", cluster="context", **pair)
 
 
 def tested(transfer: Rows) -> Rows:
@@ -95,22 +102,20 @@ def tested(transfer: Rows) -> Rows:
 
 
 TRANSFER: tuple[Estimand, ...] = tuple(
-    HeldOut(name=name, of="accuracy", by=("split", "arm", *by), cluster="session", within=SHARE)
+    HeldOut(name=name, of="accuracy", by=("split", "arm", *by), cluster="context", within=SHARE)
     for name, by in (("transfer", ("trained", "tested")), ("transfer_mean", ("tested_at",)))
 )
+BY_LAYER = Total(
+    name="by_layer",
+    of="above",
+    by=("family", "arm", "layer", "distance"),
+    where={"condition": "retained", "split": "paired", "read": "mean"},
+)
+"""Accuracy above chance of the probe of averaged slots."""
 PICKS: tuple[Estimand, ...] = (
     Total(name="picked", of="folds", by=(*AT, *SITE), where={"picks": "read"}),
     Total(name="transfer_picked", of="folds", by=("split", "arm", *SITE), where={"picks": "transfer"}),
 )
-
-
-def add_layers(findings: Findings, probes: Rows) -> None:
-    """Accuracy above chance of the probe of averaged slots at every layer, paired, in each arm."""
-    averaged = probes[(probes["condition"] == "retained") & (probes["split"] == "paired") & (probes["read"] == "mean")]
-    for arm in ARMS:
-        for row in averaged[averaged["arm"].isin((ALL, arm))].itertuples():
-            keys = {"family": row.family, "arm": arm, "layer": row.layer, "distance": row.distance}
-            findings.number("by_layer", row.accuracy - TARGET.chance, **keys)
 
 
 def light_cone(findings: Findings, variation: Rows, allowed: float) -> Control:
@@ -119,7 +124,7 @@ def light_cone(findings: Findings, variation: Rows, allowed: float) -> Control:
     worst = 0.0
     for arm, distance in PLACES:
         by_layer = varies[arm, distance]
-        lowest = lowest_layer(next(first for first in ARMS if arm in (ALL, first)), distance)
+        lowest = lowest_layer(arm, distance)
         findings.number("lowest", lowest, arm=arm, distance=distance)
         worst = max(worst, below := float(by_layer[by_layer.index < lowest].max()))
         for layers, value in {"below": below, "there": by_layer.get(lowest), "last": by_layer.iloc[-1]}.items():

@@ -7,25 +7,27 @@ which never sees the first turn, is read once per session. What is masked for go
 costs less.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.inference.capture import Captured
-from kvprobe.inference.forced import forced_logits
+from kvprobe.inference.forced import asked_logits
 from kvprobe.inference.model import Model
-from kvprobe.inference.outcomes import use_measurements
+from kvprobe.layers.light_cone import lowest_layers
 from kvprobe.models.lens import Family
-from kvprobe.probing.features import read_outs
-from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, agreeing, conversation
+from kvprobe.probing.arms import arm_read_outs
+from kvprobe.probing.variants import Logits, Variants
+from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, conversation
 from kvprobe.text.tokens import Tokens
 
-Arm = Literal["open", "hop-forced", "skip"]
+Arm = Literal["all", "open", "hop-forced", "skip"]
+ALL: Arm = "all"
+"""The arm of what is the same in all of them."""
 ARMS: tuple[Arm, ...] = ("open", "hop-forced", "skip")
 DISTANCES = range(TURNS)
 FORK = 2
@@ -35,38 +37,39 @@ SHOWN = "T1 shown"
 code."""
 USE_ARMS = (SHOWN, *ARMS, *(f"restart, {arm}" for arm in ARMS))
 
-Place = tuple[str, int]
+Place = tuple[Arm, int]
 """Arm and distance."""
 
 
 def summaries_seen(arm: Arm, turn: int) -> tuple[str, ...]:
-    """The summaries in view while this turn (from 2 on; TURNS + 1 is the last question) and its summary are read.
+    """The summaries in view while this turn (from 1 on; TURNS + 1 is the last question) and its summary are read.
 
     `open`: all of them. `hop-forced`: the last one alone, so that what arrives has passed through each. `skip`: the
     first one alone, so that what arrives has passed through none but that.
     """
-    seen = {"open": slice(0, turn - 1), "hop-forced": slice(turn - 2, turn - 1), "skip": slice(0, 1)}
-    return SUMMARY_NAMES[seen[arm]]
+    before = SUMMARY_NAMES[: turn - 1]
+    return {"hop-forced": before[-1:], "skip": before[:1]}.get(arm, before)
 
 
 def lowest_layer(arm: Arm, distance: int) -> int:
-    """The first layer at which K and V of the summary at this distance can vary with what the first turn held.
-
-    The turn's own K and V vary from layer 0 on, as its tokens do. A slot that attends to slots which vary from layer l
-    on does so itself in the residual stream after layer l, and so in K and V from layer l + 1 on.
-    """
-    first = {SUMMARY_NAMES[0]: 1}
-    for turn in range(2, distance + 2):
-        first[SUMMARY_NAMES[turn - 1]] = 1 + min(first[name] for name in summaries_seen(arm, turn))
-    return first[SUMMARY_NAMES[distance]]
+    """The first layer at which K and V of the summary at this distance can vary with what the first turn held."""
+    views = {summary: summaries_seen(arm, turn) for turn, summary in enumerate(SUMMARY_NAMES, 1)}
+    lowest = lowest_layers(TURN_NAMES[0], {**views, SUMMARY_NAMES[0]: TURN_NAMES[:1]})[SUMMARY_NAMES[distance]]
+    assert lowest is not None
+    return lowest
 
 
 def place(arm: Arm, distance: int) -> Place:
     """Under which name features are kept: those before the fork belong to all arms."""
-    return (arm if distance >= FORK else "all"), distance
+    return (arm if distance >= FORK else ALL), distance
 
 
 PLACES: tuple[Place, ...] = tuple(dict.fromkeys(place(arm, distance) for arm in ARMS for distance in DISTANCES))
+
+
+def name_of(condition: str, at: Place) -> str:
+    """What is read at a place, as `kvprobe.probing.arms` calls it."""
+    return f"{condition}.{at[0]}.{at[1]}"
 
 
 def read_session(
@@ -76,111 +79,65 @@ def read_session(
 
     Returns:
         `retained.arm.distance.family` of shape `[codes, layers, reads, dim]` for each of `PLACES`, and the same with
-        `restart` and one row; `digits` `[codes, digits]`; and what `use_measurements` gives for `USE_ARMS`.
+        `restart` and one row; the digits as `labels` `[codes, digits]`; and what `use_measurements` gives for
+        `USE_ARMS`.
     """
-    whole = agreeing(session, codes, model.tokenizer)
-    layout = whole[0]
-    start, second = layout.part("code").start, layout.span(TURN_NAMES[1]).start
+    variants = Variants.of((conversation(session, code) for code in codes), model.tokenizer)
+    layout = variants.layout
+    start, second, answer = layout.part("code").start, layout.span(TURN_NAMES[1]).start, layout.part("answer")
+    question = layout[layout.span("Q").start : answer.start]
     without = conversation(session, codes[0]).without(TURN_NAMES[0]).tokens(model.tokenizer)
     afresh = without[: without.span(TURN_NAMES[1]).start]
 
-    restart = onwards(
-        model, model.capture(afresh, families, segments=SUMMARY_NAMES[:1], keep_cache=True), layout, families
-    )
+    begun = model.capture(afresh, families, segments=SUMMARY_NAMES[:1], keep_cache=True)
+    shared, restarted = follow(model, begun, layout, families, "restart")
     prefix = model.prefill(layout[:start])
-    every_code = torch.tensor([row.ids[layout.part("answer")] for row in whole], device=model.lanes.device)
-    pieces = []
-    for first in range(0, len(codes), batch):
-        rows = whole[first : first + batch]
+
+    def read(rows: Sequence[Tokens]) -> tuple[dict[str, Tensor], list[Logits]]:
         begun = model.capture(
             [row[start:second] for row in rows], families, past=prefix, segments=SUMMARY_NAMES[:1], keep_cache=True
         )
-        retained = onwards(model, begun, layout, families)
-        caches = {SHOWN: _with_all_in_view(retained.caches["open"])} | dict(retained.caches)
-        asked = [*caches.values(), *restart.caches.values()]
-        logits = [code_logits(model, cache, rows) for cache in asked]
-        mine = range(first, first + len(rows))
-        pieces.append(retained.named("retained") | use_measurements(logits, every_code, mine))
+        tensors, caches = follow(model, begun, layout, families, "retained")
+        asked = [_with_all_in_view(caches["open"]), *caches.values(), *restarted.values()]
+        codes = [row[answer] for row in rows]
+        return tensors, [asked_logits(model, cache, question, codes) for cache in asked]
 
     digits = torch.tensor([[int(digit) for digit in code] for code in codes])
-    joined = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
-    tensors = joined | restart.named("restart") | {"digits": digits}
-    return {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+    return variants.read(batch, read) | shared | {"labels": digits}
 
 
-@dataclass(frozen=True)
-class Followed:
-    """A session that was followed to its end in every arm.
-
-    Attributes:
-        features: what probes read of each summary.
-        caches: what the last question sees.
-    """
-
-    features: Mapping[tuple[Place, Family], Float[Tensor, "rows layers reads dim"]]
-    caches: Mapping[str, KVCache]
-
-    def named(self, condition: str) -> dict[str, Tensor]:
-        """The features under the names of their file."""
-        return {name_of(condition, *key): tensor for key, tensor in self.features.items()}
-
-
-def name_of(condition: str, at: Place, family: str) -> str:
-    """The name of features in a session's file."""
-    return f"{condition}.{at[0]}.{at[1]}.{family}"
-
-
-def onwards(model: Model, begun: Captured, layout: Tokens, families: Sequence[Family]) -> Followed:
-    """Follow a session from its second turn on in every arm.
+def follow(
+    model: Model, begun: Captured, layout: Tokens, families: Sequence[Family], condition: str
+) -> tuple[dict[str, Tensor], dict[Arm, KVCache]]:
+    """Follow a session from its second turn on in every arm: what probes read of each summary, and what the last
+    question sees in each arm.
 
     Args:
         begun: of the tokens before; its first turn, where there is one, is hidden now.
         layout: the tokens of the session, of which all from the second turn up to the answer hold no code.
+        condition: names what is read.
     """
     assert begun.cache is not None
-    features: dict[tuple[Place, Family], Tensor] = {}
-
-    def note(at: Place, captured: Captured) -> KVCache:
-        features.update({(at, family): read_outs(captured.stack(family)) for family in families})
-        assert captured.cache is not None
-        return captured.cache
-
-    def read_turn(cache: KVCache, arm: Arm, distance: int) -> KVCache:
-        tokens = layout[layout.span(TURN_NAMES[distance]).start : layout.span(SUMMARY_NAMES[distance]).stop]
-        past, named = in_view(cache, arm, distance + 1), SUMMARY_NAMES[distance : distance + 1]
-        rows = [tokens] * cache.batch
-        return note(place(arm, distance), model.capture(rows, families, past=past, segments=named, keep_cache=True))
-
-    cache = note(place("open", 0), begun)
-    if TURN_NAMES[0] in cache.ledger.names:
-        cache = cache.mask(TURN_NAMES[0])
-    forked = read_turn(cache, "open", 1)
-    caches = {}
-    for arm in ARMS:
-        cache = forked
-        for distance in DISTANCES[FORK:]:
-            cache = read_turn(cache, arm, distance)
-        caches[arm] = in_view(cache, arm, TURNS + 1)
-    return Followed(features, caches)
+    hidden = [name for name in TURN_NAMES[:1] if name in begun.cache.ledger.names]
+    caches: dict[Arm, KVCache] = {ALL: begun.cache.mask(*hidden) if hidden else begun.cache}
+    tensors = arm_read_outs(name_of(condition, PLACES[0]), begun)
+    for arm, distance in PLACES[1:]:
+        named = SUMMARY_NAMES[distance : distance + 1]
+        tokens = layout[layout.span(TURN_NAMES[distance]).start : layout.span(*named).stop]
+        past = in_view(caches.get(arm, caches[ALL]), arm, distance + 1)
+        read = model.capture([tokens] * past.batch, families, past=past, segments=named, keep_cache=True)
+        assert read.cache is not None
+        caches[arm] = read.cache
+        tensors |= arm_read_outs(name_of(condition, (arm, distance)), read)
+    return tensors, {arm: in_view(caches[arm], arm, TURNS + 1) for arm in ARMS}
 
 
 def in_view(cache: KVCache, arm: Arm, turn: int) -> KVCache:
     """The cache of what is seen while this turn is read. In the arm `open` the first turn stays, masked, to be shown
     again."""
-    kept = ("system", *(TURN_NAMES[:1] if arm == "open" else ()), *summaries_seen(arm, turn))
+    kept = ("system", *(TURN_NAMES[:1] if arm in (ALL, "open") else ()), *summaries_seen(arm, turn))
     return cache.select(*(name for name in kept if name in cache.ledger.names))
 
 
 def _with_all_in_view(cache: KVCache) -> KVCache:
     return replace(cache, ledger=replace(cache.ledger, live=torch.ones_like(cache.ledger.live)))
-
-
-def code_logits(model: Model, cache: KVCache, rows: Sequence[Tokens]) -> Float[Tensor, "rows code_tokens vocab"]:
-    """The distribution of each code token at the end of the question, the true ones before it given.
-
-    Args:
-        cache: of one row, which all of `rows` share, or of as many.
-    """
-    question, answer = rows[0].span("Q").start, rows[0].part("answer")
-    asked, first = model.extend(cache, [rows[0][question : answer.start]] * cache.batch)
-    return forced_logits(model, asked, first, [row[answer] for row in rows])

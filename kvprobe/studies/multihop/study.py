@@ -4,18 +4,14 @@ from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.plots.bars import Bars
 from kvprobe.report.plots.heatmaps import Heatmaps
 from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.report.probings import FAMILIES
 from kvprobe.studies.multihop import Config
-from kvprobe.studies.multihop.collect import TARGET, TRANSFERRED, collect
-from kvprobe.studies.multihop.conclude import ALL, conclude
-from kvprobe.studies.multihop.reading import USE_ARMS, lowest_layer
+from kvprobe.studies.multihop.collect import TRANSFERRED, collect
+from kvprobe.studies.multihop.conclude import conclude
+from kvprobe.studies.multihop.reading import ALL, USE_ARMS, lowest_layer
+from kvprobe.tasks.passcode import CODE
 from kvprobe.wording import formatted, percent, plain, points, signed
 
-FAMILIES = {
-    "k_pre": "K before rotary embedding",
-    "k": "K (keys)",
-    "v": "V (values)",
-    "resid_post": "residual stream",
-}
 SPLITS = {"leave-context-out": "new sessions", "paired": "paired (centred in session)"}
 LATER = "turns after the hidden one"
 
@@ -45,7 +41,7 @@ STUDY = Study(
             y_label="digits read (share)",
             styles={"open": Style("#0072b2"), "hop-forced": Style("#d55e00", "s"), "skip": Style("#cc79a7", "^")},
             band=("floor", "restart floor"),
-            rules=(TARGET.chance,),
+            rules=(CODE.chance,),
             curves=True,
             own_scales=True,
         ),
@@ -74,7 +70,7 @@ STUDY = Study(
                 panel="arm",
                 label="share of digits above chance",
                 where={"split": split},
-                middle=TARGET.chance,
+                middle=CODE.chance,
                 written=".0%",
             )
             for split in TRANSFERRED

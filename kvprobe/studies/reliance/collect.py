@@ -14,8 +14,8 @@ from kvprobe.inference.forced import given_answer
 from kvprobe.inference.model import Model
 from kvprobe.policies import RestartInPlace
 from kvprobe.studies.compaction.arms import HIDDEN_SEGMENTS
-from kvprobe.studies.compaction.reading import irrelevant
 from kvprobe.studies.reliance import Config
+from kvprobe.tasks.compaction import unrelated
 from kvprobe.tasks.passcode import contexts
 from kvprobe.tasks.stated_twice import StatedTwice, Word, stated_twice
 
@@ -39,7 +39,9 @@ def measure(model: Model, case: StatedTwice) -> pd.DataFrame:
         whole = {word: case.talk(turns, word).tokens(model.tokenizer) for word in get_args(Word)}
         ask, begins = whole["own"].span("ask").start, whole["own"].part("answer").start
         read = whole["own"][:ask]
-        cache = model.prefill(irrelevant(model, read, others) if source == "unrelated" else read)
+        cache = model.prefill(
+            unrelated(read, HIDDEN_SEGMENTS, others, model.tokenizer) if source == "unrelated" else read
+        )
         states = {
             "view": cache,
             "retained": cache.mask(*HIDDEN_SEGMENTS),
