@@ -7,7 +7,6 @@ alone does not show. Query heads that share a KV head see the same slots, so vie
 from collections.abc import Sequence
 from dataclasses import replace
 
-import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
