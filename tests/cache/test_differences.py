@@ -1,13 +1,15 @@
-"""Where two caches differ."""
+"""Where two caches differ, and by how much."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.differences import apart, changed_slots
+from kvprobe.cache.differences import FAMILIES, apart, changed_slots, relative_distance
 from kvprobe.faults import Scope, Zeros
 from kvprobe.inference.model import Model
-from tests.random_caches import random_tokens
+from tests.random_caches import random_cache, random_tokens
 from tests.refusals import refused
 
 PROMPT = random_tokens(1, {"system": 4, "T1": 7, "T2": 6})
@@ -36,3 +38,19 @@ def test_distance_is_that_of_the_slots_relative_to_the_largest_number(tiny_llama
     refused(lambda: apart(cache, later, [0]), "= (1, 17) and (1, 9)")
     refused(lambda: changed_slots(cache.fork(2), cache.fork(2)), "one row")
     assert torch.equal(cache.keys[0][:, :, :9], later.keys[0]) or apart(later, cache.select(slots=range(9)), [0]) < 1e-5
+
+
+def test_the_distance_of_a_segment_is_relative_to_the_references_size():
+    reference = random_cache(0, batch=1)
+    inside = reference.ledger.in_segments(["T1"])[0]
+    keys = tuple(torch.where(inside[None, None, :, None], 1.5 * layer, layer) for layer in reference.keys)
+    distance = relative_distance(replace(reference, keys=keys), reference, ("system", "T1"))
+    assert distance.shape == (len(FAMILIES), reference.n_layers, 2)
+    assert distance[0, :, 1].tolist() == pytest.approx([0.5] * reference.n_layers)
+    assert not distance[0, :, 0].any()
+    assert not distance[1].any()
+
+
+def test_keys_are_compared_at_equal_rotation_or_not_at_all():
+    one, other = random_cache(0, batch=1), random_cache(0, batch=1, gaps=True)
+    refused(lambda: relative_distance(one, other, ("T1",)), "same positions")

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.distance import FAMILIES, relative_distance
+from kvprobe.cache.differences import FAMILIES, relative_distance
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.forward import onwards
