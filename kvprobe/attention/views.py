@@ -6,8 +6,8 @@ alone does not show. Query heads that share a KV head see the same slots, so vie
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -65,5 +65,5 @@ def ranked_kv_heads(heads: Rows, of: str, group: int) -> list[KVHead]:
         group: query heads that share a KV head.
     """
     layers, kv_heads = heads["layer"].astype(int), heads["head"].astype(int) // group
-    means: pd.Series = heads.groupby([layers, kv_heads])[of].mean()
+    means: Any = heads.groupby([layers, kv_heads])[of].mean()
     return [(int(layer), int(head)) for layer, head in means.sort_values(ascending=False).index]

@@ -135,7 +135,7 @@ class Tokens(Brief):
             UserError: an unknown or interrupted part, or a segment that is interrupted.
         """
         within = self.part(part)
-        name = self.segments[within.start]
+        name = self.segments[int(within.start)]
         whole, segments = self.span(name), list(self.segments)
         segments[whole.start : within.start] = [f"{name} before"] * (within.start - whole.start)
         segments[within] = [part] * (within.stop - within.start)
