@@ -16,6 +16,26 @@ from kvprobe.faults.struck import Struck
 from kvprobe.names import unknown
 
 Matched = Literal["raw", "layer", "head", "channel", "effect"]
+MATCHED_LABELS: dict[Matched, str] = {
+    "raw": "one deviation everywhere",
+    "layer": "the layer's scale",
+    "head": "each head's scale",
+    "channel": "channel covariance",
+    "effect": "equal effect",
+}
+"""What noise is matched to, in a few words."""
+MATCHED_MEANINGS: dict[Matched, str] = {
+    "raw": "mean 0 and the same deviation in every layer, head and channel",
+    "layer": "mean and deviation of all numbers of the layer's K (or V), as in the article. A few channels with large "
+    "constant keys make this scale large, and all other channels are then hit with it",
+    "head": "mean and deviation of each KV head's numbers",
+    "channel": "mean and covariance of each head's channels, so that a struck slot looks like another slot of that "
+    "head in every channel",
+    "effect": "noise at the layer's scale mixed into what stands there, in the share at which striking one slot moves "
+    "the layer's attention output as far, relative to its norm, in every layer; K and V each have a share and a target "
+    "of their own",
+}
+"""The same at length; the article is "KV Cache is More Robust Than You Think in Large Language Models"."""
 
 _NOISE, _TRIAL = 61, 67
 _WIDEST = 2.0**12

@@ -18,6 +18,12 @@ from kvprobe.text.tokens import GENERATED
 Unit = Literal["slot", "layer", "head", "number"]
 """What is drawn at once: a slot in all layers and heads, a slot of one layer, a slot of one layer and head, or a single
 number of K or V."""
+UNIT_LABELS: dict[Unit, str] = {
+    "slot": "slots are drawn once and struck in all layers and heads of the scope",
+    "layer": "each layer draws slots of its own",
+    "head": "each KV head of each layer draws slots of its own",
+    "number": "single numbers are drawn, for K and for V apart",
+}
 Parts = Literal["kv", "k", "v"]
 Part = Literal["k", "v"]
 Among = Literal["all", "prompt", "generated"]

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.patching.donor import aligned
 from kvprobe.patching.grid import Cell
@@ -34,11 +35,14 @@ def swap_cells(
         metrics: by name. `KL` is that from the donor: how far the patched run still is from it.
 
     Raises:
-        UserError: caches that cannot be aligned, or a metric that is not one finite number.
+        UserError: no cells or metrics, caches that cannot be aligned, or a metric that is not one finite number.
     """
-    after_base, after_donor = suffixes(model, base, donor, suffix)
+    if not metrics or not cells:
+        raise UserError("There is nothing to measure; give at least one cell and one metric.")
+    match = aligned(model.lanes, base, donor)
+    after_base, after_donor = suffixes(model, match.base, match.donor, suffix)
     kept = {name: kept_by(metric) for name, metric in metrics.items()}
-    ends = suffix_logits(model, donor, after_donor, max(kept.values()))
+    ends = suffix_logits(model, match.donor, after_donor, max(kept.values()))
     known = {
         name: metric.to(ends[-kept[name] :]) if isinstance(metric, KL) else metric for name, metric in metrics.items()
     }
@@ -46,7 +50,6 @@ def swap_cells(
     def values(logits: Float[Tensor, "kept vocab"]) -> dict[str, float]:
         return {name: float(measured(metric, logits[-kept[name] :])) for name, metric in known.items()}
 
-    match = aligned(model.lanes, base, donor)
     reader = Reader(model.lanes, match.base, {"full": match.cache, "self": match.base}, after_base)
     order = sorted(cells, key=lambda cell: cell.layers[0])
     start, *patched = [values(row) for rows in reader.passes(order, max(kept.values())) for row in rows]

@@ -11,21 +11,29 @@ import pandas as pd
 import pytest
 import torch
 
-import kvprobe.studies.carriers.groups as swapped
 from kvprobe.cache.cache import KVCache
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.faults.scope import EVERY_LAYER
-from kvprobe.inference.forced import ForcedReply
 from kvprobe.inference.model import Model
 from kvprobe.patching import Cell
-from kvprobe.stats import wilson
 from kvprobe.studies import carriers
 from kvprobe.studies.carriers import Config
 from kvprobe.studies.carriers import collect as collecting
 from kvprobe.studies.carriers.collect import CODES, DIRECTIONS, QUESTIONS, ask
 from kvprobe.studies.carriers.conclude import BOTH, conclude
-from kvprobe.studies.carriers.groups import BEFORE, GROUPS, KINDS, PARTS, SELF, groups
+from kvprobe.studies.carriers.groups import (
+    BEFORE,
+    GROUPS,
+    KINDS,
+    PARTS,
+    SELF,
+    TOKEN,
+    cells,
+    code_cells,
+    groups,
+    token_cells,
+)
 from kvprobe.studies.carriers.study import STUDY
 from kvprobe.tasks.compaction import Compaction, compacted_conversation
 from kvprobe.tidy import chosen
@@ -61,51 +69,30 @@ def slots_of(model: Model) -> dict[str, tuple[int, ...]]:
     return groups(chat.tokens(model.tokenizer))
 
 
-def caches(model: Model) -> tuple[KVCache, KVCache]:
-    """The recomputed and the retained cache, the hidden turn still in place (masked) in the latter."""
-    chat = compacted_conversation(CONTEXTS[0], FOLLOWING[0], PAIR[0])
-    whole, gone = chat.tokens(model.tokenizer), chat.without("T2").tokens(model.tokenizer)
-    retained = model.prefill(whole[: whole.span("ask").start]).mask("T2")
-    return model.prefill(gone[: gone.span("ask").start]), retained
-
-
-def asked_of(model: Model, question: str) -> ForcedReply:
-    chat = compacted_conversation(CONTEXTS[0], FOLLOWING[0], PAIR[0])
-    return ask(model, chat, CONTEXTS[0], FOLLOWING[0], PAIR[0], question)
-
-
-def reply(model: Model, cache: KVCache, asked: ForcedReply) -> tuple[torch.Tensor, float]:
-    """Log-probabilities over the reply, and log p of its answer."""
-    logits = model.extend(cache, asked.suffix, logits=asked.kept)[1][0].log_softmax(-1)
-    return logits, float(logits[-len(asked.answer) :].gather(1, torch.tensor(asked.answer)[:, None]).sum())
-
-
 @pytest.mark.parametrize("question", QUESTIONS)
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize(("group", "part"), [("summary text", "KV"), ("later delimiters", "K"), ("summary", "V")])
 def test_a_swap_is_what_patching_by_hand_and_reading_on_gives(
-    roomy: Model, read: pd.DataFrame, question: str, direction: str, group: str, part: Any
+    roomy: Model, read: pd.DataFrame, question: str, direction: str
 ):
-    recomputed, masked = caches(roomy)
-    retained, asked = masked.evict("T2"), asked_of(roomy, question)
-    base, donor = (recomputed, retained) if direction == "restoring" else (retained, recomputed)
-    slots = torch.zeros(1, base.slots, dtype=torch.bool)
-    slots[0, list(slots_of(roomy)[group])] = True
-    logits, likely = reply(roomy, base.patch(donor, slots=slots, part=part), asked)
-    theirs, _ = reply(roomy, donor, asked)
-    where = {"question": question, "direction": direction, "group": group, "part": part, "band": EVERY_LAYER}
-    row = chosen(read, where).set_index("metric")
-    expected = float((theirs.exp() * (theirs - logits)).sum(-1).mean())
-    assert row.loc["kl", "value"] == pytest.approx(expected, abs=1e-4)
-    assert row.loc["logprob", "value"] == pytest.approx(likely, abs=1e-3)
-    assert row.loc["kl", "donor"] == pytest.approx(0, abs=1e-5)
+    chat = compacted_conversation(CONTEXTS[0], FOLLOWING[0], PAIR[0])
+    whole, gone = chat.tokens(roomy.tokenizer), chat.without("T2").tokens(roomy.tokenizer)
+    masked = roomy.prefill(whole[: whole.span("ask").start]).mask("T2")
+    recomputed, retained = roomy.prefill(gone[: gone.span("ask").start]), masked.evict("T2")
+    asked = ask(roomy, chat, CONTEXTS[0], FOLLOWING[0], PAIR[0], question)
 
+    def likely(cache: KVCache) -> float:
+        logits = roomy.extend(cache, asked.suffix, logits=len(asked.answer))[1][0].log_softmax(-1)
+        return float(logits.gather(1, torch.tensor(asked.answer)[:, None]).sum())
 
-def test_the_retained_cache_is_the_whole_one_with_the_turn_masked(roomy: Model, read: pd.DataFrame):
-    _, likely = reply(roomy, caches(roomy)[1], asked_of(roomy, "hidden"))
-    rows = chosen(read, {"question": "hidden", "metric": "logprob", "direction": "restoring"})
-    assert rows["donor"].iloc[0] == pytest.approx(likely, abs=1e-3)
-    assert rows["base"].iloc[0] != pytest.approx(likely, abs=1e-2)
+    base, donor = (recomputed, masked) if direction == "restoring" else (masked, recomputed)
+    slots = torch.zeros(1, recomputed.slots, dtype=torch.bool)
+    slots[0, list(slots_of(roomy)["summary"])] = True
+    ends = (recomputed, retained) if direction == "restoring" else (retained, recomputed)
+    patched = ends[0].patch(ends[1], slots=slots, part="V")
+    where = {"question": question, "direction": direction, "group": "summary", "part": "V", "band": EVERY_LAYER}
+    row = chosen(read, where).set_index("metric").loc["logprob"]
+    assert [row["base"], row["donor"], row["value"]] == pytest.approx([*map(likely, (base, donor, patched))], abs=1e-3)
+    assert row["base"] != pytest.approx(row["donor"], abs=1e-2)
 
 
 def test_two_codes_change_nothing_before_the_turn_and_reach_what_follows(read: pd.DataFrame):
@@ -115,12 +102,8 @@ def test_two_codes_change_nothing_before_the_turn_and_reach_what_follows(read: p
     assert rows.loc["all after", "effect"] == pytest.approx(rows.loc["all after", "way"], abs=1e-4)
 
 
-def test_the_example_swaps_every_slot_after_the_turn_once(roomy: Model, read: pd.DataFrame):
-    slots = sorted(chosen(read, {"group": swapped.TOKEN, "metric": "kl"})["slot"])
-    assert slots == list(slots_of(roomy)["all after"])
-
-
-def test_a_run_holds_every_number_and_figure(finished: Run):
+def test_a_run_holds_every_number_and_figure(finished: Run, roomy: Model, read: pd.DataFrame):
+    assert sorted(chosen(read, {"group": TOKEN, "metric": "kl"})["slot"]) == list(slots_of(roomy)["all after"])
     conclusion = Conclusion.of(finished.metrics)
     assert len(conclusion.findings.where("share")) == 3 * len(DIRECTIONS) * 2 * len(GROUPS) * len(PARTS)
     assert len(conclusion.findings.where("band_share")) == SMALL.bands * len(DIRECTIONS) * (len(PARTS) + len(KINDS))
@@ -157,13 +140,13 @@ def made_up(
         known = {"context": context, "right": context > 0, "apart": 0.0, "slot": -1, "token": ""}
         for question, direction in product(QUESTIONS, DIRECTIONS):
             place = {"question": question, "direction": direction}
-            tokens = swapped.token_cells((20, 21), LAYERS) if context == 0 and place == FIRST else []
+            tokens = token_cells((20, 21), LAYERS) if context == 0 and place == FIRST else []
             for metric, way in (("kl", -kl(context)), ("logprob", 3.0)):
                 common = known | place | {"metric": metric, "full": 1.0, "full_other": np.nan, "way": way}
-                rows += [row(common, cell, share) for cell in [*swapped.cells(SLOTS, LAYERS), *tokens]]
+                rows += [row(common, cell, share) for cell in [*cells(SLOTS, LAYERS), *tokens]]
         common = known | {"question": CODES, "direction": CODES, "metric": "logit_diff", "way": -code(context)}
         common |= {"full": known_code if context < config.contexts - 1 else -1.0, "full_other": -5.0}
-        rows += [row(common, cell, planted) for cell in swapped.code_cells(SLOTS, LAYERS)]
+        rows += [row(common, cell, planted) for cell in code_cells(SLOTS, LAYERS)]
     return pd.DataFrame(rows)
 
 
@@ -190,28 +173,27 @@ def test_planted_shares_sizes_bands_parts_and_codes_are_found():
     for group, share in PLANTED.items():
         shares = [finding.value.mean for finding in findings.where("share", group=group, part="KV")]
         assert shares == pytest.approx([share] * 12)
-    assert findings.at("share", **FIRST, metric="kl", group="all after", part="K").mean == pytest.approx(0.25)
-    assert findings.at("effect", **FIRST, metric="kl", group="summary", part="KV").mean == pytest.approx(-0.8 * 1.45)
-    assert (
-        findings.at("band_share", direction="removing", group="summary text", part="KV", band="2–3").mean == 0.7 * 0.9
-    )
-    assert findings.at("size", group="later turns").mean == len(SLOTS["later turns"])
-    assert findings.at("distance", question=BOTH).mean == pytest.approx(1.45)
-    assert findings.at("heaviest", question="hidden").mean == pytest.approx(1.9 / 14.5)
-    assert findings.at("foretold", question="summary") == wilson(9, 10)
+    summary = {"group": "summary", "part": "KV"}
+    for name, keys, value in (
+        ("share", {**FIRST, "metric": "kl", "group": "all after", "part": "K"}, 0.25),
+        ("effect", {**FIRST, "metric": "kl", **summary}, -0.8 * 1.45),
+        ("band_share", {"direction": "removing", "group": "summary text", "part": "KV", "band": "2–3"}, 0.7 * 0.9),
+        ("size", {"group": "later turns"}, len(SLOTS["later turns"])),
+        ("distance", {"question": BOTH}, 1.45),
+        ("heaviest", {"question": "hidden"}, 1.9 / 14.5),
+        ("foretold", {"question": "summary"}, 0.9),
+        ("able", {}, 9),
+        ("code_in_view", {}, 10),
+        ("code_masked", {}, 2),
+        ("code_effect", {**summary, "direction": CODES}, 1.6),
+        ("code_share", {"group": "summary"}, 0.16),
+    ):
+        assert findings.at(name, **keys).mean == pytest.approx(value), name
     gaps = {
         (finding.keys["first"], round(finding.value.mean, 9), finding.comparisons) for finding in findings.where("gap")
     }
-    assert gaps == {
-        ("summary", 0.6, 5),
-        ("summary", 0.6, 4),
-        ("summary text", 0.6, 6),
-        ("V", 0.5, 5),
-        ("V", 0.5, 2),
-    }
-    assert [findings.at(name).mean for name in ("able", "code_in_view", "code_masked")] == pytest.approx([9, 10, 2])
-    assert findings.at("code_effect", group="summary", part="KV", direction=CODES).mean == pytest.approx(1.6)
-    assert findings.at("code_share", group="summary").mean == pytest.approx(0.16)
+    of_summary, of_parts = {("summary", 0.6, 5), ("summary", 0.6, 4)}, {("V", 0.5, 5), ("V", 0.5, 2)}
+    assert gaps == of_summary | of_parts | {("summary text", 0.6, 6)}
 
 
 def test_a_band_leads_only_if_it_is_significantly_ahead_of_every_other():
@@ -265,9 +247,5 @@ def test_few_conversations_are_warned_of_and_nothing_is_claimed():
     few = replace(MADE_UP, contexts=6)
     conclusion = conclude(made_up(config=few), few, any_model())
     assert "6 conversations are too few" in conclusion.warnings[0]
-    assert not [
-        finding
-        for claim in STUDY.claims
-        for finding in conclusion.findings.where(claim.finding)
-        if finding.value.differs()
-    ]
+    claimed = [finding for claim in STUDY.claims for finding in conclusion.findings.where(claim.finding)]
+    assert not [finding for finding in claimed if finding.value.differs()]

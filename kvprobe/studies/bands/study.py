@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvprobe.experiments.study import Claim, Study
+from kvprobe.faults.gaussian import MATCHED_LABELS, MATCHED_MEANINGS
+from kvprobe.faults.scope import UNIT_LABELS
 from kvprobe.report.findings import Key
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies.answers import LABELS, WRITTEN, inputs
@@ -13,29 +15,7 @@ from kvprobe.studies.bands.conclude import conclude
 from kvprobe.tasks.task import shown_task
 from kvprobe.wording import count, formatted, points
 
-NOISE_LABELS = {
-    "layer": "the layer's scale",
-    "head": "each head's scale",
-    "channel": "channel covariance",
-    "effect": "equal effect",
-}
 PART_LABELS = {"kv": "K and V", "k": "K alone", "v": "V alone"}
-MEANINGS = {
-    "layer": "mean and deviation of all numbers of the layer's K (or V), as in the article. A few channels with large "
-    "constant keys make this scale large, and all other channels are then hit with it",
-    "head": "mean and deviation of each KV head's numbers",
-    "channel": "mean and covariance of each head's channels, so that a struck slot looks like another slot of that "
-    "head in every channel",
-    "effect": "noise at the layer's scale mixed into what stands there, in the share at which striking one slot moves "
-    "the layer's attention output as far, relative to its norm, in every layer; K and V each have a share and a target "
-    "of their own",
-}
-UNITS = {
-    "slot": "slots are drawn once and struck in all layers and heads of the band",
-    "layer": "each layer draws slots of its own",
-    "head": "each KV head of each layer draws slots of its own",
-    "number": "single numbers are drawn, for K and for V apart",
-}
 BAND_STYLES = {
     "quarter 1": Style("#0072b2"),
     "quarter 2": Style("#56b4e9", "s"),
@@ -135,11 +115,10 @@ STUDY = Study(
     ),
     labels={
         **LABELS,
-        "noise": NOISE_LABELS,
-        "other": NOISE_LABELS,
+        **dict.fromkeys(("noise", "other"), MATCHED_LABELS),
         "parts": PART_LABELS,
-        "meaning": MEANINGS,
-        "unit": UNITS,
+        "meaning": MATCHED_MEANINGS,
+        "unit": UNIT_LABELS,
         "measure": {"kl": "KL", "lost": "accuracy lost"},
         "key": {"parts": "in", "noise": "noise matched to", "rate": "struck"},
     },
