@@ -15,9 +15,8 @@ from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.policies import RestartInPlace
 from kvprobe.studies.compaction.arms import HIDDEN_SEGMENTS
-from kvprobe.studies.compaction.reading import irrelevant
 from kvprobe.studies.reliance import Config
-from kvprobe.tasks.compaction import Compaction, compactions
+from kvprobe.tasks.compaction import Compaction, compactions, unrelated
 from kvprobe.tasks.passcode import Context, contexts, conversation
 from kvprobe.text.transcript import Transcript
 
@@ -83,7 +82,9 @@ def measure(model: Model, context: Context, compaction: Compaction, filler: list
         whole = {word: talk(said, compaction, word).tokens(model.tokenizer) for word in get_args(Word)}
         ask, begins = whole["own"].span("ask").start, whole["own"].part("answer").start
         read = whole["own"][:ask]
-        cache = model.prefill(irrelevant(model, read, filler) if source == "unrelated" else read)
+        cache = model.prefill(
+            unrelated(read, HIDDEN_SEGMENTS, filler, model.tokenizer) if source == "unrelated" else read
+        )
         states = {
             "view": cache,
             "retained": cache.mask(*HIDDEN_SEGMENTS),
