@@ -1,7 +1,5 @@
 """Rank correlations, also within groups, and how well a ranking of means over items agrees with itself."""
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int
@@ -31,7 +29,7 @@ def rank_correlation(
         within: the group of each item, whose mean is taken from its ranks.
     """
     known = np.isfinite(one) & np.isfinite(other)
-    ranks: Any = pd.DataFrame({"one": one[known], "other": other[known]}).rank()
+    ranks = pd.DataFrame({"one": one[known], "other": other[known]}).rank()
     if within is not None:
         ranks = ranks - ranks.groupby(within[known]).transform("mean")
     varied = bool((ranks.max() > ranks.min()).all())

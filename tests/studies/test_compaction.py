@@ -101,6 +101,18 @@ def test_every_arm_is_its_cache_made_by_hand(wordy: Model, read: Read, arm: Arm)
     assert texts[place * len(KINDS) : (place + 1) * len(KINDS)] == said
 
 
+def test_masking_is_held_against_restarting_on_the_same_tokens(wordy: Model, read: Read):
+    logits = []
+    for arm in (RESTART, MASK):
+        cache, tokens = by_hand(wordy, arm, CODES[0])
+        turn = tokens[tokens.span("T3").start : tokens.part("reply").start]
+        logits.append(wordy.extend(cache, turn.shifted(int(cache.ledger.following[0])))[1][0, -1])
+    between = read[0]["between"]
+    torch.testing.assert_close(between[CONDITIONS.index(MASK.name), 0], divergence(*logits)[0], rtol=1e-3, atol=1e-6)
+    given = [CONDITIONS[place] for place in between[:, 0].isfinite().nonzero()[:, 0].tolist()]
+    assert given == [MASK.name, CALIBRATION[1]]
+
+
 def test_answers_are_worth_what_they_share_with_the_full_context_and_what_they_hold(read: Read):
     same, prefix, right = read[0]["worth"].unbind(-1)
     full = [CONDITIONS.index(condition) for condition in ("full", CALIBRATION[0])]

@@ -58,12 +58,16 @@ def test_shared_prefixes_change_nothing(wordy: Model, read: dict[str, torch.Tens
     chat = conversation(contexts()[0], CODES[row])
     tokens, restarted = chat.tokens(wordy.tokenizer), chat.without("T1", "T2").tokens(wordy.tokenizer)
     third, answer = tokens.span("T3"), tokens.part("answer")
-    first = wordy.capture(tokens[: third.start], FAMILIES, segments=["summary2"], keep_cache=True)
+    after_code = range(tokens.part("code").stop, tokens.span("T2").stop)
+    before = tokens[: third.start]
+    first = wordy.capture(before, FAMILIES, segments=["summary2"], keep_cache=True)
     assert first.cache is not None
     asked, hidden = tokens[third.start : answer.start], first.cache.mask("T1", "T2")
     masked = wordy.capture(asked, FAMILIES, past=hidden, keep_cache=True)
     again = restarted[: restarted.part("answer").start]
     by_arm = {
+        "before": (0, wordy.capture(before, FAMILIES, segments=["summary1"])),
+        "hidden": (row, wordy.capture(before, FAMILIES, slots=after_code)),
         "direct": (row, first),
         "masked": (row, masked),
         "direct restart": (0, wordy.capture(again, FAMILIES, segments=["summary2"])),
