@@ -50,6 +50,7 @@ benchmark: $(VENV)/.developed
 	$(PY) benchmarks/probes.py
 	$(PY) benchmarks/probe_tasks.py
 	$(PY) benchmarks/memory.py
+	$(PY) benchmarks/framework.py
 	$(PY) benchmarks/coverage.py
 	$(PY) benchmarks/coverage_probes.py
 
