@@ -1,20 +1,22 @@
-"""What the framework of studies adds to measuring: the quick robustness preset as a study, beside the same answers in a
-bare loop, with equal rows.
+"""What a study costs beside what it measures: the preset robustness-quick as a study, and its answers in a bare loop.
 
-Measuring is `kvprobe.inference.trials.answer` for each item. The study adds parts and tables in files, findings with
-intervals (these are the framework), and then figures and the page (the report, whose time does not grow with the
-items). CPU seconds, of one process and model.
+Both answer the same prompts under the same faults, with the same model in one process, and must give the same rows.
+The framework's own share (the beginning of a run with the model's fingerprint, parts that let it resume, tables,
+findings) is to be under 3 % of the whole preset's answers; with fewer items its beginning weighs more. Figures and the
+page are the report. All times are CPU seconds of this process, so that other work does not count.
 
-    python benchmarks/framework.py --items 4
+    make benchmark          or          python benchmarks/framework.py --samples 2
 """
 
 import argparse
-import tempfile
+import os
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
-from unittest import mock
 
 import pandas as pd
 
@@ -23,83 +25,87 @@ from kvprobe.experiments import running
 from kvprobe.experiments.settings import from_mapping
 from kvprobe.inference.trials import Sample, answer
 from kvprobe.presets import presets
-from kvprobe.studies import find, robustness
-from kvprobe.studies.answers import tasks_of
+from kvprobe.studies import answers, find
+from kvprobe.studies.robustness import Config
 from kvprobe.studies.robustness.collect import cases
 from kvprobe.tasks.task import prompt
 
 PRESET, LIMIT = "robustness-quick", 0.03
-ITEMS = int(presets()[PRESET].settings["samples"])
+
+
+def bare(model: kv.Model, config: Config) -> pd.DataFrame:
+    """The rows of the study, in a loop that keeps nothing on disk."""
+    items = [(task, item) for task in answers.tasks_of(config) for item in task.items(config.samples, config.seed)]
+    rows: list[dict[str, Any]] = []
+    for number, (task, item) in enumerate(items):
+        sample = Sample(task, item, number, prompt(item, model.tokenizer))
+        rows += answer(model, sample, cases(config), config.seed, follow=config.follow)
+    return pd.DataFrame(rows)
+
+
+class Clock:
+    """CPU seconds by what they were spent on; what runs within a timed function does not count for that one as well."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._within = 0.0
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **more: Any) -> Any:
+            start, before, self._within = time.process_time(), self._within, 0.0
+            try:
+                return function(*args, **more)
+            finally:
+                taken = time.process_time() - start
+                self.seconds[name] += taken - self._within
+                self._within = before + taken
+
+        return run
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--items", type=int, default=ITEMS)
-    arguments = parser.parse_args()
-    settings = {**presets()[PRESET].settings, "samples": arguments.items}
-    config = from_mapping(robustness.Config, settings)
+    parser.add_argument("--samples", type=int, help="items of each task, if not those of the preset")
+    given = parser.parse_args()
+    config = from_mapping(Config, presets()[PRESET].settings)
+    if given.samples:
+        config = replace(config, samples=given.samples)
     model = kv.load(config.model)
-    bare(model, from_mapping(robustness.Config, {**settings, "samples": 2}))  # warms up
+    answer(model, Sample(*first_item(model, config)), cases(config)[:2], config.seed)  # the first pass warms up
 
-    spent = {"measuring": 0.0, "figures": 0.0, "page": 0.0}
+    alone, whole = Clock(), Clock()
+    rows = alone.timed("answers", bare)(model, config)
     study = find("robustness").declaration
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.multiple(
-            running,
-            draw=timed(running.draw, spent, "figures"),
-            write_page=timed(running.write_page, spent, "page"),
-        ),
-        mock.patch("kvprobe.studies.answers.answer", timed(answer, spent, "measuring")),
-    ):
-        start = time.process_time()
-        run = running.run_study(study, config, Path(folder), model=model)
-        whole = time.process_time() - start
-        rows = run.df()
-    start = time.process_time()
-    beside = bare(model, config)
-    loop = time.process_time() - start
-    pd.testing.assert_frame_equal(rows, beside, check_dtype=False)
-
-    framework = whole - sum(spent.values())
-    print(f"{PRESET} with {arguments.items} items of each task, {len(rows)} rows; CPU seconds\n")
-    for what, seconds in {"study": whole, **spent, "framework": framework, "bare loop": loop}.items():
-        print(f"{what:12}{seconds:9.2f}s{seconds / spent['measuring']:8.3f} of measuring")
-    print(f"\nframework: {framework / whole:.2%} of the study (limit {LIMIT:.0%})")
-    if arguments.items >= ITEMS:  # with fewer, what every run costs once weighs more
-        assert framework < LIMIT * whole
+    timed = replace(
+        study, collect=whole.timed("parts", study.collect), conclude=whole.timed("findings", study.conclude)
+    )
+    answers.answer = whole.timed("answers", answer)
+    running.draw, running.write_page = whole.timed("figures", running.draw), whole.timed("page", running.write_page)
+    with TemporaryDirectory() as folder:
+        run = whole.timed("beginning", running.run_study)(timed, config, Path(folder), model=model)
+        pd.testing.assert_frame_equal(run.df(), rows, check_dtype=False)
+    show(config, alone.seconds["answers"], whole.seconds)
 
 
-def bare(model: kv.Model, config: robustness.Config) -> pd.DataFrame:
-    """The rows of all items, in a loop."""
-    items = [(task, item) for task in tasks_of(config) for item in task.items(config.samples, config.seed)]
-    tables = [
-        pd.DataFrame(
-            answer(
-                model,
-                Sample(task, item, number, prompt(item, model.tokenizer)),
-                cases(config),
-                config.seed,
-                follow=config.follow,
-            )
-        )
-        for number, (task, item) in enumerate(items)
-    ]
-    return pd.concat(tables, ignore_index=True)
+def first_item(model: kv.Model, config: Config) -> tuple[Any, ...]:
+    task = answers.tasks_of(config)[0]
+    item = task.items(config.samples, config.seed)[0]
+    return task, item, 0, prompt(item, model.tokenizer)
 
 
-def timed(function: Callable[..., Any], spent: dict[str, float], what: str) -> Callable[..., Any]:
-    """The function, whose CPU seconds are added up."""
-
-    def run(*given: Any, **named: Any) -> Any:
-        start = time.process_time()
-        try:
-            return function(*given, **named)
-        finally:
-            spent[what] += time.process_time() - start
-
-    return run
+def show(config: Config, bare_loop: float, spent: Mapping[str, float]) -> None:
+    """What each part took, in seconds and beside the answers of the same run."""
+    print(f"{PRESET}, {config.samples} items of each task; CPU seconds\n")
+    print(f"{'a bare loop of answers':44}{bare_loop:9.2f}")
+    print(f"{'the whole study':44}{sum(spent.values()):9.2f}{sum(spent.values()) / bare_loop:8.1%} of the bare loop\n")
+    shares = {"answers": ("answers",), "framework": ("beginning", "parts", "findings"), "report": ("figures", "page")}
+    for name, parts in shares.items():
+        taken = sum(spent[part] for part in parts)
+        limit = f"  under {LIMIT:.0%}" if name == "framework" else ""
+        of = f" ({', '.join(f'{part} {spent[part]:.2f}' for part in parts)})" if len(parts) > 1 else ""
+        print(f"{name + of:70}{taken:9.2f}{taken / spent['answers']:8.1%}{limit}", flush=True)
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     main()

@@ -96,6 +96,7 @@ class _Page:
             **{name: getattr(self, name) for name in ("show", "heat", "tokens", "view")},
             **{name: getattr(self.conclusion, name) for name in ("facts", "controls", "warnings")},
             "label": self.study.label,
+            "tables": sorted(path.name for path in self.run.path.glob("*.parquet")),
             "claim": partial(self.study.claim, self.findings),
             "picture": partial(picture, self.run.path / "figures"),
             "pieces": lambda passage: pieces(filled(Passage, passage, "a passage", LIMITS)),
