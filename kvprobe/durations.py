@@ -3,13 +3,15 @@
 `benchmarks/durations.py` collects the second from the first.
 """
 
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from kvprobe.files import read_json
+from kvprobe.files import read_json, write_whole
 from kvprobe.progress import Stage, Timing
 from kvprobe.shipped import shipped
 
@@ -39,6 +41,10 @@ class Duration:
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
+
+    def write(self, run: Path) -> Path:
+        """Write `timing.json` into the folder of a run."""
+        return write_whole(run / TIMING, json.dumps(self.record()))
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "Duration":

@@ -91,8 +91,7 @@ class Share(Estimand):
         return [self.cell(keys, values[np.isfinite(values)]) for keys, values in by_cluster(rows, self, self.where)]
 
     def cell(self, keys: Mapping[str, Key], values: Values) -> "Cell":
-        trials = len(values)
-        return Cell(self, keys, trials, lambda _: wilson(min(float(values.sum()), trials), trials))
+        return Cell(self, keys, len(values), lambda _: wilson(min(float(values.sum()), len(values)), len(values)))
 
 
 @dataclass(frozen=True, kw_only=True)

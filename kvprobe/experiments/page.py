@@ -30,10 +30,8 @@ def write_page(study: Study[Any], run: Run) -> Path:
         UserError: the run's files are not those of this study, or were altered.
     """
     made = _Page(study, run)
-    text = made.rendered()
-    return write_whole(
-        run.path / "report.html", render("report.html.j2", made.parts, title=made.title, body=Markup(text))
-    )
+    body = Markup(made.rendered())
+    return write_whole(run.path / "report.html", render("report.html.j2", made.parts, title=made.title, body=body))
 
 
 def write_views(study: Study[Any], run: Run) -> Path:

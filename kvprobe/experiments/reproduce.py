@@ -22,10 +22,8 @@ def reproduced(study: str, config: Settings, environment: Mapping[str, Any]) -> 
 def flags(config: Settings) -> list[str]:
     """The settings that differ from their defaults, as flags of the command line."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    changed = {
-        name: getattr(config, name) for name in types_of(type(config)) if getattr(config, name) != defaults[name]
-    }
-    return [_flag(name.replace("_", "-"), value) for name, value in changed.items()]
+    values = ((name, getattr(config, name)) for name in types_of(type(config)))
+    return [_flag(name.replace("_", "-"), value) for name, value in values if value != defaults[name]]
 
 
 def _flag(name: str, value: Any) -> str:

@@ -1,6 +1,5 @@
 """How every declared study runs: measure what is missing, conclude, draw, write the report."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -8,13 +7,12 @@ from typing import TypeVar
 
 import pandas as pd
 
-from kvprobe.durations import TIMING, Duration, durations, peak_bytes
+from kvprobe.durations import Duration, durations, peak_bytes
 from kvprobe.environment import MACHINE
 from kvprobe.experiments.page import write_page
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings, digest_of
 from kvprobe.experiments.study import Study
-from kvprobe.files import write_whole
 from kvprobe.inference.model import Model, load
 from kvprobe.progress import watched
 from kvprobe.report.findings import Findings
@@ -56,8 +54,7 @@ def run_study(
             conclusion = study.conclude(rows, config, model)
             draw(study, conclusion.findings, model.name, run.path / "figures")
             if not (run.finished or resumed):
-                took = Duration(study.name, "", MACHINE, peak_bytes(), clock.timing)
-                write_whole(run.path / TIMING, json.dumps(took.record()))
+                Duration(study.name, "", MACHINE, peak_bytes(), clock.timing).write(run.path)
             run.finish(conclusion.record())
     write_page(study, run)
     return run
@@ -87,6 +84,5 @@ def draw(study: Study[Config], findings: Findings, title: str, folder: Path) -> 
 
     matplotlib.use("Agg")
     for figure in study.figures:
-        drawn = figure.draw(findings, study.label, title)
-        if drawn is not None:
+        if (drawn := figure.draw(findings, study.label, title)) is not None:
             save(drawn, folder / figure.file)

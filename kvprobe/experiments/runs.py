@@ -74,8 +74,8 @@ class Run:
             )
         settings = {"study": study, "settings": as_mapping(config)}
         run = cls(folder_of(study, config, root, name))
-        asked = {"format": FORMAT, "model": model, "inputs": dict(inputs or {}), "device": device}
-        begun = {**asked, "seed": config.seed, **environment()}
+        asked = {"model": model, "inputs": dict(inputs or {}), "device": device, "seed": config.seed}
+        begun = {"format": FORMAT, **asked, **environment()}
         if (run.path / "config.yaml").is_file():
             wrong = run._mismatch(settings, begun)
             if wrong is None:

@@ -22,12 +22,12 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "studies.md"
 
 
 @pytest.fixture(scope="module")
-def hidden_thirds(tmp_path_factory: pytest.TempPathFactory, deep: Model) -> tuple[Path, Run]:
+def hidden_thirds(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Model) -> tuple[Path, Run]:
     """The study's file, and a run of it."""
     folder = tmp_path_factory.mktemp("own")
     file = write_skeleton("hidden_thirds", folder)
     study = read_study(file)
-    return file, run_study(study, study.config(prompts=8), folder, model=deep)
+    return file, run_study(study, study.config(prompts=8), folder, model=tiny_llama)
 
 
 def test_the_file_is_the_one_that_the_page_shows_and_is_short(tmp_path: Path):
@@ -55,11 +55,11 @@ def test_it_runs_and_its_page_shows_every_finding(hidden_thirds: tuple[Path, Run
     refused(lambda: write_views(study, run), "has no views")
 
 
-def test_a_model_in_hand_is_recorded_and_the_run_is_found_again(hidden_thirds: tuple[Path, Run], deep: Model):
+def test_a_model_in_hand_is_recorded_and_the_run_is_found_again(hidden_thirds: tuple[Path, Run], tiny_llama: Model):
     file, run = hidden_thirds
-    assert run.config["settings"]["model"] == deep.name
+    assert run.config["settings"]["model"] == tiny_llama.name
     study = read_study(file)
-    assert run_study(study, study.config(prompts=8), run.path.parent, model=deep).path == run.path
+    assert run_study(study, study.config(prompts=8), run.path.parent, model=tiny_llama).path == run.path
 
 
 def rerun(file: Path, run: Run, model: Model, old: str, new: str) -> Run:
@@ -72,17 +72,20 @@ def rerun(file: Path, run: Run, model: Model, old: str, new: str) -> Run:
     return run_study(study, study.config(prompts=8), run.path.parent, model=model)
 
 
-def test_changed_measuring_is_refused_and_a_changed_conclusion_is_drawn_again(tmp_path: Path, deep: Model):
+def test_changed_measuring_is_refused_and_a_changed_conclusion_is_drawn_again(tmp_path: Path, tiny_llama: Model):
     file = write_skeleton("changing", tmp_path)
     study = read_study(file)
-    run = run_study(study, study.config(prompts=8), tmp_path, model=deep)
-    again = rerun(file, run, deep, 'name="more"', 'name="more", keys={"of": "thirds"}')
+    run = run_study(study, study.config(prompts=8), tmp_path, model=tiny_llama)
+    again = rerun(file, run, tiny_llama, 'name="more"', 'name="more", keys={"of": "thirds"}')
     assert again.path == run.path
     assert Conclusion.of(again.metrics).findings.at("more", of="thirds").clusters == 8
-    refused(lambda: rerun(file, run, deep, "max(1, size", "max(2, size"), "was begun when its code held something else")
+    refused(
+        lambda: rerun(file, run, tiny_llama, "max(1, size", "max(2, size"),
+        "was begun when its code held something else",
+    )
 
 
-def test_several_tables_are_kept_and_concluded_again_from_the_run(tmp_path: Path, deep: Model):
+def test_several_tables_are_kept_and_concluded_again_from_the_run(tmp_path: Path, tiny_llama: Model):
     given: list[dict[str, pd.DataFrame]] = []
 
     def conclude(rows: dict[str, pd.DataFrame], *_: Any) -> Conclusion:
@@ -95,7 +98,7 @@ def test_several_tables_are_kept_and_concluded_again_from_the_run(tmp_path: Path
         collect=lambda *given: {"samples": study.collect(*given), "others": pd.DataFrame({"x": [1]})},
         conclude=conclude,
     )
-    first, again = (run_study(tables, study.config(prompts=2), tmp_path, model=deep) for _ in range(2))
+    first, again = (run_study(tables, study.config(prompts=2), tmp_path, model=tiny_llama) for _ in range(2))
     assert first.df("others")["x"].tolist() == [1]
     assert again.metrics == first.metrics
     pd.testing.assert_frame_equal(given[0]["samples"], given[1]["samples"])

@@ -82,10 +82,6 @@ DEFAULT_PRESETS = {"bands": "bands-smollm2"} | {
     name: name for name in ("dangling", "filter_poison", "patching", "routing", "poisoning", "reliance")
 }
 """The preset that has the settings that a study has by itself."""
-SHORTER_AND_LARGER = [
-    *(f"{study}-{kind}" for study in ("dangling", "filter_poison", "patching") for kind in ("quick", "gemma3")),
-    *("multihop", "multihop-quick"),
-]
 
 
 def out_of_range() -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -117,11 +113,6 @@ def test_settings_that_cannot_be_are_refused_before_a_model_is_loaded(
 def test_the_plain_preset_has_the_default_settings(name: str, preset: str):
     config = find(name).config
     assert from_mapping(config, presets()[preset].settings) == config()
-
-
-def test_there_are_shorter_and_larger_presets():
-    # That each is valid: tests/experiments/test_settings.py.
-    assert set(SHORTER_AND_LARGER) <= set(presets())
 
 
 @pytest.mark.parametrize("name", STUDIES)

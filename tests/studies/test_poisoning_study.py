@@ -271,28 +271,14 @@ def test_a_model_without_remarks_has_no_findings_on_them_and_the_page_says_so(tm
     assert "says “wait”" not in answer_of(STUDY, MADE_UP, conclusion, tmp_path)
 
 
-ALTERNATES: Number = lambda case: float(case % 2)  # noqa: E731
-
-
 @pytest.mark.parametrize(
     ("tables", "expected"),
     [
-        ({}, "lowers the share of right answers"),
-        ({"continue": lambda _: 1.0}, "does not detectably change the share of right answers"),
         ({"continue": lambda _: 1.0, "sound": lambda _: 0.0}, "raises the share of right answers"),
-        ({}, "a fresh start helps"),
         ({"fresh": lambda _: 0.0, "continue": lambda _: 1.0}, "a fresh start harms"),
-        ({"fresh": lambda _: 0.0}, "a fresh start does not detectably help"),
-        ({}, "says “wait” more often than after a right one"),
-        ({"notices": lambda case: case % 2 / 50}, "does not detectably notice it"),
-        ({"review": lambda _: 0.0}, "is right less often with the slip in it"),
-        ({"review": lambda _: 1.0}, "is not detectably less often right with the slip in it"),
         ({"review": lambda _: 0.0, "others": lambda _: 1.0}, "it loses more by the slip than"),
         ({"review": lambda _: 1.0, "others": lambda _: 0.0}, "it loses less by the slip than"),
-        ({}, "keep a part of it"),
-        ({"ghost": lambda case: (-1) ** case / 5}, "keep nothing detectable of it"),
-        ({"ghost": lambda case: -0.3 - case / 100}, "work against it"),
-        ({}, "makes errors likelier in a step"),
+        ({"ghost": lambda case: 0.005 + case % 2 / 1000}, "keep nothing detectable of it"),
         ({"slope": lambda case: (-1) ** case / 5}, "does not detectably make errors likelier"),
     ],
 )

@@ -110,17 +110,10 @@ def test_planted_numbers_are_found():
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ({}, "falls, as reliance would have it"),
         ({"own": lambda case: 1.0 + case / 10}, "rises, the opposite of reliance"),
-        ({"own": lambda case: (-1) ** case / 10, **ALIKE}, "so no reliance was detected"),
-        ({}, "falls, as poison would have it"),
         ({"shown": lambda case: -1 - case / 10, **ALIKE}, "rises, the opposite of poison"),
-        ({"other": lambda case: (-1) ** case / 10, "shown": lambda _: 0.0, **ALIKE}, "so no poison was detected"),
-        ({}, "loses too, so that something is at work that is neither"),
-        ({"lost": lambda case: (-1) ** case / 10}, "does not detectably lose"),
         ({"lost": lambda case: 1 + case / 10}, "state gains"),
         ({}, "lowers the log-probability of the answer that it states"),
-        ({"own": lambda case: 1.0 + case / 10}, "raises the log-probability of the answer that it states"),
     ],
 )
 def test_the_answer_follows_the_intervals(rows: dict[str, Number], expected: str, tmp_path: Path):

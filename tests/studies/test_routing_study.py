@@ -168,15 +168,10 @@ def test_tokens_are_mapped_only_where_all_problems_have_as_many():
 @pytest.mark.parametrize(
     ("tables", "expected"),
     [
-        ({}, "are routed rather as where that value is right than as after the sound draft"),
         ({"slip": lambda _: 0.95}, "are routed rather as after the sound draft than as where that value is right"),
-        ({"slip": lambda case: 0.8 + (-1) ** case / 10}, "are not detectably routed more like either"),
-        ({}, "goes in part through the routers"),
         ({"undone": lambda _: -0.3}, "is held back by the routers"),
-        ({"undone": lambda case: (-1) ** case / 5}, "does not detectably go through the routers"),
         ({"undone": lambda _: 0.009}, "does not detectably go through the routers"),
         ({"cold": lambda _: 0.9}, "is routed more like"),
-        ({"cold": lambda case: 0.7 + (-1) ** case / 10}, "is not detectably routed differently from"),
     ],
 )
 def test_the_answer_follows_the_intervals(tables: dict[str, Number], expected: str, tmp_path: Path):
