@@ -53,7 +53,7 @@ class Tradeoff:
 
         measured = findings.values(self.memory, self.line)
         with styled():
-            figure, grid = plt.subplots(2, -(-len(self.panels) // 2), figsize=(9.6, 8.0), sharex=True)
+            figure, grid = plt.subplots(2, -(-len(self.panels) // 2), figsize=(9.6, 8.0), sharex=True, squeeze=False)
             for axis, (measure, y_label) in zip(grid.flat, self.panels.items(), strict=True):
                 for name, style in self.styles.items():
                     if name in measured:
