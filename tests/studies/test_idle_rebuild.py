@@ -1,8 +1,8 @@
 """The idle-rebuild study on a tiny model, with shortened sessions: what is shared must equal what is read one by one;
 and what made-up measurements decide."""
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,7 @@ from kvprobe.stats import FEWEST
 from kvprobe.studies import idle_rebuild
 from kvprobe.studies.idle_rebuild import AVAILABLE_SESSIONS, Config
 from kvprobe.studies.idle_rebuild import collect as collecting
-from kvprobe.studies.idle_rebuild.collect import (
-    AFTER,
-    ARMS,
-    LISTENERS,
-    MEASURED,
-    REFERENCES,
-    SHARED,
-    SPEAKERS,
-    read_session,
-    tables_of,
-)
+from kvprobe.studies.idle_rebuild.collect import AFTER, ARMS, LISTENERS, MEASURED, REFERENCES, SHARED, SPEAKERS
 from kvprobe.studies.idle_rebuild.conclude import conclude
 from kvprobe.studies.idle_rebuild.study import STUDY
 from kvprobe.tasks.sessions import SUMMARISED, Session, conversation, sessions
@@ -41,6 +31,8 @@ from tests.studies.runs import answer_of, assert_figures, every, in_steps
 
 SMALL = Config(sessions=2, continuation=3)
 ROUND_OFF = 1e-5
+CONE = {"system": 4, "summary": 1, **dict.fromkeys(SHARED[2:], 2)}
+"""The first of four layers at which a rebuild in place may change a segment."""
 
 
 def shortened(session: Session) -> Session:
@@ -49,22 +41,18 @@ def shortened(session: Session) -> Session:
     def first(text: str, words: int) -> str:
         return " ".join(text.split()[:words])
 
-    turns = tuple(
-        dataclasses.replace(turn, user=first(turn.user, 5), assistant=first(turn.assistant, 6))
-        for turn in session.turns
-    )
-    return dataclasses.replace(
-        session, system=first(session.system, 6), turns=turns, summary=first(session.summary, 10)
-    )
+    turns = tuple(replace(turn, user=first(turn.user, 5), assistant=first(turn.assistant, 6)) for turn in session.turns)
+    return replace(session, system=first(session.system, 6), turns=turns, summary=first(session.summary, 10))
 
 
 SHORT = tuple(map(shortened, sessions()))
+CHAT = conversation(SHORT[0])
 
 
 @pytest.fixture(scope="module")
 def read(deep: Model) -> Rows:
     """What is measured of two sessions; the turns 4 to 8 of the first are measured again below, one by one."""
-    read = (read_session(deep, session, SMALL.continuation) for session in SHORT[: SMALL.sessions])
+    read = (collecting.read_session(deep, session, SMALL.continuation) for session in SHORT[: SMALL.sessions])
     return pd.concat([rows.assign(sample=session.id) for rows, session in zip(read, SHORT, strict=False)])
 
 
@@ -83,23 +71,21 @@ def finished(deep: Model, read: Rows, root: Path) -> Run:
 
 def visible(model: Model, turn: int, *unread: str, mode: PositionMode = "contiguous") -> KVCache:
     """The cache of the first session's question at this turn, read with everything before it that can be seen."""
-    tokens = conversation(SHORT[0]).without(*SUMMARISED, *unread, mode=mode).tokens(model.tokenizer)
+    tokens = CHAT.without(*SUMMARISED, *unread, mode=mode).tokens(model.tokenizer)
     return model.prefill(tokens[: tokens.part(f"reply{turn}").start - 1])
 
 
 def compacted(model: Model, turn: int) -> KVCache:
-    """The same in the compacted run: message by message, in one row."""
-    tokens = conversation(SHORT[0]).tokens(model.tokenizer)
-    cache = model.prefill(tokens[: tokens.span("summary").stop]).mask(*SUMMARISED)
-    for between in range(AFTER[0], turn):
-        cache, _ = model.extend(cache, tokens[tokens.span(f"T{between}")])
-    cache, _ = model.extend(cache, tokens[tokens.span(f"T{turn}").start : tokens.part(f"reply{turn}").start - 1])
-    return cache
+    """The same in the compacted run."""
+    tokens = CHAT.tokens(model.tokenizer)
+    end = tokens.span("summary").stop
+    cache = model.prefill(tokens[:end]).mask(*SUMMARISED)
+    return model.extend(cache, tokens[end : tokens.part(f"reply{turn}").start - 1])[0]
 
 
 def logits_along(model: Model, cache: KVCache, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits that each token of the scripted reply meets, read token by token; and its surprise."""
-    tokens = conversation(SHORT[0]).tokens(model.tokenizer)
+    tokens = CHAT.tokens(model.tokenizer)
     reply, met = tokens.part(f"reply{turn}"), []
     for place in range(reply.start - 1, reply.stop - 1):
         cache, logits = model.extend(cache, tokens[place : place + 1].shifted(int(cache.ledger.following)))
@@ -108,17 +94,11 @@ def logits_along(model: Model, cache: KVCache, turn: int) -> tuple[torch.Tensor,
     return reply_logits, -reply_logits.log_softmax(-1)[range(len(met)), list(tokens.ids[reply])]
 
 
-READ_AT_ONCE: list[tuple[tuple[str, ...], PositionMode]] = [
-    (("rebuilt4", "rebuilt6"), "contiguous"),
-    (("in_place",), "gapped"),
-]
-"""Arms that must be what reading the visible text of turn 6 at once gives."""
-
-
 def test_the_divergence_is_that_of_reading_token_by_token(deep: Model, read: Rows):
     turn = 6
     reference, _ = logits_along(deep, compacted(deep, turn), turn)
-    for arms, mode in READ_AT_ONCE:
+    at_once: Any = {"contiguous": ("rebuilt4", "rebuilt6"), "gapped": ("in_place",)}
+    for mode, arms in at_once.items():
         logits, surprise = logits_along(deep, visible(deep, turn, mode=mode), turn)
         kl, agrees = divergence(reference, logits)
         assert kl.mean() > 1e-3
@@ -140,7 +120,7 @@ def test_a_question_put_early_is_the_session_without_the_turns_between(deep: Mod
 
 
 def test_the_tokens_before_the_first_difference_are_those_that_both_would_say(deep: Model, read: Rows):
-    tokens, turn = conversation(SHORT[0]).tokens(deep.tokenizer), 6
+    tokens, turn = CHAT.tokens(deep.tokenizer), 6
     last = tokens[tokens.part(f"reply{turn}").start - 1 :][:1]
     said = []
     for cache in (compacted(deep, turn), visible(deep, turn)):
@@ -151,30 +131,24 @@ def test_the_tokens_before_the_first_difference_are_those_that_both_would_say(de
             asked = type(last).of(ids[-1:], "own", int(cache.ledger.following))
         said.append(ids)
     same = [*(one == other for one, other in zip(*said, strict=True)), False]
-    own_replies = chosen(tables_of(read)["samples"], {"sample": SHORT[0].id, "reply": "own"})
+    own_replies = chosen(collecting.tables_of(read)["samples"], {"sample": SHORT[0].id, "reply": "own"})
     compared = chosen(own_replies, {"turn": turn, "reference": "compacted", "arm": "rebuilt"})
     assert compared["alike"].tolist() == [same.index(False)]
     assert set(own_replies.loc[own_replies["arm"] == own_replies["reference"], "agrees"]) == {1.0}
 
 
-def test_a_run_holds_every_table_and_figure_and_its_controls_hold(finished: Run):
-    samples, conclusion = finished.df(), Conclusion.of(finished.metrics)
-    counts: Any = samples.groupby("reply").size() / SMALL.sessions
-    assert counts["own"] == len(SPEAKERS) * len(LISTENERS) * len(AFTER)
-    assert counts["early"] == 2 * len(AFTER) * (len(AFTER) + 1) // 2
-    assert set(finished.df("tokens")["arm"]) == {*ARMS, "rebuilt"}
-    assert len(finished.df("layers")) == SMALL.sessions * 2 * 4 * len(SHARED)
+def test_the_controls_of_a_run_hold_and_its_figures_are_drawn(finished: Run):
+    conclusion = Conclusion.of(finished.metrics)
     assert [control.holds for control in conclusion.controls] == [True] * 3
-    findings = conclusion.findings
-    assert findings.at("kl", turns="all", reference="compacted", run="rebuilt").smallest > 100 * ROUND_OFF
-    assert findings.at("kl", turns="all", reference="compacted", run="compacted").largest < ROUND_OFF
-    assert len(findings.where("matrix")) == len(MEASURED) * (len(MEASURED) + 1) // 2
     assert "2 sessions are too few for an interval" in conclusion.warnings[0]
-    assert_figures(finished, "drift_by_turn", "rebuild_matrix", "drift_by_distance", "drift_by_layer", "drift_in_reply")
+    keys: Any = {"turns": "all", "reference": "compacted"}
+    assert conclusion.findings.at("kl", run="rebuilt", **keys).smallest > 100 * ROUND_OFF
+    assert conclusion.findings.at("kl", run="compacted", **keys).largest < ROUND_OFF
+    assert_figures(finished, *(figure.file for figure in STUDY.figures))
 
 
-def test_the_light_cone_of_a_rebuild_in_place(deep: Model, read: Rows):
-    for segment, first in {"system": 4, "summary": 1, **dict.fromkeys(SHARED[2:], 2)}.items():
+def test_the_light_cone_of_a_rebuild_in_place(read: Rows):
+    for segment, first in CONE.items():
         distance = values(read, "distance", segment=segment).reshape(2, 4)
         assert distance[:, :first].max() < ROUND_OFF
         assert (distance[:, first:] > 10 * ROUND_OFF).all()
@@ -187,18 +161,11 @@ FIRST = {"in_place": AFTER[0]} | {f"rebuilt{turn}": turn for turn in MEASURED}
 SCRIPTED = every(turn=MEASURED, reference=REFERENCES, arm=ARMS, token=(1, 2, 3)).assign(reply="scripted")
 OWN = every(turn=AFTER, reference=SPEAKERS, arm=LISTENERS, token=(1, 2, 3)).assign(reply="own")
 EARLY = every(turn=AFTER, read=range(len(AFTER)), arm=("compacted", "rebuilt"), token=(1, 2, 3)).assign(reply="early")
-STARTED = (
-    SCRIPTED[["reference", "arm"]].replace(FIRST | dict.fromkeys(("kept", "compacted"), 0)).astype(int).max(axis=1)
-)
+STARTED = SCRIPTED[["reference", "arm"]].map(lambda name: FIRST.get(name, 0)).max(axis=1)
 SHORTER = (SCRIPTED["turn"] == 5) & (SCRIPTED["token"] == 3)
-TOKENS = pd.concat(
-    [
-        SCRIPTED[(SCRIPTED["turn"] >= STARTED) & ~SHORTER],
-        OWN,
-        EARLY[EARLY["read"] <= EARLY["turn"] - AFTER[0]].assign(reference="compacted"),
-    ],
-    ignore_index=True,
-).assign(kl=0.0, agrees=1.0, nll=0.0)
+ASKED = EARLY[EARLY["read"] <= EARLY["turn"] - AFTER[0]].assign(reference="compacted")
+TOKENS = pd.concat([SCRIPTED[(SCRIPTED["turn"] >= STARTED) & ~SHORTER], OWN, ASKED], ignore_index=True)
+TOKENS = TOKENS.assign(kl=0.0, agrees=1.0, nll=0.0)
 TOKENS["read"] = TOKENS["read"].fillna(TOKENS["turn"] - AFTER[0]).astype(int)
 LAYERS = every(family=("k", "v"), layer=range(4), segment=SHARED)
 
@@ -216,15 +183,14 @@ def measured(session: int, drift: float, cost: float, position: float, slope: fl
     rows.loc[early, "kl"] = rows["turn"] + (slope + off / 10) * rows["read"]
     said = own & (rows["reference"] == "compacted") & (rows["arm"] == "rebuilt")
     rows.loc[said & (rows["token"] == 1 + session % 3), "agrees"] = 0.0
-    cone = [{"system": 4, "summary": 1}.get(segment, 2) for segment in LAYERS["segment"]]
-    differ = LAYERS["layer"] >= cone
+    differ = LAYERS["layer"] >= LAYERS["segment"].map(CONE)
     return pd.concat([rows, LAYERS.assign(distance=0.3 * differ)], ignore_index=True)
 
 
 def numbers(sessions: Sequence[Rows]) -> Conclusion:
-    tables = tables_of(pd.concat([rows.assign(sample=f"session {number}") for number, rows in enumerate(sessions)]))
-    conclusion = conclude(tables, Config(), any_model())
-    return dataclasses.replace(conclusion, facts={**conclusion.facts, "window": 16})
+    rows = pd.concat([rows.assign(sample=f"session {number}") for number, rows in enumerate(sessions)])
+    conclusion = conclude(collecting.tables_of(rows), Config(), any_model())
+    return replace(conclusion, facts={**conclusion.facts, "window": 16})
 
 
 def made_up(drift: float = 0.5, cost: float = 0.0, position: float = 0.1, slope: float = 0.0) -> Conclusion:
@@ -261,12 +227,7 @@ def test_numbers_are_those_that_were_put_in():
     assert findings.at("along", reply="scripted", run="rebuilt", token=3).clusters == FEWEST
 
 
-DRIFTED = (
-    "the rebuilt one drifts: ",
-    "not detectably better or worse",
-    "what it had seen is the larger",
-    "not detectably change",
-)
+DRIFTED = ("rebuilt one drifts: ", "not detectably better or worse", "had seen is the larger", "not detectably change")
 COSTLY = ("does not detectably drift: ", "replies worse than that run", "positions are the larger", "summary it grows")
 CHEAP = ("rather than the rebuild's merit", "neither is detectably larger", "summary it shrinks")
 

@@ -13,6 +13,7 @@ import torch
 
 import kvprobe.studies.multihop.collect as collecting
 import kvprobe.studies.multihop.conclude as concluding
+import kvprobe.studies.multihop.reading as reading
 from kvprobe.cache.cache import KVCache
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
@@ -25,19 +26,7 @@ from kvprobe.studies import multihop
 from kvprobe.studies.multihop import Config
 from kvprobe.studies.multihop.collect import CONDITIONS, TRANSFERRED
 from kvprobe.studies.multihop.conclude import conclude
-from kvprobe.studies.multihop.reading import (
-    ARMS,
-    DISTANCES,
-    PLACES,
-    SHOWN,
-    USE_ARMS,
-    Arm,
-    lowest_layer,
-    name_of,
-    place,
-    read_session,
-    summaries_seen,
-)
+from kvprobe.studies.multihop.reading import ARMS, DISTANCES, PLACES, SHOWN, USE_ARMS, Arm, lowest_layer, name_of, place
 from kvprobe.studies.multihop.study import STUDY
 from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, Turn, conversation
 from kvprobe.tasks.passcode import CODE
@@ -51,7 +40,9 @@ CODES = ("48213", "90577", "33662")
 N_LAYERS, SHALLOW = 10, 3
 ROUND_OFF = 1e-5
 
-each_arm = pytest.mark.parametrize("arm", ARMS)
+
+def shaped(layers: int) -> Model:
+    return llama(seed=3, num_hidden_layers=layers, tokenizer=tiny_tokenizer(), initializer_range=0.3)
 
 
 def session_of(number: int) -> Session:
@@ -62,19 +53,19 @@ def session_of(number: int) -> Session:
 
 @pytest.fixture(scope="module")
 def deep() -> Model:
-    return llama(seed=3, num_hidden_layers=N_LAYERS, tokenizer=tiny_tokenizer(), initializer_range=0.3)
+    return shaped(N_LAYERS)
 
 
 @pytest.fixture(scope="module")
 def read(deep: Model) -> dict[str, torch.Tensor]:
-    return read_session(deep, session_of(1), CODES, ("k", "v"), batch=2)
+    return reading.read_session(deep, session_of(1), CODES, ("k", "v"), batch=2)
 
 
 def plainly(model: Model, tokens: Tokens, arm: Arm) -> tuple[list[dict[str, torch.Tensor]], KVCache]:
     """Each summary's features, and the last cache, by masking what the arm hides and nothing else."""
 
     def seen(cache: KVCache, turn: int) -> KVCache:
-        hidden = set(cache.ledger.names) - {"system", *summaries_seen(arm, turn)}
+        hidden = set(cache.ledger.names) - {"system", *reading.summaries_seen(arm, turn)}
         return cache.mask(*hidden) if hidden else cache
 
     features, cache, start = [], None, 0
@@ -94,7 +85,7 @@ def logprob(model: Model, cache: KVCache, tokens: Tokens) -> torch.Tensor:
     return logits[0].log_softmax(-1).gather(1, torch.tensor(tokens.ids[code])[:, None])[:, 0]
 
 
-@each_arm
+@pytest.mark.parametrize("arm", ARMS)
 @pytest.mark.parametrize("condition", ["retained", "restart"])
 def test_shared_and_evicted_slots_change_nothing(deep: Model, read: dict[str, torch.Tensor], arm: Arm, condition: str):
     row = 2 if condition == "retained" else 0
@@ -132,19 +123,15 @@ def test_each_forced_hop_costs_a_layer_and_nothing_varies_below(read: dict[str, 
 def planted(rng: np.random.Generator) -> Arms:
     """Arms whose layer 1 holds all digits: at distance 0 in one frame, from 1 on in another, and where hops are forced
     up to distance 2 alone. Every session adds an offset of its own. The restart holds nothing but that."""
-    owners, digits, frames = (
-        np.repeat(np.arange(12), 10),
-        rng.integers(0, 10, (120, 5)),
-        rng.normal(size=(2, 5, 10, 64)),
-    )
-    tensors = {}
+    owners, digits, read = np.repeat(np.arange(12), 10), rng.integers(0, 10, (120, 5)), {}
+    frames = rng.normal(size=(2, 5, 10, 64))
     for at in PLACES:
         offset, held = rng.normal(size=(12, 2, 2, 64)) * 3, np.zeros((120, 2, 2, 64))
         if at[0] != "hop-forced" or at[1] <= 2:
             held[:, 1] = frames[min(at[1], 1)][np.arange(5), digits].sum(1)[:, None]
-        tensors[f"{name_of('retained', at)}.v"] = offset[owners] + held + rng.normal(size=held.shape) * 0.3
-        tensors[f"{name_of('restart', at)}.v"] = offset
-    read = {name: torch.from_numpy(tensor).float() for name, tensor in tensors.items()}
+        varying = offset[owners] + held + rng.normal(size=held.shape) * 0.3
+        for condition, tensor in (("retained", varying), ("restart", offset)):
+            read[f"{name_of(condition, at)}.v"] = torch.from_numpy(tensor).float()
     return Arms(read.__getitem__, ("v",), torch.from_numpy(digits).T.contiguous(), owners, CODE)
 
 
@@ -168,50 +155,42 @@ def test_planted_leaks_are_found_where_they_are_and_pass_between_the_distances_t
 
 
 @pytest.fixture(scope="module")
-def shallow() -> Model:
-    return llama(seed=3, num_hidden_layers=SHALLOW, tokenizer=tiny_tokenizer(), initializer_range=0.3)
-
-
-@pytest.fixture(scope="module")
-def finished(shallow: Model, root: Path) -> Run:
+def finished(root: Path) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         for module in (collecting, concluding):
             patch.setattr(module, "sessions", lambda: tuple(session_of(number) for number in range(30)))
+        shallow = shaped(SHALLOW)
         return in_steps(lambda: multihop.run(SMALL, root, model=shallow))
 
 
-def test_a_run_holds_every_table_number_and_figure(finished: Run):
-    tables: list[Any] = [finished.df(name) for name in ("probes", "read", "samples")]
-    probes, read, samples = tables
-    assert len(probes) == len(PLACES) * 2 * len(SPLITS) * SHALLOW * 2
-    assert ((probes["low"] <= probes["accuracy"] + 1e-9) & (probes["accuracy"] <= probes["high"] + 1e-9)).all()
-    assert len(samples) == 32 * len(USE_ARMS)
+def test_the_control_of_a_run_holds_and_its_numbers_are_those_of_its_tables(finished: Run):
+    samples: Any = finished.df("samples")
     assert samples.groupby("context")["sample"].nunique().tolist() == [4] * 8
-    assert len(read) == 32 * len(PLACES) * 2 * len(SPLITS)
     conclusion = Conclusion.of(finished.metrics)
     assert [control.holds for control in conclusion.controls] == [True]
     assert conclusion.findings.get("variation", arm="hop-forced", distance=SHALLOW, layers="there") is None
-    gain = samples.groupby("condition")["margin"].mean()
-    assert conclusion.findings.at("gain", arm="skip").mean == pytest.approx(
-        gain["skip"] - gain["restart, skip"], abs=1e-9
-    )
+    margins = samples.groupby("condition")["margin"].mean()
+    gain = conclusion.findings.at("gain", arm="skip").mean
+    assert gain == pytest.approx(margins["skip"] - margins["restart, skip"], abs=1e-9)
     assert_figures(finished, "by_distance", "by_layer_v", "transfer", "transfer_leave-context-out", "use", "said")
+
+
+def of_samples(**levels: Any) -> pd.DataFrame:
+    rows = every(sample=range(MADE_UP.samples), **levels)
+    return rows.assign(context=rows["sample"] // 3)
 
 
 def made_up(accuracy: Any, margin: Any, varies: float = 0.0) -> Conclusion:
     """The conclusion where this is read, by row, and cached; K and V vary so much below the light cone too."""
-    cases, places = range(MADE_UP.samples), pd.DataFrame(PLACES, columns=["arm", "distance"])
-    layers = places.merge(every(family=["v"], layer=range(N_LAYERS)), how="cross")
-    read = places.merge(every(split=SPLITS, condition=CONDITIONS, sample=cases), "cross")
-    asked = every(sample=cases, condition=USE_ARMS).assign(logprob=-9.0, token_accuracy=0.1, kl=0.5, code="48213")
-    transfer = every(split=TRANSFERRED, arm=ARMS, trained=(0, 7), tested=(0, 7), sample=cases).assign(accuracy=0.2)
+    places = pd.DataFrame(PLACES, columns=["arm", "distance"])
+    layers = places.merge(every(family=["v"], layer=range(N_LAYERS)), "cross")
+    read = places.merge(of_samples(split=SPLITS, condition=CONDITIONS), "cross")
+    asked = of_samples(condition=USE_ARMS).assign(logprob=-9.0, token_accuracy=0.1, kl=0.5, code="48213")
     picks = places.merge(every(split=SPLITS, picks=("read", "transfer")), "cross")
-    by_sample = {
+    tables = {
         "samples": asked.assign(margin=margin),
         "read": read.assign(accuracy=accuracy, bits=0.5),
-        "transfer": transfer,
-    }
-    tables = {name: table.assign(context=table["sample"] // 3) for name, table in by_sample.items()} | {
+        "transfer": of_samples(split=TRANSFERRED, arm=ARMS, trained=(0, 7), tested=(0, 7)).assign(accuracy=0.2),
         "picks": picks.assign(family="v", layer=1, read="mean"),
         "probes": layers.assign(condition="retained", split="paired", read="mean", accuracy=0.1 + layers["layer"] / 50),
         "variation": layers.assign(variation=varies),
