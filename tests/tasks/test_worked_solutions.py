@@ -135,9 +135,10 @@ def test_own_mistakes_are_drawn_by_the_chances_that_a_model_gives_the_endings(tu
 
     worked = stripes(turns)
     own = [worked.own_mistake(chances, rng) for _ in range(10)]
-    assert {case.wrong for case in own} == {
-        turns.tokenizer.decode(endings[1]).rpartition("=")[2] for _, endings in given
-    }
+    offered = [[turns.tokenizer.decode(ids).rpartition("=")[2] for ids in endings] for _, endings in given]
+    assert {case.wrong for case in own} == {values[1] for values in offered}
+    for values in offered:  # wrong in the same digit, so that they part at one token
+        assert len({tuple(digit == right for digit, right in zip(value, "27", strict=True)) for value in values}) == 1
     assert all(case.wrong in {wrong for _, wrong in STRIPES.wrongs(case.place)} for case in own)
     assert {before for before, _ in given} == {worked.asked}
 
