@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,7 +25,7 @@ from kvprobe.tasks.worked_sums import WAITED, WorkedSum, with_errors
 from kvprobe.training.steps import Steps
 from tests import models
 from tests.refusals import refused
-from tests.studies.runs import answer_of, assert_figures, in_steps
+from tests.studies.runs import answer_of, assert_figures, every, in_steps
 
 SMALL = Config(problems=2, new=8)
 MADE_UP = Config(problems=12)
@@ -145,53 +147,51 @@ def test_a_model_as_right_as_its_last_step_has_slope_1_and_one_that_ignores_it_0
 # ---- made-up tables
 
 Number = Callable[[int], float]
+NONE: Number = lambda _: 0.0  # noqa: E731
+ONE: Number = lambda _: 1.0  # noqa: E731
+PLANTED: dict[str, Number] = {
+    **dict.fromkeys(("continue", "ordered", "at once", "erratum"), NONE),
+    **dict.fromkeys(("alone", "fresh"), ONE),
+    **dict.fromkeys(("review", "other's"), lambda case: float(case % 4 > 0)),
+    "handed": lambda case: float(case % 2),
+    "wait": lambda case: float(case % 3 == 0),
+    "ghost": lambda case: 0.5 + case % 2 / 100,
+    "notices": lambda case: 0.9 + case % 2 / 100,
+    "slope": lambda case: 0.2 + case % 2 / 100,
+}
+"""Rightness after the slip by arm, the damage that is left with the step masked, how much likelier a remark is after
+the slip, and how fast errors become likelier."""
 
 
-def made_up(off: Number = lambda _: 0.0, sound: Number = lambda _: 1.0, **right: Number) -> dict[str, pd.DataFrame]:
-    """Tables of twelve problems. Rightness after the slip by arm (`others` for the other's; `critique` for a review);
-    also `ghost`, `notices` and `error` (of a step after so many wrong ones)."""
-    default: dict[str, Number] = {
-        "continue": lambda _: 0.0,
-        "ordered": lambda _: 0.0,
-        "review": lambda case: float(case % 4 > 0),
-        "other's": lambda case: float(case % 4 > 0),
-        "handed": lambda case: float(case % 2),
-        "alone": lambda _: 1.0,
-        "fresh": lambda _: 1.0,
-        "wait": lambda case: float(case % 3 == 0),
-        "ghost": lambda case: 0.5 + case % 2 / 100,
-        "notices": lambda case: 0.9 + case % 2 / 100,
-        "slope": lambda case: 0.2 + case % 2 / 100,
-    }
-    given = default | {name.replace("others", "other's"): number for name, number in right.items()}
-    edited, attended, answered, remarked, history = [], [], [], [], []
+def made_up(off: Number = NONE, sound: Number = ONE, **planted: Number) -> dict[str, pd.DataFrame]:
+    """Tables of twelve problems. What is planted may differ from `PLANTED` (`others` for the other's)."""
+    given = PLANTED | {name.replace("others", "other's"): number for name, number in planted.items()}
+    edited, answered = [], []
     for case in range(MADE_UP.problems):
         margins = {"sound": 6.0 + case, "slip": -4.0 - case, "masked slip": 1.0, "restarted sound": 0.5}
         margins["masked sound"] = 1.0 + given["ghost"](case) * (margins["sound"] - margins["slip"])
         margins |= {"restarted slip": 0.5 + off(case), "sound step": margins["sound"], "sound later steps": -4.0 - case}
-        for edit, margin in margins.items():
-            edited.append({"edit": edit, "layer": ALL, "margin": margin, "kl": 1.0, "right": 0.0, "sample": case})
-        for layer in range(LAYERS):
-            margin = margins["sound"] if layer else margins["slip"]
-            row = {"edit": "sound step", "layer": layer, "margin": margin, "kl": 1.0, "right": 0.0, "sample": case}
-            edited.append(row)
-            for draft, mass in (("sound", 0.2), ("slip", 0.3 + case / 1000), ("harmless", 0.25)):
-                attended.append({"draft": draft, "layer": layer, "mass": mass, "sample": case})
-        for draft in DRAFTS:
-            for name in (*ARMS[: None if draft == "slip" else -1], "at once"):
-                value = given.get(name, default["continue"])(case) if draft == "slip" else sound(case)
-                row = {"arm": name, "draft": draft, "right": value, "handed_on": 1 - value, "restated": 0.0}
-                row |= {"local": 1.0, "ends": 1.0, "text": "a 1", "sample": case}
-                delays = range(LATER + 1) if name == "wait" else [0 if name == "at once" else LATER]
-                answered += [{**row, "delay": delay, "main": name != "wait" or delay == WAITED} for delay in delays]
-            for delay in range(LATER + 1):
-                chance = given["notices"](case) if draft == "slip" else 0.0
-                remarked.append({"draft": draft, "delay": delay, "wait": chance if delay == 0 else 0.0, "sample": case})
-        for wrong in range(HISTORY + 1):
-            error = given["slope"](case) * wrong / HISTORY
-            history.append({"wrong": wrong, "right": 1 - error, "log_probability": -1.0, "sample": case})
-    tables = {"samples": edited, "attention": attended, "answers": answered, "remarks": remarked, "histories": history}
-    return {name: pd.DataFrame(rows) for name, rows in tables.items()}
+        by_layer = [("sound step", layer, margins["sound" if layer else "slip"]) for layer in range(LAYERS)]
+        for edit, layer, margin in [*((edit, ALL, margin) for edit, margin in margins.items()), *by_layer]:
+            edited.append({"edit": edit, "layer": layer, "margin": margin, "kl": 1.0, "right": 0.0, "sample": case})
+        for draft, name in product(DRAFTS, (*ARMS, "at once")):
+            value = given[name](case) if draft == "slip" else sound(case)
+            row = {"arm": name, "draft": draft, "right": value, "handed_on": 1 - value, "sample": case}
+            delays = range(LATER + 1) if name == "wait" else [0 if name == "at once" else LATER]
+            answered += [{**row, "delay": delay, "main": name != "wait" or delay == WAITED} for delay in delays]
+    cases: dict[str, Any] = {"sample": range(MADE_UP.problems)}
+    attended = every(**cases, draft=("sound", "slip", "harmless"), layer=range(LAYERS))
+    remarked = every(**cases, draft=DRAFTS, delay=range(LATER + 1))
+    noticed = (remarked["draft"] == "slip") & (remarked["delay"] == 0)
+    history = every(**cases, wrong=range(HISTORY + 1)).assign(log_probability=-1.0)
+    mass = attended["draft"].map({"sound": 0.2, "slip": 0.3, "harmless": 0.25})
+    return {
+        "samples": pd.DataFrame(edited),
+        "attention": attended.assign(mass=mass + attended["sample"] / 1000 * (attended["draft"] == "slip")),
+        "answers": pd.DataFrame(answered).assign(restated=0.0, local=1.0, ends=1.0, text="a 1"),
+        "remarks": remarked.assign(wait=remarked["sample"].map(given["notices"]) * noticed),
+        "histories": history.assign(right=1 - history["sample"].map(given["slope"]) * history["wrong"] / HISTORY),
+    }
 
 
 def concluded(tables: dict[str, pd.DataFrame]) -> Conclusion:
@@ -222,20 +222,13 @@ def noise(rng: np.random.Generator) -> Conclusion:
 def test_planted_numbers_are_found():
     findings = example()[1].findings
     cases = np.arange(MADE_UP.problems)
-    assert findings.at("poisons").mean == 1.0
-    assert findings.at("critique").mean == pytest.approx(0.25)
-    assert findings.at("blind").mean == 0.0
-    assert findings.at("handed").mean == pytest.approx(0.5)
-    assert findings.at("wait").mean == pytest.approx(1 / 3)
-    assert findings.at("delayed", delay=1, draft="slip").mean == pytest.approx(1 / 3)
-    weights = 10.0 + 2 * cases
-    assert findings.at("ghost").mean == pytest.approx(np.average(0.5 + cases % 2 / 100, weights=weights))
+    ghost = np.average(0.5 + cases % 2 / 100, weights=10.0 + 2 * cases)
+    planted = {"poisons": 1.0, "critique": 0.25, "blind": 0.0, "ghost": ghost, "conditioned": 0.205, "notices": 0.905}
+    assert {name: findings.at(name).mean for name in planted} == pytest.approx(planted)
     assert findings.at("undone", edit="sound step").mean == 1.0
     assert findings.at("undone", edit="sound later steps").mean == 0.0
     assert [findings.at("undone_layer", layer=layer).mean for layer in range(LAYERS)] == [0.0, 1.0]
     assert findings.at("lift", layer=0, over="harmless").mean == pytest.approx(0.05 + cases.mean() / 1000)
-    assert findings.at("conditioned").mean == pytest.approx(0.205)
-    assert findings.at("notices").mean == pytest.approx(0.905)
     assert findings.at("standing", draft="slip", delay=3).mean == pytest.approx(0.095)
     assert findings.at("half_life").mean == 0
     assert {findings.finding(claim.finding).comparisons for claim in STUDY.claims} == {len(STUDY.claims)}
@@ -243,7 +236,7 @@ def test_planted_numbers_are_found():
 
 def test_each_cure_is_held_against_its_own_baseline():
     """A restart with the text against the same request in the old conversation, and “wait” one step after the slip."""
-    tables = made_up(ordered=lambda _: 1.0)
+    tables = made_up(ordered=ONE)
     answers = tables["answers"]
     answers.loc[(answers["arm"] == "wait") & (answers["delay"] != WAITED) & (answers["draft"] == "slip"), "right"] = 0.0
     findings = concluded(tables).findings
@@ -271,33 +264,27 @@ def test_a_model_without_remarks_has_no_findings_on_them_and_the_page_says_so(tm
     assert "says “wait”" not in answer_of(STUDY, MADE_UP, conclusion, tmp_path)
 
 
-ALTERNATES: Number = lambda case: float(case % 2)  # noqa: E731
+def alternating(case: int) -> float:
+    return (-1) ** case / 5
 
 
 @pytest.mark.parametrize(
-    ("tables", "expected"),
+    ("numbers", "expected"),
     [
-        ({}, "lowers the share of right answers"),
-        ({"continue": lambda _: 1.0}, "does not detectably change the share of right answers"),
-        ({"continue": lambda _: 1.0, "sound": lambda _: 0.0}, "raises the share of right answers"),
-        ({}, "a fresh start helps"),
-        ({"fresh": lambda _: 0.0, "continue": lambda _: 1.0}, "a fresh start harms"),
-        ({"fresh": lambda _: 0.0}, "a fresh start does not detectably help"),
-        ({}, "says “wait” more often than after a right one"),
-        ({"notices": lambda case: case % 2 / 50}, "does not detectably notice it"),
-        ({"review": lambda _: 0.0}, "is right less often with the slip in it"),
-        ({"review": lambda _: 1.0}, "is not detectably less often right with the slip in it"),
-        ({"review": lambda _: 0.0, "others": lambda _: 1.0}, "it loses more by the slip than"),
-        ({"review": lambda _: 1.0, "others": lambda _: 0.0}, "it loses less by the slip than"),
-        ({}, "keep a part of it"),
-        ({"ghost": lambda case: (-1) ** case / 5}, "keep nothing detectable of it"),
-        ({"ghost": lambda case: -0.3 - case / 100}, "work against it"),
-        ({}, "makes errors likelier in a step"),
-        ({"slope": lambda case: (-1) ** case / 5}, "does not detectably make errors likelier"),
+        ({}, ("lowers the share of right answers", "a fresh start helps", "says “wait” more often than after a right")),
+        ({}, ("keep a part of it", "makes errors likelier in a step")),
+        ({"continue": ONE, "fresh": NONE}, ("does not detectably change the share", "a fresh start harms")),
+        ({"continue": ONE, "sound": NONE}, ("raises the share of right answers",)),
+        ({"fresh": NONE, "slope": alternating}, ("does not detectably help", "not detectably make errors likelier")),
+        ({"review": NONE, "others": ONE}, ("is right less often with the slip in it", "it loses more by the slip")),
+        ({"review": ONE, "others": NONE}, ("is not detectably less often right", "it loses less by the slip than")),
+        ({"notices": alternating, "ghost": alternating}, ("does not detectably notice it", "keep nothing detectable")),
+        ({"ghost": lambda case: -0.3 - case / 100}, ("work against it",)),
     ],
 )
-def test_the_answer_follows_the_intervals(tables: dict[str, Number], expected: str, tmp_path: Path):
-    assert expected in answer_of(STUDY, MADE_UP, concluded(made_up(**tables)), tmp_path)
+def test_the_answer_follows_the_intervals(numbers: dict[str, Number], expected: tuple[str, ...], tmp_path: Path):
+    said = answer_of(STUDY, MADE_UP, concluded(made_up(**numbers)), tmp_path)
+    assert [phrase for phrase in expected if phrase not in said] == []
 
 
 def test_controls_fail_where_they_should():
@@ -306,7 +293,7 @@ def test_controls_fail_where_they_should():
     harmless = made_up()
     margins = harmless["samples"].set_index(["sample", "edit", "layer"])["margin"]
     harmless["samples"].loc[harmless["samples"]["edit"] == "slip", "margin"] = margins[:, "sound", ALL].to_numpy()
-    tables = made_up(), made_up(off=lambda case: case / 100), made_up(sound=lambda _: 0.0), harmless, cut
+    tables = made_up(), made_up(off=lambda case: case / 100), made_up(sound=NONE), harmless, cut
     holds = [[control.holds for control in concluded(altered).controls] for altered in tables]
     assert holds[0] == [True] * 4
     assert [[not held for held in row].index(True) for row in holds[1:]] == [0, 1, 2, 3]
