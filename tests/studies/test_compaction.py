@@ -20,7 +20,7 @@ from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence
 from kvprobe.probing.features import read_outs
 from kvprobe.studies.compaction import Config, run
-from kvprobe.studies.compaction.arms import ARMS, EFFECTS, HIDDEN_SEGMENTS, MASK, RECOMPUTED, RESTART, RETAINED, Arm
+from kvprobe.studies.compaction.arms import ARMS, HIDDEN_SEGMENTS, MASK, RESTART, RETAINED, Arm
 from kvprobe.studies.compaction.conclude import FACTORS, HEADLINE, HIDDEN, OUTCOMES, conclude
 from kvprobe.studies.compaction.reading import ASKED, CALIBRATION, CONDITIONS, LOOKED_AT, SEEN, read_context
 from kvprobe.studies.compaction.study import STUDY
@@ -46,9 +46,7 @@ def finished(wordy: Model, root: Path) -> Run:
     return in_steps(lambda: run(SMALL, root, model=wordy))
 
 
-def test_the_arms_are_every_combination_and_the_pair_differs_in_provenance_alone():
-    assert len(set(ARMS)) == 8
-    assert set(RETAINED) | set(RECOMPUTED) == set(ARMS)
+def test_the_pair_differs_in_provenance_alone():
     assert dataclasses.replace(MASK, provenance="recomputed") == RESTART
     assert MASK.high == {"provenance": True, "positions": True, "delimiters": False}
 
@@ -126,31 +124,15 @@ def test_answers_are_worth_what_they_share_with_the_full_context_and_what_they_h
         words = compactions()[0].answer(kind)
         held = [torch.nan if words is None else float(words.lower() in text.lower()) for text in texts[:, number]]
         assert right[:, number].tolist() == pytest.approx(held, nan_ok=True)
-        for condition, text in zip(ASKED, texts[:, number], strict=False):
-            if same[CONDITIONS.index(condition), number]:
-                assert text == texts[0, number]
-
-
-def test_attention_is_shared_out_whole_and_none_of_it_goes_to_what_is_hidden(read: Read):
-    attention = read[0]["attention"]
-    torch.testing.assert_close(attention.sum(-1), torch.ones(attention.shape[:-1]), rtol=0, atol=1e-5)
-    hidden = LOOKED_AT.index(HIDDEN)
-    assert (attention[1:, ..., hidden] == 0).all()
-    assert attention[0, ..., hidden].mean() > 0.05
-    # At layer 0 nothing but positions and tokens counts, so masking and restarting look alike there.
-    torch.testing.assert_close(attention[1, 0], attention[2, 0], rtol=0, atol=1e-5)
 
 
 def test_a_run_holds_every_number_table_and_figure(finished: Run):
     conclusion = Conclusion.of(finished.metrics)
     findings, conversations = conclusion.findings, finished.df("conversations")
     assert len(finished.df()) == 30 * len(ASKED)
-    assert len(conversations) == 3 * len(CONDITIONS)
-    assert len(finished.df("attention")) == 3 * len(SEEN) * len(findings.where("spent_by_head"))
     assert set(finished.df("probes")["arm"]) == {arm.name for arm in ARMS}
     for arm, outcome in product(ARMS, OUTCOMES):
         assert not findings.at("outcome", outcome=outcome, condition=arm.name).unknown
-    assert len(findings.where("effect")) == len(OUTCOMES) * len(EFFECTS)
     assert_figures(finished, "arms", "effects", "dangling")
     table: Any = conversations.groupby("condition")["kl"].mean()
     assert findings.at("gap", outcome="kl").mean == pytest.approx(table[MASK.name] - table[RESTART.name], abs=1e-12)
@@ -223,20 +205,11 @@ def noise(rng: np.random.Generator) -> Conclusion:
     return made_up(values)
 
 
-def test_intervals_hold_together_over_the_answers_own_claims_and_over_each_table_beside_it():
+def test_intervals_of_what_the_answer_claims_hold_together():
     findings = example()[1].findings
-    comparisons = {
-        name: {finding.keys["outcome"]: finding.comparisons for finding in findings.where(name)}
-        for name in ("gap", "beyond")
-    }
-    assert (headline := sum(map(len, HEADLINE.values())) - 1 + len(FACTORS)) == 9
-    for name, by_outcome in comparisons.items():
-        others = len(by_outcome) - len(HEADLINE[name])
-        assert by_outcome == dict.fromkeys(by_outcome, others) | dict.fromkeys(HEADLINE[name], headline)
-    families = {
-        outcome: [finding.comparisons for finding in findings.where("effect", outcome=outcome)] for outcome in OUTCOMES
-    }
-    assert families == {outcome: [7] * 7 for outcome in OUTCOMES} | {"kl": [9] * 3 + [4] * 4}
+    claimed = [findings.finding("effect", outcome="kl", effect=factor) for factor in FACTORS]
+    claimed += [findings.finding(name, outcome=outcome) for name in ("gap", "beyond") for outcome in HEADLINE[name]]
+    assert [finding.comparisons for finding in claimed] == [len(claimed)] * 9
 
 
 @pytest.mark.parametrize(

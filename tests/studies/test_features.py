@@ -51,14 +51,11 @@ def finished(wordy: Model, root: Path) -> Run:
 
 def test_a_run_holds_every_table_figure_and_dictionary_and_no_activations(finished: Run, wordy: Model):
     conclusion = Conclusion.of(finished.metrics)
-    means, samples, exchanges = (pd.DataFrame(finished.df(name)) for name in ("means", "samples", "exchanges"))
     columns = len(RESTARTED) * (16 + 2 * SMALL.width) + 16  # the last where nothing may differ
-    assert len(means) == SMALL.contexts * columns
-    curves: Any = samples.groupby(["arm", "split", "reader", "k"])["sample"].nunique()
+    assert len(finished.df("means")) == SMALL.contexts * columns
+    curves: Any = finished.df("samples").groupby(["arm", "split", "reader", "k"])["sample"].nunique()
     assert curves.eq(SMALL.contexts * SMALL.codes).all()
     assert len(curves) == len(ARMS) * len(SPLITS) * (2 * len(READERS) + len(PARTS))
-    assert set(conclusion.findings.values("accuracy", "k")) == {1, SMALL.width, 16}
-    assert set(exchanges.groupby(["place", "set"])["context"].nunique()) == {SMALL.contexts}
     assert_figures(finished, "differences", "densities", "exchange", *(f"curves_{split}" for split in SPLITS))
     assert not (finished.path / "parts").exists()
     kept = Dictionary.load(finished.path / "dictionaries" / "v.1", wordy)

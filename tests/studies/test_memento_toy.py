@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,6 @@ def test_a_run_shows_everything(finished: Run):
     findings = Conclusion.of(finished.metrics).findings
     assert {claim.finding for claim in STUDY.claims} <= set(findings.names)
     assert set(findings.values("by_layer", "model")) == {MAIN, UNTRAINED}
-    assert findings.values("by_distance", "distance", model=MAIN, arm=RETAINED) == [1, 2]
-    assert findings.values("shown", "distance", model=MAIN) == [-1, 0]
     assert set(findings.values("left", "state")) == {OPEN, STAND_IN, *ERASED, RESTART}
     assert_figures(finished, *(figure.file for figure in STUDY.figures))
     assert finished.metrics["controls"][0]["holds"]
@@ -77,7 +76,6 @@ def test_a_block_that_is_never_hidden_is_refused():
 
 def test_all_that_copies_do_not_say_is_everything():
     assert states_of(replace(SMALL, content="copy")) == [OPEN, STAND_IN, EVERYTHING, RANDOM, RESTART]
-    assert set(states_of(SMALL)) == {OPEN, STAND_IN, *ERASED, RESTART}
 
 
 Number = Callable[[np.ndarray], np.ndarray]
@@ -111,35 +109,30 @@ def made_up(
     traces = np.arange(TRACES)
     samples, answers, reach, changed, closing = [], [], [], [], []
     for model, role in roles:
-        names = {"model": model, "role": role}
-        everywhere = role != CHECKPOINT
-        for site in sites_of(LAYERS, config.block, config.blocks, config.keep, everywhere=everywhere):
-            for part, probe in (
-                (BOTH, LINEAR),
-                *([(BOTH, MLP)] if everywhere else []),
-                *((part, LINEAR) for part in PARTS),
-            ):
-                right = floor + (leak(traces) if site.arm == RETAINED and site.layer > 1 else 0.0)
-                keys = {**names, **site._asdict(), "part": part, "probe": probe, "trace": traces}
-                samples.append({**keys, "right": right, "alike": floor if probe == LINEAR else np.nan})
-        for arm in (RETAINED, RESTART):
-            for memento in range(1 if arm == RETAINED else config.hidden_from, config.blocks + 1):
-                right = 0.5 + (kept(traces) if arm == RETAINED else 0.0) - 0.1 * (role == CHECKPOINT)
-                answers.append({**names, "arm": arm, "memento": memento, "trace": traces, "right": right})
-        for layer in range(LAYERS):
-            reach.append({**names, "layer": layer, "varies": near if layer < 2 else 0.5})
-        parts = [(kind, part) for kind in ("digits", "sum") for part in (*PARTS, BOTH)]
-        for condition, part in [(OWN, BOTH), (DONOR, BOTH), *parts] if everywhere else ():
-            turned = used(traces) if condition == "digits" else 0.0
+        names, everywhere = {"model": model, "role": role}, role != CHECKPOINT
+        probes = [(BOTH, LINEAR), *((part, LINEAR) for part in PARTS), *[(BOTH, MLP)] * everywhere]
+        sites = sites_of(LAYERS, config.block, config.blocks, config.keep, everywhere=everywhere)
+        for site, (part, probe) in product(sites, probes):
+            right = floor + (leak(traces) if site.arm == RETAINED and site.layer > 1 else 0.0)
+            keys = {**names, **site._asdict(), "part": part, "probe": probe, "trace": traces}
+            samples.append({**keys, "right": right, "alike": floor if probe == LINEAR else np.nan})
+        for arm, memento in product((RETAINED, RESTART), range(1, config.blocks + 1)):
+            right = 0.5 + (kept(traces) if arm == RETAINED else 0.0) - 0.1 * (role == CHECKPOINT)
+            row = {**names, "arm": arm, "memento": memento, "trace": traces, "right": right}
+            answers += [row] * (arm == RETAINED or memento >= config.hidden_from)
+        reach += [{**names, "layer": layer, "varies": near if layer < 2 else 0.5} for layer in range(LAYERS)]
+        parts = [(OWN, BOTH), (DONOR, BOTH), *product(("digits", "sum"), (*PARTS, BOTH))]
+        for condition, part in parts if everywhere else ():
             margins = {OWN: 10.0, DONOR: -10.0, "digits": np.nan, "sum": 10.0 - 20.0 * way(traces)}
-            row = {"condition": condition, "part": part, "trace": traces, "right": 0.9, "turned": turned, "kl": 0.01}
-            changed.append({**names, **row, "margin": margins[condition]})
+            row = {**names, "condition": condition, "part": part, "trace": traces, "margin": margins[condition]}
+            changed.append({**row, "right": 0.9, "turned": used(traces) if condition == "digits" else 0.0, "kl": 0.01})
     for state in states_of(config):
+        known, hurt = {"state": state, "trace": traces}, state in (STAND_IN, *ERASED)
         for memento in range(1, config.blocks + 1):
-            right = 0.9 + (harm(traces) if state in (STAND_IN, *ERASED) else 0.0)
-            closing.append({"measure": "answer", "state": state, "memento": memento, "trace": traces, "right": right})
-        read = {"measure": "probe", "state": state, "trace": traces, "alike": floor}
-        closing.append({**read, "right": floor + (left(traces) if state != RESTART else 0.0)})
+            right = 0.9 + (harm(traces) if hurt else 0.0)
+            closing.append({**known, "measure": "answer", "memento": memento, "right": right})
+        right = floor + (left(traces) if state != RESTART else 0.0)
+        closing.append({**known, "measure": "probe", "alike": floor, "right": right})
         closing.append({"measure": "rank", "state": state, "layer": np.arange(LAYERS), "rank": 3.0})
     tables = {"samples": samples, "answers": answers, "changed": changed, "closing": closing}
     joined = {name: pd.concat(map(pd.DataFrame, rows), ignore_index=True) for name, rows in tables.items()}
@@ -190,24 +183,19 @@ def test_planted_numbers_are_found():
 @pytest.mark.parametrize(
     ("numbers", "expected"),
     [
-        ({}, "Retained mementos hold hidden digits beyond what is in the text"),
-        ({"leak": flat(0.0)}, "hold nothing of hidden digits that was detected"),
-        ({"leak": flat(-0.1)}, "which cannot be: doubt the run"),
-        ({}, "it is more than any reader of the text in view could know (16 %)"),
-        ({"leak": flat(-0.1)}, "less than a perfect reader of the text in view would know"),
-        ({"used": flat(0.01)}, "changes about one memento in a hundred"),
-        ({"used": flat(0.5)}, "changes more than one memento in a hundred"),
-        ({}, "the model goes by the text more than by the hidden block"),
-        ({"way": flat(0.9)}, "the model goes by the hidden block more than by the text"),
-        ({}, "a restart costs right mementos"),
-        ({"kept": flat(-0.3)}, "a restart gives more right mementos"),
-        ({}, "nothing that was detected can be read, and no change in right mementos was detected"),
-        ({"harm": flat(-0.4)}, "fewer mementos are right"),
-        ({"left": flat(0.4)}, "some of it can be read"),
+        ({}, ("hold hidden digits beyond what is in the text", "any reader of the text in view could know (16 %)")),
+        ({}, ("the model goes by the text more than by the hidden block", "a restart costs right mementos")),
+        ({}, ("nothing that was detected can be read, and no change in right mementos was detected",)),
+        ({"leak": flat(0.0)}, ("hold nothing of hidden digits that was detected",)),
+        ({"leak": flat(-0.1)}, ("which cannot be: doubt the run", "less than a perfect reader of the text in view")),
+        ({"used": flat(0.01), "kept": flat(-0.3)}, ("about one memento in a hundred", "gives more right mementos")),
+        ({"used": flat(0.5), "way": flat(0.9)}, ("more than one memento in a hundred", "the hidden block more than")),
+        ({"harm": flat(-0.4), "left": flat(0.4)}, ("fewer mementos are right", "some of it can be read")),
     ],
 )
-def test_the_answer_follows_the_intervals(numbers: dict[str, Number], expected: str, tmp_path: Path):
-    assert expected in answer_of(STUDY, SEEDED, concluded(**numbers), tmp_path)
+def test_the_answer_follows_the_intervals(numbers: dict[str, Number], expected: tuple[str, ...], tmp_path: Path):
+    said = answer_of(STUDY, SEEDED, concluded(**numbers), tmp_path)
+    assert [phrase for phrase in expected if phrase not in said] == []
 
 
 def test_the_control_fails_where_the_first_layers_know():

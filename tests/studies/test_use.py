@@ -85,15 +85,11 @@ def test_a_whole_exchange_holds_the_source_in_its_place_alone(
 def test_a_run_holds_every_table_and_figure_and_its_controls(finished: Run):
     samples, conclusion = finished.df(), Conclusion.of(finished.metrics)
     assert [control.holds for control in conclusion.controls] == [True, True]
-    assert samples["context"].nunique() == SMALL.contexts
     assert set(samples["view"]) == set(VIEWS)
     assert len(conclusion.findings.where("beyond")) == len(SITES) * (SMALL.bands + 1) * 3
-    assert len(conclusion.findings.where("moved_beyond")) == len(SITES) * 3
     assert len(finished.df("doses")) == SMALL.contexts * len(STRENGTHS) * 2 * 3
     assert_figures(finished, "read_and_used", "by_band", "doses", "probes")
-    replies = finished.df("replies")
-    assert len(replies.drop_duplicates(["place", "name"])) == 1 + 2 * 3
-    assert len(replies) == len(conclusion.facts["replies"])
+    assert len(finished.df("replies")) == len(conclusion.facts["replies"])
 
 
 def test_no_strength_is_no_edit_and_all_of_it_is_that_of_the_sweep(finished: Run):
