@@ -45,6 +45,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"tasks": ("resite",)}, "did you mean 'recite'"),
         ({"reported": "canarypwn-8b"}, "did you mean 'canarypwn-7b'"),
         ({"reported": "canarypwn-7b"}, "which is about gsm8k"),
+        ({"reported": "canarypwn-bands-7b", "tasks": ("gsm8k",)}, "name one of those"),
         ({"rates": (0.0, 10.0)}, "'rates' has 0; expected percents above 0, up to 100"),
         ({"rates": (10.0, 101.0)}, "'rates' has 101"),
     ],

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from kvprobe.faults.catalogue import CATALOGUE, REPORTED_FAULTS
 from kvprobe.inference.model import Model
 from kvprobe.models.geometry import Geometry
 from kvprobe.presets import presets
-from kvprobe.report.findings import Findings
 from kvprobe.stats import Estimate, wilson
 from kvprobe.studies import robustness
 from kvprobe.studies.robustness import Config
@@ -27,7 +27,6 @@ from kvprobe.studies.robustness.conclude import conclude
 from kvprobe.studies.robustness.study import STUDY
 from kvprobe.tasks.catalogue import find_task
 from tests.models import N_LAYERS, any_model
-from tests.refusals import refused
 from tests.studies.runs import assert_figures, gsm8k_questions, in_steps, made_up_answers, page_of
 
 SMALL = Config(tasks=("retrieve",), samples=2, faults=tuple(CATALOGUE), rates=(10.0, 50.0), repeats=2)
@@ -38,18 +37,14 @@ def finished(tiny_llama: Model, root: Path) -> Run:
     return in_steps(lambda: robustness.run(SMALL, root, model=tiny_llama))
 
 
-def test_there_is_a_case_for_each_fault_rate_and_repeat_and_for_each_control():
+def test_there_is_a_case_for_each_fault_rate_repeat_and_control_and_it_strikes_when_and_where_its_labels_say():
     labels = pd.DataFrame([dict(case.labels) for case in cases(SMALL)])
     main, procedure = labels[labels["group"] == MAIN], labels[labels["group"] == PROCEDURE]
     assert len(main) == len(main.drop_duplicates(["fault", "rate", "repeat"])) == len(CATALOGUE) * 2 * 2
     assert len(procedure.drop_duplicates(["fault", "timing", "unit", "repeat"])) == 3 * 3 * 3 * 2
     assert set(procedure["rate"]) == {SMALL.procedure}
     assert labels[labels["group"] == CONTROL]["fault"].tolist() == [SMALL.faults[0], NOT_A_NUMBER]
-    without = {case.labels["group"] for case in cases(replace(SMALL, procedure=0.0))}
-    assert without == {MAIN, CONTROL}
-
-
-def test_a_fault_strikes_when_and_where_its_labels_say():
+    assert {case.labels["group"] for case in cases(replace(SMALL, procedure=0.0))} == {MAIN, CONTROL}
     for case in cases(SMALL):
         fault, label = case.trial.fault, case.labels
         when = {"once": (0, False), "fresh": ("every", True), "piling": ("every", False)}[str(label["timing"])]
@@ -59,14 +54,14 @@ def test_a_fault_strikes_when_and_where_its_labels_say():
             assert fault.scope.rate == pytest.approx(float(label["rate"]) / 100)
 
 
-def test_a_run_holds_every_condition_number_and_figure_and_its_controls_hold(finished: Run):
+def test_a_run_holds_every_condition_its_damage_grows_with_the_rate_and_its_controls_hold(finished: Run):
     samples, conclusion = finished.df(), Conclusion.of(finished.metrics)
     findings = conclusion.findings
     assert len(samples) == SMALL.samples * (len(cases(SMALL)) + 1)
-    for name in ("accuracy", "lost", "same", "kl"):
-        assert len(findings.where(name)) == len(CATALOGUE) * 2
-    assert len(findings.where("reading")) == 27
     assert_figures(finished, "accuracy_by_rate", "kl_by_rate")
+    for fault in ("gaussian", "zeros", "distractor", "rounded-2-bit"):
+        seldom, often = (findings.at("kl", task="retrieve", fault=fault, rate=rate).mean for rate in SMALL.rates)
+        assert often > seldom > 0
     # Nothing struck, a NaN, and two faults that only reorder.
     assert [control.holds for control in conclusion.controls] == [True] * 4
     nan = samples.query("fault == @NOT_A_NUMBER")
@@ -78,20 +73,8 @@ def test_a_run_holds_every_condition_number_and_figure_and_its_controls_hold(fin
     assert set(findings.values("harm_kl", "fault")) == {name for name in CATALOGUE if not CATALOGUE[name].control}
 
 
-def test_damage_grows_with_the_rate_and_noise_moves_more_than_rounding(finished: Run):
-    def kl(fault: str, rate: float) -> float:
-        return findings_of(finished).at("kl", task="retrieve", fault=fault, rate=rate).mean
-
-    for name in ("gaussian", "zeros", "distractor", "rounded-2-bit"):
-        assert kl(name, 50.0) > kl(name, 10.0) > 0
-    assert kl("gaussian", 50.0) > kl("rounded-2-bit", 50.0) > kl("rounded-4-bit", 50.0)
-
-
-def findings_of(run: Run) -> Findings:
-    return Conclusion.of(run.metrics).findings
-
-
 Right = Callable[[str, float, int], bool]
+BROKEN = {"right": False, "broken": "V of layer 1, KV head 0, slot 7", "kl": np.nan}
 
 
 def made_up(
@@ -109,15 +92,10 @@ def made_up(
         nan = labels["fault"] == NOT_A_NUMBER
         if labels.get("rate") == 0:
             return {"struck": 0}
-        same = not nan and CATALOGUE[labels["fault"]].control
-        answered = {
-            "right": right(*place),
-            "same": same,
-            "diverged": -1 if same else 3,
-            "kl": 0.0 if same else kl(*place),
-        }
-        breaks = {"right": False, "broken": "V of layer 1, KV head 0, slot 7", "kl": np.nan}
-        return answered | (breaks if nan or broken(*place) else {})
+        if not nan and CATALOGUE[labels["fault"]].control:
+            return {"right": right(*place)}
+        answered = {"right": right(*place), "same": False, "diverged": 3, "kl": kl(*place)}
+        return answered | (BROKEN if nan or broken(*place) else {})
 
     table = made_up_answers("recite", config.samples, lambda _: cases(config), clean, became)
     return table.assign(score_exact=table["right"])
@@ -173,7 +151,6 @@ def test_accuracies_and_losses_are_those_of_the_table():
     zeros = {"fault": "zeros", "rate": 10.0}
     assert at(conclusion, "accuracy", **zeros).ends == pytest.approx(wilson(12, 20).ends, rel=1e-12)
     assert at(conclusion, "lost", **zeros).mean == pytest.approx(0.95 - 0.6)
-    assert at(conclusion, "lost", fault="distractor", rate=50.0).mean == pytest.approx(0.15)
     assert at(conclusion, "sound").mean == 0.95
     assert at(conclusion, "kl", **zeros).mean == pytest.approx(0.1)
     for quartile in ("low", "median", "high"):
@@ -181,16 +158,9 @@ def test_accuracies_and_losses_are_those_of_the_table():
         assert at(conclusion, "diverged", fault="permuted", rate=50.0, quartile=quartile).unknown
 
 
-def test_repeats_of_an_item_do_not_narrow_its_interval():
-    config, zeros = replace(MADE_UP, repeats=4), {"fault": "zeros", "rate": 50.0}
-    once, often = numbers(made_up(graded, MADE_UP)), numbers(made_up(graded, config), config)
-    assert at(often, "rows", **zeros).mean == 4 * at(once, "rows", **zeros).mean
-    for name in ("accuracy", "lost"):
-        assert at(often, name, **zeros).record() == at(once, name, **zeros).record()
-
-
 def test_faults_are_ranked_by_what_they_cost_and_neighbours_compared(tmp_path: Path):
     conclusion = numbers(made_up(graded, MADE_UP))
+    assert conclusion.warnings == []
     costs = {finding.keys["fault"]: finding for finding in conclusion.findings.where("harm")}
     assert {fault: cost.value.mean for fault, cost in costs.items()} == pytest.approx(
         {"gaussian": 1.0, "zeros": 0.5, "distractor": 0.15}
@@ -199,18 +169,14 @@ def test_faults_are_ranked_by_what_they_cost_and_neighbours_compared(tmp_path: P
     assert at(conclusion, "harm_over_next", fault="gaussian").above()
     assert at(conclusion, "harm_over_next", fault="zeros").above()
     assert conclusion.findings.get("harm_over_next", task="recite", fault="distractor") is None
+    # 8 of 20 after zeros is below half, but not significantly.
     assert at(conclusion, "cliff", fault="gaussian").mean == 10
     assert all(at(conclusion, "cliff", fault=name).unknown for name in ("zeros", "distractor", "permuted"))
-    page = page_of(STUDY, MADE_UP, conclusion, tmp_path)
-    assert "right answers lost, as a share of all" in page.read("report.html")
-    assert answer(STUDY, page) == (
+    assert answer(STUDY, page_of(STUDY, MADE_UP, conclusion, tmp_path)) == (
         "On recite (100.0 % (83.9 to 100.0) right with a sound cache) the worst fault is Gaussian (layer), which costs "
         "100.0 points (74.4 to 100.0); the mildest is distractor, for which a loss was not detected (15.0 points (-4.3 "
         "to 46.9))."
     )
-
-
-PAIRS = (("gaussian", "zeros"), ("zeros", "distractor"))
 
 
 @pytest.mark.parametrize(
@@ -224,23 +190,17 @@ PAIRS = (("gaussian", "zeros"), ("zeros", "distractor"))
 def test_the_order_of_the_article_the_opposite_and_none_are_said_in_words(left: tuple[int, ...], claims: list[str]):
     of = dict(zip(REPORTED_FAULTS, left, strict=True))
     findings = numbers(made_up(lambda fault, rate, item: item < of.get(fault, 20), MADE_UP)).findings
-    assert [STUDY.claim(findings, "contrast", task="recite", first=one, second=two) for one, two in PAIRS] == claims
-
-
-def test_a_cliff_needs_more_than_a_point_below_half():
-    """9 of 20 is below half, but not significantly; 3 of 20 is."""
-    conclusion = numbers(made_up(lambda fault, rate, item: item < (9 if rate == 10 else 3), MADE_UP))
-    assert at(conclusion, "cliff", fault="zeros").mean == 50.0
+    pairs = pairwise(REPORTED_FAULTS)
+    assert [STUDY.claim(findings, "contrast", task="recite", first=one, second=two) for one, two in pairs] == claims
 
 
 def test_faults_are_not_ranked_where_the_sound_cache_fails(tmp_path: Path):
     conclusion = numbers(made_up(lambda *_: False, MADE_UP, clean=lambda item: item < 3))
     assert not conclusion.findings.where("harm") + conclusion.findings.where("cliff")
     assert conclusion.findings.where("harm_kl")
-    run = page_of(STUDY, MADE_UP, conclusion, tmp_path)
-    assert "the model is right in 15% of its items" in answer(STUDY, run)
-    assert "costs" not in answer(STUDY, run)
-    assert "right answers lost, as a share of all" not in run.read("report.html")
+    said = answer(STUDY, page_of(STUDY, MADE_UP, conclusion, tmp_path))
+    assert "the model is right in 15% of its items" in said
+    assert "costs" not in said
 
 
 def test_without_kl_there_is_no_figure_of_it_and_the_page_says_so(tmp_path: Path):
@@ -248,7 +208,6 @@ def test_without_kl_there_is_no_figure_of_it_and_the_page_says_so(tmp_path: Path
     run = page_of(STUDY, config, numbers(made_up(graded, config).assign(kl=np.nan), config), tmp_path, drawn=True)
     assert not list(tmp_path.rglob("kl_by_rate.png"))
     assert "KL was not measured in this run" in run.read("report.html")
-    assert "KL is not measured (allowed" in run.read("report.html")
 
 
 def test_broken_rows_are_wrong_have_no_kl_and_are_reported():
@@ -300,20 +259,11 @@ def test_readings_of_the_articles_procedure_are_held_against_fresh_damage_by_slo
         assert reading.mean == pytest.approx(lost)
 
 
-def test_few_items_are_warned_of():
-    config = replace(MADE_UP, samples=4)
-    assert any("4 items" in warning for warning in numbers(made_up(graded, config), config).warnings)
-    assert numbers(made_up(graded, MADE_UP)).warnings == []
-
-
 def test_reported_numbers_stand_beside_measured_ones_with_their_own_intervals(tmp_path: Path):
-    config = replace(
-        MADE_UP, tasks=(f"gsm8k:{gsm8k_questions(tmp_path, 20)}",), reported="canarypwn-7b", rates=(10.0, 50.0, 60.0)
-    )
-    task = find_task(config.tasks[0])
-    table = made_up(lambda fault, rate, item: item < 12, config).assign(task=task.name)
-    table["score_strict"], table["score_flexible"] = table["score_exact"], True
-    conclusion = numbers(table, config)
+    task = f"gsm8k:{gsm8k_questions(tmp_path, 20)}"
+    config = replace(MADE_UP, tasks=(task,), reported="canarypwn-7b", rates=(10.0, 50.0, 60.0))
+    table = made_up(lambda fault, rate, item: item < 12, config).assign(task=find_task(task).name, score_flexible=True)
+    conclusion = numbers(table.rename(columns={"score_exact": "score_strict"}), config)
     run = page_of(STUDY, config, conclusion, tmp_path, drawn=True)
     rows = [re.findall("<td>(.*?)</td>", row) for row in run.read("report.html").split("<tr>")]
     beside = {(row[0], row[1]): row[2:] for row in rows if len(row) == 5}
@@ -324,11 +274,6 @@ def test_reported_numbers_stand_beside_measured_ones_with_their_own_intervals(tm
     also = conclusion.findings.where("accuracy_also", fault="zeros", rate=10.0, scorer="flexible")
     assert [finding.value.mean for finding in also] == [1]
     assert "published" in run.read("figures/accuracy_by_rate.svg")
-
-
-def test_a_reported_table_without_any_of_the_faults_is_refused(tmp_path: Path):
-    config = Config(tasks=(f"gsm8k:{gsm8k_questions(tmp_path, 2)}",), reported="canarypwn-bands-7b")
-    refused(lambda: reported_beside(config, [find_task(config.tasks[0])]), "name one of those")
 
 
 @pytest.mark.parametrize("name", [name for name in presets() if name.startswith("gsm8k")])

@@ -4,7 +4,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from kvprobe.inference.forward import onwards
+from kvprobe.inference.model import Model
+from kvprobe.inference.outcomes import code_measurements
 from kvprobe.tasks.instructions import (
     DEPTHS,
     VALUES,
@@ -61,3 +65,14 @@ def test_questions_end_where_any_of_their_answers_may_begin(tokenizer: Any):
         assert [tokenizer.decode(answer).strip() for answer in question.answers] == list(instruction.values)
         assert instruction.values[question.true] == value
         assert len({answer[0] for answer in question.answers}) == VALUES
+
+
+def test_with_everything_in_view_a_real_model_recalls_the_code(smol: Model):
+    given = draw(np.random.default_rng([0, 0, 1]), smol.tokenizer)
+    chat = conversation(given, 160, smol.tokenizer)
+    question, cache = needle_question(given, chat, smol.tokenizer), smol.prefill(chat)
+    asked, codes = question.tokens.answered(question.answers[0]), torch.tensor(question.answers)
+    _, logits = smol.extend(cache, onwards(cache, [asked]), logits=codes.shape[1])
+    told = code_measurements(logits, codes, [0])
+    assert told["correct"].double().mean() > 0.5
+    assert told["margin"].sum() > 0
