@@ -262,21 +262,21 @@ def test_readings_of_the_articles_procedure_are_held_against_fresh_damage_by_slo
 def test_reported_numbers_stand_beside_measured_ones_with_their_own_intervals(tmp_path: Path):
     task = f"gsm8k:{gsm8k_questions(tmp_path, 20)}"
     config = replace(MADE_UP, tasks=(task,), reported="canarypwn-7b", rates=(10.0, 50.0, 60.0))
-    table = made_up(lambda fault, rate, item: item < 12, config).assign(task=find_task(task).name, score_flexible=True)
-    conclusion = numbers(table.rename(columns={"score_exact": "score_strict"}), config)
+    table = made_up(lambda fault, rate, item: item < 12, config).assign(task=find_task(task).name, score_strict=True)
+    conclusion = numbers(table.rename(columns={"score_exact": "score_flexible"}), config)
     run = page_of(STUDY, config, conclusion, tmp_path, drawn=True)
     rows = [re.findall("<td>(.*?)</td>", row) for row in run.read("report.html").split("<tr>")]
     beside = {(row[0], row[1]): row[2:] for row in rows if len(row) == 5}
     assert beside["zeros", "10 %"] == ["62.0 % (52.2 to 70.9)", "60.0 % (38.7 to 78.1)", "overlap"]
     assert beside["Gaussian (layer)", "50 %"][2] == "apart"
     assert ("zeros", "60 %") not in beside
-    assert "(flexible)" in run.read("report.html")
-    also = conclusion.findings.where("accuracy_also", fault="zeros", rate=10.0, scorer="flexible")
+    assert "(strict)" in run.read("report.html")
+    also = conclusion.findings.where("accuracy_also", fault="zeros", rate=10.0, scorer="strict")
     assert [finding.value.mean for finding in also] == [1]
     assert "published" in run.read("figures/accuracy_by_rate.svg")
 
 
-@pytest.mark.parametrize("name", [name for name in presets() if name.startswith("gsm8k")])
+@pytest.mark.parametrize("name", [name for name in presets() if re.match("gsm8k-qwen2.5-\\d", name)])
 def test_the_presets_of_gsm8k_have_the_settings_of_the_article(name: str):
     config = from_mapping(Config, presets()[name].settings)
     table = reported_beside(config, [find_task("gsm8k")])
