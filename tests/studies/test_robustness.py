@@ -270,7 +270,8 @@ def test_reported_numbers_stand_beside_measured_ones_with_their_own_intervals(tm
     assert beside["zeros", "10 %"] == ["62.0 % (52.2 to 70.9)", "60.0 % (38.7 to 78.1)", "overlap"]
     assert beside["Gaussian (layer)", "50 %"][2] == "apart"
     assert ("zeros", "60 %") not in beside
-    assert "(strict)" in run.read("report.html")
+    assert "(flexible)" in run.read("report.html")
+    assert "<td>strict</td>" in run.read("report.html")
     also = conclusion.findings.where("accuracy_also", fault="zeros", rate=10.0, scorer="strict")
     assert [finding.value.mean for finding in also] == [1]
     assert "published" in run.read("figures/accuracy_by_rate.svg")
