@@ -16,8 +16,6 @@ from kvprobe.faults.fault import When
 from kvprobe.inference.model import Model
 from kvprobe.inference.trials import Case, Sample, answer
 from kvprobe.report.findings import Findings
-from kvprobe.report.published import add_published as add_published
-from kvprobe.report.published import published_facts as published_facts
 from kvprobe.studies.settings import TIMINGS, AnswerSettings, Timing
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.task import Task, items_digest, prompt, rankable, shown_task, too_hard

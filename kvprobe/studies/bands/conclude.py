@@ -15,6 +15,7 @@ from kvprobe.ranks import halves_agree, spearman
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.order import Order
+from kvprobe.report.published import add_published, published_facts
 from kvprobe.report.reported import reported
 from kvprobe.stats import DIFFERENCE, UNBOUNDED, Estimate, newcombe, statistic
 from kvprobe.studies import answers
@@ -103,7 +104,7 @@ def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
     add_agreement(findings, rows, config)
     published = reported(config.reported) if config.reported else None
     if published is not None:
-        answers.add_published(findings, tasks, published, "band", PUBLISHED)
+        add_published(findings, tasks, published, "band", PUBLISHED)
         add_less_published(findings)
     bands = table[table["group"] == CUTS].drop_duplicates("band")[["band", "first", "last"]].to_dict("records")
     item = tasks[0].items(1, config.seed)[0]
@@ -115,7 +116,7 @@ def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
         "orders": orders(findings, config),
         "example": {"chat": chat_record(item.chat, marked=item.answer), "lead": item.lead, "answer": item.answer},
         "dtype": model.dtype,
-        "published": None if published is None else answers.published_facts(published, config.model),
+        "published": None if published is None else published_facts(published, config.model),
     }
     controls = [
         answers.nothing_struck(chosen(table, {"group": CONTROL, "task": task.name}), UNCHANGED, f" ({task.name})")

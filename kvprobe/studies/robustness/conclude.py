@@ -14,6 +14,7 @@ from kvprobe.inference.model import Model
 from kvprobe.report.crossing import until_below
 from kvprobe.report.document import Passage, chat_record
 from kvprobe.report.findings import Findings, Key
+from kvprobe.report.published import add_published, published_facts
 from kvprobe.stats import DIFFERENCE, FEWEST
 from kvprobe.studies import answers
 from kvprobe.studies.answers import NATS
@@ -79,7 +80,7 @@ def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
     add_divergence(findings, rows)
     published = reported_beside(config, tasks)
     if published is not None:
-        answers.add_published(findings, tasks, published, "fault")
+        add_published(findings, tasks, published, "fault")
     reach = int((table["slots"] + table["task"].map({task.name: task.max_new_tokens for task in tasks})).max())
     facts: dict[str, Any] = {
         "tasks": {
@@ -91,7 +92,7 @@ def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
         "rate": middle_rate(config),
         "layers": model.geometry.n_layers,
         "dtype": model.dtype,
-        "published": None if published is None else answers.published_facts(published, config.model),
+        "published": None if published is None else published_facts(published, config.model),
     }
     controls = list(controls_of(table, config, model.dtype, reach=reach, window=model.geometry.shortest_window))
     return Conclusion(findings, controls, facts, list(warnings_of(table, config, facts)))
