@@ -159,11 +159,17 @@ class Ledger(Brief):
         live = torch.cat([wide(self.live), wide(other.live)], 3)
         return replace(self, **joined, live=live, following=other.following, names=names)
 
-    def padded(self, slots: int) -> "Ledger":
-        """The ledger with padding at its end, so that it has this many slots."""
+    def since(self, slot: int) -> "Ledger":
+        """The ledger of this slot and all later ones."""
+        columns = {name: getattr(self, name)[:, slot:] for name in COLUMNS}
+        return replace(self, **columns, live=self.live[..., slot:])
+
+    def padded(self, slots: int, *, at_end: bool = True) -> "Ledger":
+        """The ledger with padding at its end, or its beginning, so that it has this many slots."""
 
         def longer(tensor: Tensor, value: int = 0) -> Tensor:
-            return torch.nn.functional.pad(tensor, (0, slots - self.slots), value=value)
+            missing = slots - self.slots
+            return torch.nn.functional.pad(tensor, (0, missing) if at_end else (missing, 0), value=value)
 
         blank = {"segments": PADDING, "quantised": -1}
         columns = {name: longer(getattr(self, name), blank.get(name, 0)) for name in COLUMNS}

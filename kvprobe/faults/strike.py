@@ -62,6 +62,8 @@ def strike(
     ledger: Ledger,
     context: FaultContext,
     step: int = 0,
+    *,
+    first: int = 0,
     remember: bool = False,
 ) -> Damage:
     """Write faults into K and V, in place.
@@ -73,6 +75,7 @@ def strike(
         draws: one for each of `rows`.
         rows: rows of `tensors` and `ledger`; none twice, and all of one conversation, slot by slot.
         tensors: K and V by layer, contiguous, as wide as the ledger or wider.
+        first: slot of the tensors at which the ledger begins.
         remember: store what is overwritten, for `Damage.undo`.
     """
     damage = Damage(torch.zeros(len(ledger.tokens), dtype=torch.long))
@@ -94,7 +97,8 @@ def strike(
         for layer, pair in enumerate(tensors):
             if operator.reaches(layer) and bool(struck_slots[:, layer].any()):
                 circumstances = row_draws, context, step
-                _strike_layer(members, struck_slots[:, layer], layer, pair, ledger, circumstances, damage, remember)
+                target = *pair, first
+                _strike_layer(members, struck_slots[:, layer], layer, target, ledger, circumstances, damage, remember)
     return damage
 
 
@@ -102,23 +106,24 @@ def _strike_layer(
     members: Sequence[tuple[int, Strikes]],
     mask: Bool[Tensor, "members heads slots"],
     layer: int,
-    pair: tuple[Tensor, Tensor],
+    target: tuple[Tensor, Tensor, int],
     ledger: Ledger,
     circumstances: tuple[Draws, FaultContext, int],
     damage: Damage,
     remember: bool,
 ) -> None:
     """Write one layer's struck slots, of all rows that share an operator."""
+    layer_keys, layer_values, first = target
     draws, context, step = circumstances
     member, heads, slots = mask.nonzero(as_tuple=True)
     rows = torch.tensor([row for row, _ in members], device=member.device)[member]
     # Vectors lie one after the other: a flat index is several times faster than three.
-    flat = (rows * mask.shape[1] + heads) * pair[0].shape[2] + slots
-    keys, values = (tensor.view(-1, tensor.shape[3]).index_select(0, flat) for tensor in pair)
+    flat = (rows * mask.shape[1] + heads) * layer_keys.shape[2] + first + slots
+    keys, values = (t.view(-1, t.shape[3]).index_select(0, flat) for t in (layer_keys, layer_values))
     positions = ledger.positions[rows, slots]
     struck = Struck(layer, rows, heads, slots, positions, keys, values, ledger.slots, step, draws, context)
     written: list[tuple[Part, Tensor, Tensor, Tensor]] = []
-    parts: tuple[tuple[Part, Tensor, Tensor], ...] = (("k", pair[0], keys), ("v", pair[1], values))
+    parts: tuple[tuple[Part, Tensor, Tensor], ...] = (("k", layer_keys, keys), ("v", layer_values, values))
     for part, tensor, before in parts:
         if not any(part in fault.scope.parts for _, fault in members):
             continue

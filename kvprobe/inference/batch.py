@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.ledger import Ledger
 from kvprobe.faults.context import FaultContext
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
@@ -28,18 +29,28 @@ class Batch:
     Attributes:
         lanes: the model.
         layers: one buffer per layer.
-        ledger: of the slots that hold a token so far.
+        ledger: of the slots so far.
     """
 
-    def __init__(self, lanes: Lanes, start: KVCache, rows: int, room: int) -> None:
+    def __init__(self, lanes: Lanes, starts: Sequence[KVCache], rows: Sequence[int], room: int) -> None:
+        """So many rows of each of these caches of one row; shorter ones are padded at their beginning.
+
+        Args:
+            room: slots for later tokens.
+        """
         self.lanes = lanes
-        pairs = zip(start.keys, start.values, strict=True)
-        self.layers = [Buffer(keys, values, rows, start.slots + room) for keys, values in pairs]
-        self.ledger = start.fork(rows).ledger
+        slots = max(start.slots for start in starts)
+        layers = zip(*(zip(start.keys, start.values, strict=True) for start in starts), strict=True)
+        self.layers = [Buffer(pairs, rows, slots, room) for pairs in layers]
+        self._first = [slots - start.slots for start in starts]
+        """The slot at which each cache begins."""
+        forks = [start.fork(count).ledger for start, count in zip(starts, rows, strict=True)]
+        self.ledger = Ledger.join([ledger.padded(slots, at_end=False) for ledger in forks])
         self._damage: list[Damage] = []
 
     def strike(
         self,
+        start: int,
         faults: Sequence[Fault],
         draws: Sequence[Draws],
         places: Sequence[int],
@@ -47,9 +58,10 @@ class Batch:
         step: int,
         transient: bool,
     ) -> Damage:
-        """Write faults into these rows; transient ones last until `undo`."""
-        tensors = [layer.wide for layer in self.layers]
-        damage = strike(faults, draws, places, tensors, self.ledger, context, step, remember=transient)
+        """Write faults into these rows, which began as this one of the caches; transient ones last until `undo`."""
+        first = self._first[start]
+        tensors, ledger = [layer.wide for layer in self.layers], self.ledger.since(first)
+        damage = strike(faults, draws, places, tensors, ledger, context, step, first=first, remember=transient)
         self._damage.append(damage)
         return damage
 
@@ -90,25 +102,31 @@ class Buffer(Layer):
     """One layer's K and V with room for later tokens; `keys` and `values` are views of the slots that hold a token.
 
     Attributes:
-        wide: K and V of all slots, contiguous.
+        wide: K and V of all slots, room included, contiguous.
     """
 
-    def __init__(
-        self,
-        keys: Float[Tensor, "1 kv_heads slots d_head"],
-        values: Float[Tensor, "1 kv_heads slots d_value"],
-        rows: int,
-        slots: int,
-    ) -> None:
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], rows: Sequence[int], slots: int, room: int) -> None:
+        """So many rows of each of these K and V, which end at the same slot.
+
+        Args:
+            slots: that hold a token so far.
+            room: slots for later tokens.
+        """
         super().__init__()
-        self.lazy_initialization(keys, values)
-        self._held = keys.shape[2]
-        self.wide = (
-            keys.new_empty(rows, keys.shape[1], slots, keys.shape[3]),
-            values.new_empty(rows, values.shape[1], slots, values.shape[3]),
-        )
-        for wide, tensor in zip(self.wide, (keys, values), strict=True):
-            wide[:, :, : self._held] = tensor
+        self.lazy_initialization(*pairs[0])
+        self._held = slots
+
+        def wide(tensors: Sequence[Tensor]) -> Tensor:
+            _, heads, _, size = tensors[0].shape
+            # Padding is zeros: what an empty tensor holds may be NaN, and 0 · NaN is NaN in masked slots too.
+            buffer = tensors[0].new_zeros(sum(rows), heads, slots + room, size)
+            first = 0
+            for tensor, count in zip(tensors, rows, strict=True):
+                buffer[first : first + count, :, slots - tensor.shape[2] : slots] = tensor
+                first += count
+            return buffer
+
+        self.wide = (wide([keys for keys, _ in pairs]), wide([values for _, values in pairs]))
         self._show()
 
     def update(

@@ -21,7 +21,7 @@ from kvprobe.inference.generate import Generation, OnStep, generate
 from kvprobe.inference.hf import from_hf, to_hf
 from kvprobe.inference.readable import require_type
 from kvprobe.inference.rows import Readable, are_texts, rows_of, texts_after, user_turn
-from kvprobe.inference.sweep import ROWS, Sweep, Trial, sweep
+from kvprobe.inference.sweep import ROWS, Question, Sweep, Trial, sweep
 from kvprobe.inference.under_policy import apply, lane_for, read_for, read_in_chunks, sample_numbers, watch
 from kvprobe.memory.forward import Kernel, Logits
 from kvprobe.memory.needs import EngineName
@@ -307,6 +307,7 @@ class Model(Brief):
             start: a conversation or text, or a cache of one row, which needs `ask`.
             ask: a user's next message, in the model's chat template.
             donors: what faults take slots from, by name: caches of one row, or what to read for them.
+            sample: number of the prompt, which separates its random draws from those of other prompts.
         """
         past = start if isinstance(start, KVCache) else None
         prompts = self.prompts(start, ask)
@@ -322,19 +323,15 @@ class Model(Brief):
         }
         return sweep(
             self.lanes,
-            prompts[0],
-            trials,
-            past=past,
-            donors=caches,
+            [Question(prompts[0], trials, past, caches, sample)],
             seed=seed,
-            sample=sample,
             max_new_tokens=max_new_tokens,
             stop=stop,
             follow=follow,
             rows=rows,
             lane=lane,
             done=done,
-        )
+        )[0]
 
     @near_keywords
     def capture(

@@ -2,6 +2,7 @@
 
 Before each token the faults that are due are written into their rows, and transient ones are undone after it. Rows that
 have ended leave the batch. A clean row is part of each pass, so rows are compared within one pass of the same kernels.
+Several prompts may share a batch: a step reads all weights once, however many rows there are.
 
 The first fault is written before the prompt's last token is read, so that token is the first to see it.
 """
@@ -103,31 +104,43 @@ def first_divergence(clean: Sequence[int], other: Sequence[int]) -> int | None:
     return None if len(clean) == len(other) else min(len(clean), len(other))
 
 
+@dataclass(frozen=True, eq=False)
+class Question:
+    """A prompt and the trials under which it is answered.
+
+    Attributes:
+        past: a cache of one row to read the prompt after.
+        donors: caches of one row that faults take slots from, by name.
+        sample: number of the prompt, which separates its random draws from those of other prompts.
+    """
+
+    prompt: Tokens
+    trials: Sequence[Trial]
+    past: KVCache | None = None
+    donors: Mapping[str, KVCache] = field(default_factory=dict[str, KVCache])
+    sample: int = 0
+
+
 def sweep(
     lanes: Lanes,
-    prompt: Tokens,
-    trials: Sequence[Trial],
+    questions: Sequence[Question],
     *,
-    past: KVCache | None = None,
-    donors: Mapping[str, KVCache] | None = None,
     seed: int = 0,
-    sample: int = 0,
     max_new_tokens: int = 64,
     stop: Sequence[int] | None = None,
     follow: bool = True,
     rows: int = ROWS,
     lane: Lane = "plain",
     done: Callable[[int], object] = lambda count: None,
-) -> Sweep:
-    """Answer a prompt once for each trial.
+) -> list[Sweep]:
+    """Answer each question once for each of its trials; questions share batches as far as their rows fit.
+
+    What a row says does not depend on the rows beside it, but for rounding.
 
     Args:
-        past: a cache of one row to read the prompt after.
-        donors: caches of one row that faults take slots from, by name.
-        sample: number of the prompt, which separates its random draws from those of other prompts.
         stop: ids that end a row; the model's own end tokens by default.
         follow: also have each row read the clean answer, for `Outcome.kl`; otherwise that stays empty.
-        rows: per batch, the clean one included; fewer where memory is short.
+        rows: per batch, the clean ones included; fewer where memory is short.
         done: called after each batch with the number of its trials.
 
     Raises:
@@ -135,7 +148,68 @@ def sweep(
     """
     require_whole("A sweep", "max_new_tokens", max_new_tokens, 1)
     require_whole("A sweep", "rows", rows, 2)
-    for trial in trials:
+    prepared = [_prepared(lanes, question, max_new_tokens, lane) for question in questions]
+    ends = end_tokens(lanes, stop)
+    rows = min(fitting_rows(rows, context.cache, max_new_tokens) for context in prepared)
+    clean: dict[int, Outcome] = {}
+    outcomes: list[list[Outcome]] = [[] for _ in questions]
+    for pieces in _batches([len(question.trials) for question in questions], rows):
+        asked = [
+            _Asked(
+                prepared[number],
+                questions[number].prompt[-1:],
+                trials,
+                [Draws(seed, questions[number].sample, trial.repeat) for trial in trials],
+            )
+            for number, span in pieces
+            for trials in [questions[number].trials[span]]
+        ]
+        decoding = _Decoding(lanes, asked, lane, max_new_tokens)
+        answers = decoding.answer(ends)
+        followed = [[Outcome((), "", False)] * len(group) for group in answers]
+        if follow:
+            followed = decoding.follow(
+                [clean.get(number, group[0]).tokens for (number, _), group in zip(pieces, answers, strict=True)]
+            )
+        for (number, _), own, compared in zip(pieces, answers, followed, strict=True):
+            complete = [
+                replace(
+                    answer,
+                    text=decode_text(lanes.tokenizer, answer.tokens, ends),
+                    kl=comparison.kl,
+                    agreed=comparison.agreed,
+                    broken=answer.broken or comparison.broken,
+                )
+                for answer, comparison in zip(own, compared, strict=True)
+            ]
+            clean.setdefault(number, complete[0])
+            outcomes[number] += complete[1:]
+        done(sum(len(piece.trials) for piece in asked))
+    return [
+        Sweep(clean[number], tuple(question.trials), tuple(outcomes[number]))
+        for number, question in enumerate(questions)
+    ]
+
+
+def _batches(trials: Sequence[int], rows: int) -> Iterable[list[tuple[int, slice]]]:
+    """Which trials of which questions are answered together: each piece takes a row for each trial and a clean one."""
+    batch: list[tuple[int, slice]] = []
+    taken = 0
+    for number, count in enumerate(trials):
+        for first in range(0, max(1, count), rows - 1):
+            size = 1 + min(rows - 1, count - first)
+            if taken + size > rows:
+                yield batch
+                batch, taken = [], 0
+            batch.append((number, slice(first, first + rows - 1)))
+            taken += size
+    yield batch
+
+
+def _prepared(lanes: Lanes, question: Question, max_new_tokens: int, lane: Lane) -> FaultContext:
+    """The cache of a prompt but for its last token, and what the faults need to know of it."""
+    prompt = question.prompt
+    for trial in question.trials:
         if trial.fault.at != "every" and trial.fault.at >= max_new_tokens:
             raise UserError(
                 f"{trial.fault} strikes before token {trial.fault.at}, but only {max_new_tokens} are read; raise "
@@ -143,37 +217,11 @@ def sweep(
             )
     if not len(prompt):
         raise UserError("There is nothing to answer: the prompt has no token.")
-    past = one_row_each(lanes, past, 1)
+    past = one_row_each(lanes, question.past, 1)
     start = past if len(prompt) == 1 else extend(lanes, past, [prompt[:-1]], lane)[0]
     if start is None:
         raise UserError("A prompt of one token leaves no cache to damage; give a longer one, or a `past`.")
-    context = prepare(lanes, start, [trial.fault for trial in trials], donors)
-    ends = end_tokens(lanes, stop)
-    rows = fitting_rows(rows, context.cache, max_new_tokens)
-    clean: Outcome | None = None
-    outcomes: list[Outcome] = []
-    for first in range(0, max(1, len(trials)), rows - 1):
-        chunk = trials[first : first + rows - 1]
-        draws = [Draws(seed, sample, trial.repeat) for trial in chunk]
-        decoding = _Decoding(lanes, context, prompt[-1:], [trial.fault for trial in chunk], draws, lane, max_new_tokens)
-        answers = decoding.answer(ends)
-        clean = answers[0] if clean is None else clean
-        followed = decoding.follow(clean.tokens) if follow else [Outcome((), "", False)] * len(answers)
-        complete = [
-            replace(
-                answer,
-                text=decode_text(lanes.tokenizer, answer.tokens, ends),
-                kl=comparison.kl,
-                agreed=comparison.agreed,
-                broken=answer.broken or comparison.broken,
-            )
-            for answer, comparison in zip(answers, followed, strict=True)
-        ]
-        clean = complete[0] if not outcomes else clean
-        outcomes += complete[1:]
-        done(len(chunk))
-    assert clean is not None
-    return Sweep(clean, tuple(trials), tuple(outcomes))
+    return prepare(lanes, start, [trial.fault for trial in question.trials], question.donors)
 
 
 def prepare(
@@ -213,10 +261,28 @@ def last_queries(lanes: Lanes, cache: KVCache, count: int) -> Queries:
     return Queries(tuple(rows), tuple(scales), group)
 
 
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """One question of a batch, with those of its trials that are answered there."""
+
+    context: FaultContext
+    last: Tokens
+    trials: Sequence[Trial]
+    draws: Sequence[Draws]
+
+
 @dataclass
 class _Row:
-    """What a row has generated so far."""
+    """A row of the batch, and what it has generated so far.
 
+    Attributes:
+        question: its place among the questions of the batch.
+        fault: None in the clean row.
+    """
+
+    question: int
+    fault: Fault | None
+    draws: Draws
     tokens: list[int] = field(default_factory=list[int])
     stopped: bool = False
     struck: int = 0
@@ -232,84 +298,82 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Decoding:
-    """The clean row and one row for each fault, decoded from the prompt's last token on."""
+    """Of each question the clean row and one row for each fault, decoded from the prompt's last token on."""
 
     lanes: Lanes
-    context: FaultContext
-    last: Tokens
-    faults: Sequence[Fault]
-    draws: Sequence[Draws]
+    asked: Sequence[_Asked]
     lane: Lane
     max_new_tokens: int
 
-    def answer(self, ends: frozenset[int]) -> list[Outcome]:
-        """Each row's own answer, that of the clean row first."""
+    def answer(self, ends: frozenset[int]) -> list[list[Outcome]]:
+        """Each row's own answer, question by question, that of the clean row first."""
         return self._decode(None, ends)
 
-    def follow(self, clean: Sequence[int]) -> list[Outcome]:
-        """How far each row is from the clean one while all of them read the clean answer."""
+    def follow(self, clean: Sequence[Sequence[int]]) -> list[list[Outcome]]:
+        """How far each row is from the clean one while all rows of a question read its clean answer."""
         return self._decode(clean, frozenset())
 
-    def _decode(self, fixed_answer: Sequence[int] | None, ends: frozenset[int]) -> list[Outcome]:
-        rows = [_Row() for _ in range(len(self.faults) + 1)]
-        batch = Batch(self.lanes, self.context.cache, len(rows), self.max_new_tokens)
-        numbers = list(range(len(rows)))
-        """Which row stands at each place of the batch; the clean one is 0."""
-        tokens = [self.last] * len(rows)
-        for step in range(self.max_new_tokens if fixed_answer is None else len(fixed_answer)):
-            self._strike(batch, rows, numbers, step)
+    def _decode(self, given: Sequence[Sequence[int]] | None, ends: frozenset[int]) -> list[list[Outcome]]:
+        rows = [
+            [_Row(place, None, Draws())]
+            + [_Row(place, trial.fault, draws) for trial, draws in zip(asked.trials, asked.draws, strict=True)]
+            for place, asked in enumerate(self.asked)
+        ]
+        caches = [asked.context.cache for asked in self.asked]
+        batch = Batch(self.lanes, caches, [len(group) for group in rows], self.max_new_tokens)
+        standing = [row for group in rows for row in group]
+        tokens = [self.asked[row.question].last for row in standing]
+        for step in range(self.max_new_tokens):
+            self._strike(batch, standing, step)
             logits = batch.decode(tokens, self.lane)
             batch.undo()
             finite = entries(logits.amax(-1).isfinite(), bool)
             chosen = entries(logits.argmax(-1), int)
             kl = agreed = None
-            if fixed_answer is not None:
-                kl, agreed = divergence(logits[:1].expand_as(logits), logits)
+            if given is not None:
+                clean = {row.question: place for place, row in enumerate(standing) if row.fault is None}
+                kl, agreed = divergence(logits[[clean[row.question] for row in standing]], logits)
+                chosen = [given[row.question][step] for row in standing]
             leaving: list[int] = []
-            for place, number in enumerate(numbers):
-                row = rows[number]
-                if not number and not finite[place]:
+            for place, row in enumerate(standing):
+                if row.fault is None and not finite[place]:
                     raise UserError(
                         f"The clean run's logits are not finite after {step} tokens; {self.lanes.dtype} may be too "
                         "narrow for this model, load it in another dtype."
                     )
                 if row.broken is None and not finite[place]:
                     row.broken = f"the logits after {step} tokens, though K and V are finite"
-                if row.broken is not None:
-                    leaving.append(place)
-                elif kl is not None and agreed is not None:
+                if row.broken is None and kl is not None and agreed is not None:
                     row.kl.append(float(kl[place]))
                     row.agreed.append(bool(agreed[place]))
-                else:
+                elif row.broken is None:
                     row.tokens.append(chosen[place])
                     row.stopped = chosen[place] in ends
-                    if row.stopped:
-                        leaving.append(place)
-            following: Sequence[int] = chosen if fixed_answer is None else [fixed_answer[step]] * len(numbers)
+                if row.stopped or row.broken is not None or (given and step + 1 == len(given[row.question])):
+                    leaving.append(place)
+            if len(leaving) == len(standing):
+                break
             if leaving:
                 staying = batch.drop(leaving)
-                numbers, following = [numbers[place] for place in staying], [following[place] for place in staying]
-            if not numbers:
-                break
-            tokens = [Tokens.of([token], GENERATED, self.last.following + step) for token in following]
-        return [row.outcome() for row in rows]
+                standing, chosen = [standing[place] for place in staying], [chosen[place] for place in staying]
+            tokens = [
+                Tokens.of([token], GENERATED, self.asked[row.question].last.following + step)
+                for token, row in zip(chosen, standing, strict=True)
+            ]
+        return [[row.outcome() for row in group] for group in rows]
 
-    def _strike(self, batch: Batch, rows: Sequence[_Row], numbers: Sequence[int], step: int) -> None:
+    def _strike(self, batch: Batch, standing: Sequence[_Row], step: int) -> None:
         """Write the faults that are due. A row whose cache is no longer finite is marked, and leaves after the pass."""
         for transient in (False, True):
-            due = [
-                (place, number)
-                for place, number in enumerate(numbers)
-                if number and self.faults[number - 1].due(step) and self.faults[number - 1].transient is transient
-            ]
-            if not due:
-                continue
-            faults, draws = (
-                [self.faults[number - 1] for _, number in due],
-                [self.draws[number - 1] for _, number in due],
-            )
-            damage = batch.strike(faults, draws, [place for place, _ in due], self.context, step, transient)
-            for place, number in due:
-                rows[number].struck += int(damage.count[place])
-                if place in damage.nonfinite:
-                    rows[number].broken = str(damage.nonfinite[place])
+            due: dict[int, list[tuple[int, _Row, Fault]]] = {}
+            for place, row in enumerate(standing):
+                if row.fault is not None and row.fault.due(step) and row.fault.transient is transient:
+                    due.setdefault(row.question, []).append((place, row, row.fault))
+            for question, struck in due.items():
+                faults, draws = [fault for *_, fault in struck], [row.draws for _, row, _ in struck]
+                places, context = [place for place, *_ in struck], self.asked[question].context
+                damage = batch.strike(question, faults, draws, places, context, step, transient)
+                for place, row, _ in struck:
+                    row.struck += int(damage.count[place])
+                    if place in damage.nonfinite:
+                        row.broken = str(damage.nonfinite[place])

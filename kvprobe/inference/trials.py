@@ -15,7 +15,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.faults import Draws, Fault, scaffold
 from kvprobe.inference.generate import stop_tokens
 from kvprobe.inference.model import Model
-from kvprobe.inference.sweep import Outcome, Trial, first_divergence, prepare
+from kvprobe.inference.sweep import Outcome, Question, Trial, first_divergence, prepare, sweep
 from kvprobe.tasks.passcode import contexts
 from kvprobe.tasks.task import Item, Task
 from kvprobe.text.chat_template import Tokenizer
@@ -55,61 +55,69 @@ class Sample:
 
 
 def answer(
-    model: Model, sample: Sample, cases: Sequence[Case], seed: int, *, follow: bool = True
+    model: Model, asked: Sequence[tuple[Sample, Sequence[Case]]], seed: int, *, follow: bool = True
 ) -> list[dict[str, Any]]:
-    """One row per case, the clean answer first (its `case` is -1; its labels are missing).
+    """One row per sample and case, the clean answer first (its `case` is -1; its labels are missing).
 
     Columns: `task`, `sample`, `item`, `slots` (of the prompt), the cases' labels, one column per scorer (`score_…`),
     `right` (the first of them), `same` (the whole answer is the clean one), `diverged` (first token that is not, -1 if
     none), `kl` and `kl_first` (nats, mean over the clean answer's tokens, and its first), `agreed` (share of them that
     the row would have said), `struck`, `broken` (where a number was no longer finite, else empty; its KL is missing)
     and `text`.
+
+    Args:
+        asked: samples of one task, with the cases of each; those that fit are answered in one batch.
     """
-    task = sample.task
-    swept = model.sweep(
-        sample.tokens,
-        [case.trial for case in cases],
-        donors=donors(model, sample.tokens, sample.number, {case.trial.fault.lender for case in cases}),
+    task = asked[0][0].task
+    questions = [
+        Question(
+            sample.tokens,
+            [case.trial for case in cases],
+            donors=donors(model, sample.tokens, sample.number, {case.trial.fault.lender for case in cases}),
+            sample=sample.number,
+        )
+        for sample, cases in asked
+    ]
+    swept = sweep(
+        model.lanes,
+        questions,
         seed=seed,
-        sample=sample.number,
         max_new_tokens=task.max_new_tokens,
         stop=[*stop_tokens(model.lanes), *(newlines(model.tokenizer) if task.one_line else ())],
         follow=follow,
     )
-    known = {
+    rows: list[dict[str, Any]] = []
+    for (sample, cases), answered in zip(asked, swept, strict=True):
+        rows.append(_row(sample, -1, {}, answered.clean, answered.clean))
+        for number, (case, outcome) in enumerate(zip(cases, answered.outcomes, strict=True)):
+            rows.append(_row(sample, number, case.labels, outcome, answered.clean))
+    return rows
+
+
+def _row(sample: Sample, case: int, labels: Labels, outcome: Outcome, clean: Outcome) -> dict[str, Any]:
+    task = sample.task
+    scores = task.score(outcome.text, sample.item)
+    diverged = first_divergence(clean.tokens, outcome.tokens)
+    kl = outcome.kl if outcome.broken is None else ()
+    return {
         "task": task.name,
         "sample": sample.number,
         "item": sample.item.id,
         "slots": len(sample.tokens),
         "answer": sample.item.answer,
+        "case": case,
+        **labels,
+        **{f"score_{name}": scores[name] for name in task.scorers},
+        "right": scores[task.scorers[0]] and outcome.broken is None,
+        "same": diverged is None,
+        "diverged": -1 if diverged is None else diverged,
+        "kl": float(np.mean(kl)) if kl else np.nan,
+        "kl_first": kl[0] if kl else np.nan,
+        "agreed": float(np.mean(outcome.agreed)) if kl else np.nan,
+        "struck": outcome.struck,
+        "broken": outcome.broken or "",
+        "text": outcome.text,
     }
-
-    def row(case: int, labels: Labels, outcome: Outcome) -> dict[str, Any]:
-        scores = task.score(outcome.text, sample.item)
-        diverged = first_divergence(swept.clean.tokens, outcome.tokens)
-        kl = outcome.kl if outcome.broken is None else ()
-        return {
-            **known,
-            "case": case,
-            **labels,
-            **{f"score_{name}": scores[name] for name in task.scorers},
-            "right": scores[task.scorers[0]] and outcome.broken is None,
-            "same": diverged is None,
-            "diverged": -1 if diverged is None else diverged,
-            "kl": float(np.mean(kl)) if kl else np.nan,
-            "kl_first": kl[0] if kl else np.nan,
-            "agreed": float(np.mean(outcome.agreed)) if kl else np.nan,
-            "struck": outcome.struck,
-            "broken": outcome.broken or "",
-            "text": outcome.text,
-        }
-
-    rows = [row(-1, {}, swept.clean)]
-    rows += [
-        row(number, case.labels, outcome)
-        for number, (case, outcome) in enumerate(zip(cases, swept.outcomes, strict=True))
-    ]
-    return rows
 
 
 def donors(model: Model, tokens: Tokens, number: int, wanted: Collection[str | None]) -> dict[str, KVCache]:

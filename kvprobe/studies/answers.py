@@ -1,6 +1,6 @@
 """What studies of damaged caches share: items of tasks are answered under many faults, and held against sound caches.
 
-Answers are kept sample by sample, so that an interrupted run resumes.
+Answers are kept batch by batch, so that an interrupted run resumes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -58,15 +58,20 @@ def collect_answers(
     model: Model, config: AnswerSettings, run: Run, cases_of: Callable[[Sample], Sequence[Case]]
 ) -> pd.DataFrame:
     """All items of all tasks under all cases of a sample; see `kvprobe.inference.trials.answer` for the columns."""
-    items = [(task, item) for task in tasks_of(config) for item in task.items(config.samples, config.seed)]
+    groups: list[list[Sample]] = []
+    for place, task in enumerate(tasks_of(config)):
+        samples = [
+            Sample(task, item, place * config.samples + number, prompt(item, model.tokenizer))
+            for number, item in enumerate(task.items(config.samples, config.seed))
+        ]
+        groups += [samples[first : first + config.together] for first in range(0, len(samples), config.together)]
 
-    def answered(number: int) -> pd.DataFrame:
-        task, item = items[number]
-        sample = Sample(task, item, number, prompt(item, model.tokenizer))
-        return pd.DataFrame(answer(model, sample, cases_of(sample), config.seed, follow=config.follow))
+    def answered(group: Sequence[Sample]) -> pd.DataFrame:
+        asked = [(sample, cases_of(sample)) for sample in group]
+        return pd.DataFrame(answer(model, asked, config.seed, follow=config.follow))
 
-    numbers = range(len(items))
-    return table_of_parts(run, numbers, "answers", answered, doing="Damaging and answering", unit="prompt")
+    unit = "prompt" if config.together == 1 else f"{config.together} prompts"
+    return table_of_parts(run, groups, "answers", answered, doing="Damaging and answering", unit=unit)
 
 
 def able(rows: Rows, tasks: Sequence[Task], of: str, where: Where = SOUND) -> Rows:

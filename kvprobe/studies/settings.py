@@ -34,12 +34,15 @@ class AnswerSettings(Settings):
         tasks: recite, retrieve, needle, gsm8k, gsm8k:FILE.jsonl, or a .jsonl file of prompts and answers.
         samples: items of each task.
         follow: also measure KL to the clean run, which takes as long again.
+        together: items answered in one batch, as far as their rows fit: a large model whose items have few conditions
+            is then several times faster. Rounding, and so a near tie, may depend on it.
         seed: of items and random draws.
     """
 
     tasks: tuple[str, ...] = ("retrieve",)
     samples: int = ranged(20, 2, 100_000)
     follow: bool = True
+    together: int = ranged(1, 1, 64)
 
 
 def require_samples(samples: int, groups: int, of: str, folds: int) -> None:

@@ -35,7 +35,7 @@ from kvprobe.inference.forward import extend
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model, load
 from kvprobe.inference.outcomes import divergence
-from kvprobe.inference.sweep import Outcome, Sweep, Trial, first_divergence, last_queries, prepare, sweep
+from kvprobe.inference.sweep import Outcome, Question, Sweep, Trial, first_divergence, last_queries, prepare, sweep
 from kvprobe.text.tokens import Tokens
 from tests.models import WINDOW, llama
 from tests.random_caches import assert_bit_identical, copy_of, random_tokens
@@ -78,9 +78,9 @@ def donors(model: Model) -> dict[str, KVCache]:
 
 def swept(model: Model, faults: Sequence[Fault | Trial], prompt: Tokens = PROMPT, **settings: Any) -> Sweep:
     trials = [fault if isinstance(fault, Trial) else Trial(fault) for fault in faults]
-    return sweep(
-        model.lanes, prompt, trials, **{"max_new_tokens": NEW, "donors": donors(model), "stop": [], **settings}
-    )
+    own = {name: settings.pop(name) for name in ("past", "sample", "donors") if name in settings}
+    question = Question(prompt, trials, **{"donors": donors(model), **own})
+    return sweep(model.lanes, [question], **{"max_new_tokens": NEW, "stop": [], **settings})[0]
 
 
 def assert_same(actual: Outcome, expected: Outcome, kl: float = 1e-5) -> None:
@@ -178,6 +178,32 @@ def test_a_faults_outcome_does_not_depend_on_the_other_rows(tiny_llama: Model):
         for outcome, number in zip(answers.outcomes, chosen, strict=True):
             assert_same(outcome, alone[number].outcomes[0])
             assert answers.clean.tokens == alone[number].clean.tokens
+
+
+@pytest.mark.parametrize("rows", [64, 9])
+def test_questions_in_one_batch_are_answered_as_alone(tiny: Model, rows: int):
+    """Prompts of unequal length and faults of every kind, some of them in pieces; rows leave at different steps."""
+    timed = [
+        replace(fault, at=at, transient=at == "every") for fault in FAULTS[::2] + FAULTS[-1:] for at in (0, "every", 2)
+    ]
+    questions = [
+        Question(PROMPT[-1:], [Trial(Zeros(scope=SOME))], tiny.prefill(PROMPT[:-1]).mask("T1"), sample=3),
+        Question(random_tokens(7, {"T1": 11}), [Trial(fault, repeat=1) for fault in timed], None, donors(tiny), 8),
+        Question(random_tokens(8, {"T1": 3, "T2": 4}), [], sample=1),
+        Question(PROMPT, [Trial(fault) for fault in timed[:12]], None, donors(tiny)),
+    ]
+    ends = sweep(tiny.lanes, questions[3:], max_new_tokens=NEW, stop=[])[0].clean.tokens[3:4]
+    settings: Any = {"max_new_tokens": NEW, "stop": ends, "seed": 5}
+    counted: list[int] = []
+    together = sweep(tiny.lanes, questions, rows=rows, done=counted.append, **settings)
+    assert sum(counted) == sum(len(question.trials) for question in questions)
+    assert max(counted) < rows
+    for question, answers in zip(questions, together, strict=True):
+        alone = sweep(tiny.lanes, [question], **settings)[0]
+        assert answers.trials == alone.trials
+        for one, other in zip([answers.clean, *answers.outcomes], [alone.clean, *alone.outcomes], strict=True):
+            assert_same(one, other)
+    assert len({len(answers.clean.tokens) for answers in together}) > 1, "clean rows end at different steps"
 
 
 @pytest.mark.parametrize("at", [0, "every", 3])
