@@ -24,8 +24,8 @@ from kvprobe.experiments.page import answer
 from kvprobe.experiments.study import Conclusion
 from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.studies import STUDIES
+from tests.experiments.made_up import page_of
 from tests.frozen import MODULES
-from tests.studies.runs import page_of
 
 REPETITIONS = 300
 

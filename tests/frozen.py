@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 CLOSE = 1e-9
@@ -52,7 +52,14 @@ MODULES = {
     "memento_toy": "test_memento_toy",
 }
 """Where each study's tiny run is."""
-AROUND = {"features": ("few_texts",), "policies": ("short",)}
+AROUND = {
+    "carriers": ("short",),
+    "dangling": ("four_facts",),
+    "features": ("few_texts",),
+    "filter_poison": ("four_facts",),
+    "patching": ("tiny_facts",),
+    "policies": ("short",),
+}
 """Fixtures that pytest puts around a module's tests unasked."""
 MEASURED = ("time", "faster", "slope", "measured", "error", "worst", "worst_at")
 """Findings of the memory study that are measured times or bytes."""
@@ -119,6 +126,7 @@ class Fixtures:
             **dict.fromkeys(("smol", "wordy"), tiny_with_words),
             "tiny_llama": tiny_llama,
             "tmp_path_factory": lambda: Folders(root),
+            "request": lambda: SimpleNamespace(module=tests, getfixturevalue=self.__getitem__),
         }
         self._made: dict[str, Any] = {}
 

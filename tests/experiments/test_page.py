@@ -19,8 +19,8 @@ from kvprobe.report.findings import Findings
 from kvprobe.report.page import picture
 from kvprobe.report.views import heads_view
 from tests.browser import browse, needs_browser
+from tests.experiments.made_up import page_of
 from tests.refusals import refused
-from tests.studies.runs import page_of
 
 EVIL = "</title><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 TEXTS = """{% extends "study.html.j2" %}

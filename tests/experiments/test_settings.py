@@ -1,5 +1,6 @@
 """Settings from outside: typed, bounded, near matches named."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,11 +10,14 @@ import yaml
 
 from kvprobe.experiments.reproduce import flags
 from kvprobe.experiments.settings import Settings, as_mapping, from_mapping, types_of
+from kvprobe.faults.catalogue import REPORTED_FAULTS
 from kvprobe.files import read_yaml
 from kvprobe.presets import Preset, presets, read_preset
-from kvprobe.studies import STUDIES, find
+from kvprobe.studies import STUDIES, find, robustness
 from kvprobe.studies.leakage import Config
+from kvprobe.studies.robustness.collect import reported_beside
 from kvprobe.studies.settings import AVAILABLE_CONTEXTS
+from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.passcode import contexts
 from tests.refusals import refused
 
@@ -155,3 +159,26 @@ def test_a_huge_or_missing_file_is_refused(tmp_path: Path):
     path.write_text("a: " + "x" * 2000)
     refused(lambda: read_yaml(path, limit=1000), "at most 1000")
     refused(lambda: read_yaml(tmp_path / "absent.yaml"), "no file")
+
+
+@pytest.mark.parametrize("name", [name for name in presets() if re.match("gsm8k-qwen2.5-\\d", name)])
+def test_the_presets_of_gsm8k_have_the_settings_of_the_article(name: str):
+    config = from_mapping(robustness.Config, presets()[name].settings)
+    table = reported_beside(config, [find_task("gsm8k")])
+    assert table is not None
+    assert (config.faults, config.rates) == (REPORTED_FAULTS, table.rates)
+    assert config.model.endswith(table.model)
+    assert config.samples == (1319 if name.endswith("full") else table.samples)
+    assert "canarypwn" in presets()[name].source
+
+
+DEFAULT_PRESETS = {"bands": "bands-smollm2"} | {
+    name: name for name in ("dangling", "filter_poison", "patching", "routing", "poisoning", "reliance")
+}
+"""The preset that has the settings that a study has by itself."""
+
+
+@pytest.mark.parametrize(("name", "preset"), DEFAULT_PRESETS.items())
+def test_the_plain_preset_has_the_default_settings(name: str, preset: str):
+    config = find(name).config
+    assert from_mapping(config, presets()[preset].settings) == config()

@@ -1,17 +1,31 @@
 """Tiny models whose caches matter to what they say."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from tests.models import llama, tiny_tokenizer
+from tests.studies.runs import whole_run
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a module's run lies."""
     return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def finished(request: pytest.FixtureRequest, root: Path) -> Run:
+    """A whole run of a module's STUDY with its settings SMALL, on the model of the fixture that MODEL names.
+
+    ALLOWED is what `whole_run` may leave out.
+    """
+    module: Any = request.module
+    model: Model = request.getfixturevalue(module.MODEL)
+    return whole_run(module.STUDY, module.SMALL, model, root, **getattr(module, "ALLOWED", {}))
 
 
 @pytest.fixture(scope="session")

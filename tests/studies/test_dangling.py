@@ -24,23 +24,20 @@ from kvprobe.studies.dangling.conclude import PLACES, concluded, findings_of
 from kvprobe.studies.dangling.study import STUDY
 from kvprobe.tasks.facts import conversation, facts
 from kvprobe.tasks.ordinal import VERBS
+from tests.experiments.made_up import answer_of
 from tests.refusals import refused
-from tests.studies.runs import FOUR_FACTS, answer_of, assert_figures, in_steps
+from tests.tasks.made_up import FOUR_FACTS
 
 SMALL = Config(kinds=("code",), prompts=4, rescued=(1, 2, 4), random=3, memos=0)
+MODEL, ALLOWED = "deep", {"undrawn": ["memos"]}
 MADE_UP = Config(rescued=(1, 2), random=3)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def four_facts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collecting, "facts", lambda _, each: FOUR_FACTS[:each])
         yield
-
-
-@pytest.fixture(scope="module")
-def finished(deep: Model, four_facts: None, root: Path) -> Run:
-    return in_steps(lambda: dangling.run(SMALL, root, model=deep))
 
 
 def test_a_run_holds_all_arms_and_heads_and_shows_one_conversation(finished: Run, deep: Model):
@@ -49,14 +46,12 @@ def test_a_run_holds_all_arms_and_heads_and_shows_one_conversation(finished: Run
     heads: Any = table[(table["grid"] == "heads") & (table["arm"] == MASKED)]
     assert len(heads) == 4 * deep.geometry.n_layers * deep.geometry.n_heads
     assert heads["dangling"].min() > 0
-    assert [control.holds for control in concluded.controls] == [True]
     assert concluded.findings.at("kl", arm=FULL).mean == pytest.approx(0, abs=1e-6)
     assert concluded.findings.at("kl", arm=MASKED).mean > 1e-4
-    assert_figures(finished, "went", "rescues")
     assert (finished.path / "report.html").read_text().count('data-component="AttentionView"') == 1
 
 
-def test_heads_with_most_attention_and_random_ones_are_given_their_view_back(deep: Model, four_facts: None):
+def test_heads_with_most_attention_and_random_ones_are_given_their_view_back(deep: Model):
     rows = [
         {"grid": "heads", "arm": MASKED, "half": half, "layer": layer, "head": head, "dangling": layer + head / 8}
         for half, layer, head in product((0, 1), range(deep.geometry.n_layers), range(deep.geometry.n_heads))
@@ -73,9 +68,6 @@ def test_heads_with_most_attention_and_random_ones_are_given_their_view_back(dee
 def test_more_heads_than_there_are_is_refused(deep: Model, tmp_path: Path):
     config = Config(kinds=("code",), rescued=(1, 8), memos=0)
     refused(lambda: dangling.run(config, tmp_path, model=deep), "has 8")
-
-
-# ---- made-up tables
 
 
 GAINED = {MASKED: (0.11, 0.09, 0.0, 0.0), CLOSED: (0.06, 0.09, 0.05, 0.0), SHARED: (0.08, 0.12, 0.0, 0.0)}
@@ -124,7 +116,6 @@ def numbers(made_up: Any) -> Conclusion:
 
 
 def example() -> tuple[Config, Conclusion]:
-    """For the tests of all declared studies."""
     return MADE_UP, numbers(tables(0.8, 0.2))
 
 

@@ -1,4 +1,4 @@
-"""What holds for every study: settings are refused before a model is loaded, presets fit, finished runs are found."""
+"""What holds for every study: settings are refused before a model is loaded, and pages show every outcome."""
 
 import html
 import json
@@ -18,15 +18,13 @@ from matplotlib.figure import Figure
 from kvprobe.experiments import running
 from kvprobe.experiments.page import answer, write_page
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.settings import Settings, from_mapping
+from kvprobe.experiments.settings import Settings
 from kvprobe.experiments.study import Conclusion, Study
-from kvprobe.inference.model import Model
-from kvprobe.presets import presets
 from kvprobe.studies import STUDIES, find
+from tests.experiments.made_up import page_of
 from tests.frozen import MODULES
 from tests.refusals import refused
 from tests.studies.outcomes import FORGED, OUTCOMES, with_failed_controls, with_forged_texts, with_outcome
-from tests.studies.runs import give, page_of
 
 FAMILY = "expected false, or a fault and a percentage above 0, up to 100"
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
@@ -46,8 +44,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"reported": "canarypwn-8b"}, "did you mean 'canarypwn-7b'"),
         ({"reported": "canarypwn-7b"}, "which is about gsm8k"),
         ({"reported": "canarypwn-bands-7b", "tasks": ("gsm8k",)}, "name one of those"),
-        ({"rates": (0.0, 10.0)}, "'rates' has 0; expected percents above 0, up to 100"),
-        ({"rates": (10.0, 101.0)}, "'rates' has 101"),
+        ({"rates": (10.0, 101.0)}, "'rates' has 101; expected percents above 0, up to 100"),
     ],
     "bands": [
         ({"rates": (0.0, 5.0)}, "'rates' has 0; expected percents"),
@@ -56,7 +53,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"reported": "canarypwn-7b", "tasks": ("gsm8k",)}, "a table of gaussian, zeros, distractor"),
     ],
     "bitflips": [
-        ({"error_rates": (0.0,)}, "'error_rates' has 0; expected shares"),
         ({"error_rates": (2.0,)}, "'error_rates' has 2; expected shares"),
         ({"tasks": ("retreive",)}, "did you mean 'retrieve'"),
     ],
@@ -68,7 +64,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"families": ("zeros:30",)}, "'families' is 'zeros:30'; expected two or more"),
         ({"families": ("zeros:0", "false")}, f"'families' has 'zeros:0'; {FAMILY}"),
         ({"families": ("zeros", "false")}, f"'families' has 'zeros'; {FAMILY}"),
-        ({"families": ("false:3", "zeros:30")}, f"'families' has 'false:3'; {FAMILY}"),
         ({"families": ("zeros:30", "zeros:50")}, "which names a fault twice"),
     ],
     "multihop": [
@@ -79,10 +74,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "features": [({"active": 2000}, "'active' is 2000; expected 1 to 1024")],
 }
 """What a study refuses beside numbers that are out of the range of their setting."""
-DEFAULT_PRESETS = {"bands": "bands-smollm2"} | {
-    name: name for name in ("dangling", "filter_poison", "patching", "routing", "poisoning", "reliance")
-}
-"""The preset that has the settings that a study has by itself."""
 
 
 def out_of_range() -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -108,34 +99,6 @@ def test_settings_that_cannot_be_are_refused_before_a_model_is_loaded(
     monkeypatch.setattr(running, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     refused(lambda: find(name).run(find(name).config(**settings), tmp_path), words)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("name", "preset"), DEFAULT_PRESETS.items())
-def test_the_plain_preset_has_the_default_settings(name: str, preset: str):
-    config = find(name).config
-    assert from_mapping(config, presets()[preset].settings) == config()
-
-
-@pytest.mark.parametrize("name", STUDIES)
-def test_a_finished_run_is_found_again_and_not_run(
-    name: str, tiny_llama: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    give(monkeypatch, tiny_llama)
-    study = find(name)
-    monkeypatch.setattr(running, "write_page", lambda *_: None)
-
-    begin = running.begin
-
-    def finished_at_once(*given: Any) -> tuple[Model, Run]:
-        model, run = begin(*given)
-        run.finish({"chance": 0.5})
-        return model, run
-
-    with monkeypatch.context() as patch:
-        patch.setattr(running, "begin", finished_at_once)
-        first = study.run(study.config(), tmp_path)
-    assert study.run(study.config(), tmp_path).path == first.path
-    assert Run.load(first.path).metrics == {"chance": 0.5}
 
 
 @cache

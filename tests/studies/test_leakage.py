@@ -28,8 +28,9 @@ from kvprobe.studies.leakage.reading import FAMILIES, USE_ARMS, read_context
 from kvprobe.studies.leakage.study import READINGS, STUDY
 from kvprobe.tasks.passcode import contexts, conversation
 from kvprobe.tasks.secrets import secret
+from tests.experiments.made_up import answer_of
 from tests.models import any_model
-from tests.studies.runs import answer_of, assert_figures, close, every, in_steps
+from tests.studies.runs import close, every, whole_run
 
 SMALL = Config(contexts=8, samples=48, folds=3, permutations=9, batch=10, untrained=True)
 CODES = ("48213", "90577", "13662")
@@ -45,7 +46,7 @@ def without_residual() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def finished(wordy: Model, without_residual: None, root: Path) -> Run:
-    return in_steps(lambda: leakage.run(SMALL, root, model=wordy))
+    return whole_run(STUDY, SMALL, wordy, root)
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +102,9 @@ def test_a_run_holds_every_table_number_and_figure(finished: Run, wordy: Model):
     sites = wordy.geometry.n_layers * 2 * 2
     assert len(finished.df("probes")) == sites * (len(ARMS) + len(CHANGED)) * len(SPLITS)
     assert set(finished.df()["condition"]) == {"full", "retained", "restart", *ARMS, *CHANGED.values()}
-    assert_figures(finished, "accuracy_by_layer_mean", "accuracy_by_layer_last", "layer_by_segment", "use")
     assert len(list((finished.path / "probes").glob("*/card.yaml"))) == 5
     assert (finished.path / "report.html").read_text().count('data-component="HeatMap"') == 2
     concluded = Conclusion.of(finished.metrics)
-    assert [control.holds for control in concluded.controls] == [True]
     findings, readings = concluded.findings, finished.df("readings")
     assert findings.at("reach", layers="last").mean > 1e-4
     assert set(findings.values("accuracy", "reading", arm="masked")) == set(READINGS)
@@ -127,8 +126,6 @@ def test_one_context_says_that_it_does_not_generalise(
     assert "within this one conversation" in answer(STUDY, run)
     assert "of the topics" in answer(STUDY, run)
 
-
-# ---- made-up tables
 
 PROBED = ("masked", "direct", "hidden", *CHANGED.values())
 WIDE = {"low": 0.2, "high": 0.4, "smallest": 0.1, "largest": 0.5}
@@ -191,7 +188,6 @@ def numbers(made_up: Any) -> tuple[Config, Conclusion]:
 
 
 def example() -> tuple[Config, Conclusion]:
-    """For the tests of all declared studies."""
     return numbers(tables(0.2, 0.2, 0.5))
 
 

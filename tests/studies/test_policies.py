@@ -16,14 +16,14 @@ from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.policies.catalogue import CATALOGUE, SINKS, WINDOW
-from kvprobe.studies import policies
 from kvprobe.studies.policies import Config
 from kvprobe.studies.policies import collect as collecting
 from kvprobe.studies.policies.collect import FULL
 from kvprobe.studies.policies.conclude import BY_PLACE, MARGINS, MEASURES, concluded, judged_budgets
 from kvprobe.studies.policies.study import STUDY
 from kvprobe.text.tokens import Tokens
-from tests.studies.runs import assert_figures, in_steps, page_of
+from tests.experiments.made_up import page_of
+from tests.studies.runs import whole_run
 
 SMALL = Config(samples=2, length=160, budgets=(20, 100))
 MEASURED = ("sliding", "random", "random-sinks", "quantise")
@@ -38,18 +38,13 @@ def short() -> Iterator[None]:
         yield
 
 
-def run_few(model: Model, root: Path) -> Run:
-    """The study with few policies."""
+@pytest.fixture(scope="module")
+def finished(wordy: Model, root: Path) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         for name in CATALOGUE.keys() - set(MEASURED):
             patch.delitem(CATALOGUE, name)
         patch.setitem(CATALOGUE, "quantise", replace(CATALOGUE["quantise"], bits=(4,)))
-        return policies.run(SMALL, root, model=model)
-
-
-@pytest.fixture(scope="module")
-def finished(wordy: Model, root: Path) -> Run:
-    return in_steps(lambda: run_few(wordy, root))
+        return whole_run(STUDY, SMALL, wordy, root)
 
 
 def test_what_is_said_is_that_of_reading_token_by_token_on_a_cache_evicted_by_hand(wordy: Model):
@@ -96,9 +91,6 @@ def test_a_run_holds_every_condition_and_its_control(finished: Run):
     conditions = 3 * len(SMALL.budgets) + 1 + 1
     assert samples.groupby("condition").size().tolist() == [SMALL.samples] * conditions
     assert bool((samples["bytes"] <= samples.query("kind == @FULL")["bytes"].max()).all())
-    conclusion = Conclusion.of(finished.metrics)
-    assert [control.holds for control in conclusion.controls] == [True]
-    assert_figures(finished, "quality_by_memory", "instructions_by_place")
 
 
 def test_a_sample_does_not_depend_on_the_others(finished: Run, wordy: Model, monkeypatch: pytest.MonkeyPatch):
@@ -146,7 +138,6 @@ def graded(measure: str, kind: str, level: int, _: int) -> float:
 
 
 def example() -> tuple[Config, Conclusion]:
-    """For the tests of all declared studies."""
     unchanged = {"kl": 0.0, "agreement": 1.0}
     return MADE_UP, made_up(lambda *at: unchanged.get(at[0], 0.9) if at[2] == 100 else graded(*at))
 

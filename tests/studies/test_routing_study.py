@@ -19,8 +19,9 @@ from kvprobe.studies.routing.conclude import conclude
 from kvprobe.studies.routing.study import STUDY
 from kvprobe.training.steps import Steps
 from tests import models
+from tests.experiments.made_up import answer_of
 from tests.refusals import refused
-from tests.studies.runs import answer_of, assert_figures, in_steps
+from tests.studies.runs import whole_run
 
 SMALL = Config(problems=2, start=6)
 MADE_UP = Config(problems=10)
@@ -33,9 +34,8 @@ def tiny() -> Model:
 
 
 @pytest.fixture(scope="module")
-def finished(tiny: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    root = tmp_path_factory.mktemp("runs")
-    return in_steps(lambda: routing.run(SMALL, root, model=tiny))
+def finished(tiny: Model, root: Path) -> Run:
+    return whole_run(STUDY, SMALL, tiny, root, unable=1)
 
 
 def test_a_run_shows_everything(finished: Run):
@@ -43,8 +43,6 @@ def test_a_run_shows_everything(finished: Run):
     assert {"alike", "undone", "cold"} <= set(findings.names)
     assert findings.at("chance").mean == pytest.approx(7 / 18)  # two of four experts
     assert len(findings.where("load")) == 3 * 4
-    assert_figures(finished, *(figure.file for figure in STUDY.figures))
-    assert finished.metrics["controls"][0]["holds"]
     assert set(findings.values("start_all", "pair")) == {"cold", "warm", "nothing"}
     assert findings.values("token", "place")[:2] == ["0 register", "1 before"]
 
@@ -82,8 +80,6 @@ def test_a_cold_start_is_the_beginning_of_a_conversation_read_where_the_question
     entropies = table[table["pair"] == "cold"].sort_values(["layer", "token"])["entropy"]
     assert np.allclose(entropies, cold.entropy[:, 0].flatten(), atol=1e-5)
 
-
-# ---- made-up tables
 
 Number = Callable[[int], float]
 
@@ -128,7 +124,6 @@ def concluded(tables: dict[str, pd.DataFrame]) -> Conclusion:
 
 
 def example() -> tuple[Config, Conclusion]:
-    """For the tests of all declared studies."""
     return MADE_UP, concluded(made_up())
 
 
