@@ -84,21 +84,23 @@ def strike(
         groups.setdefault((fault.operator, row_draws), []).append((row, fault))
     shape = (len(tensors), context.cache.n_kv_heads)
     orders: dict[tuple[Scope, Draws], Order] = {}
+    masks: list[Bool[Tensor, "members layers heads slots"]] = []
     for (operator, row_draws), members in groups.items():
         operator.refuse_unfit(context)
-        masks: list[Tensor] = []
+        of_members: list[Tensor] = []
         for row, fault in members:
             pool = (fault.scope.pool, row_draws)
             if pool not in orders:
                 orders[pool] = fault.scope.order(ledger, shape, row_draws, step, row)
-            masks.append(fault.scope.struck(orders[pool], shape))
-        heads = max(mask.shape[1] for mask in masks)
-        struck_slots = torch.stack([mask.expand(-1, heads, -1) for mask in masks]).expand(-1, -1, shape[1], -1)
-        for layer, pair in enumerate(tensors):
-            if operator.reaches(layer) and bool(struck_slots[:, layer].any()):
+            of_members.append(fault.scope.struck(orders[pool], shape))
+        heads = max(mask.shape[1] for mask in of_members)
+        masks.append(torch.stack([mask.expand(-1, heads, -1) for mask in of_members]).expand(-1, -1, shape[1], -1))
+    # Layer by layer, so that operators that draw the same noise find it still there.
+    for layer, pair in enumerate(tensors):
+        for ((operator, row_draws), members), mask in zip(groups.items(), masks, strict=True):
+            if operator.reaches(layer) and bool(mask[:, layer].any()):
                 circumstances = row_draws, context, step
-                target = *pair, first
-                _strike_layer(members, struck_slots[:, layer], layer, target, ledger, circumstances, damage, remember)
+                _strike_layer(members, mask[:, layer], layer, (*pair, first), ledger, circumstances, damage, remember)
     return damage
 
 
@@ -120,16 +122,16 @@ def _strike_layer(
     # Vectors lie one after the other: a flat index is several times faster than three.
     flat = (rows * mask.shape[1] + heads) * layer_keys.shape[2] + first + slots
     keys, values = (t.view(-1, t.shape[3]).index_select(0, flat) for t in (layer_keys, layer_values))
-    positions = ledger.positions[rows, slots]
+    positions = ledger.positions.flatten().index_select(0, rows * ledger.slots + slots)
     struck = Struck(layer, rows, heads, slots, positions, keys, values, ledger.slots, step, draws, context)
-    written: list[tuple[Part, Tensor, Tensor, Tensor]] = []
+    written: list[tuple[Part, Tensor, Tensor | slice, Tensor]] = []
     parts: tuple[tuple[Part, Tensor, Tensor], ...] = (("k", layer_keys, keys), ("v", layer_values, values))
     for part, tensor, before in parts:
         if not any(part in fault.scope.parts for _, fault in members):
             continue
         vectors = tensor.view(-1, tensor.shape[3])
         after = members[0][1].damaged(struck, part).to(tensor.dtype)
-        where = torch.arange(len(member), device=member.device)
+        where: Tensor | slice = slice(None)
         if any(part not in fault.scope.parts or fault.scope.unit == "number" for _, fault in members):
             in_scope = torch.tensor([part in fault.scope.parts for _, fault in members], device=member.device)[member]
             if any(fault.scope.unit == "number" for _, fault in members):
