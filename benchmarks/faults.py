@@ -1,4 +1,5 @@
-"""A sweep of faults as rows of one batch, compared with one prompt and one condition at a time, prefilled each time.
+"""A sweep of faults as rows of one batch, compared with one prompt and one condition at a time, prefilled each time;
+and several prompts in one batch, compared with one batch for each.
 
 Both strike the same slots with the same noise, and must first give the same answers, token for token.
 
@@ -18,9 +19,12 @@ import kvprobe as kv
 from kvprobe.faults import Distractor, Draws, Fault, FaultContext, Gaussian, Scope, Zeros
 from kvprobe.faults.strike import strike
 from kvprobe.inference.forward import new_slots
+from kvprobe.inference.sweep import Question, Trial, sweep
 from kvprobe.text.tokens import Tokens
 
 LENGTH, NEW_TOKENS = 256, 8
+PROMPTS, TOGETHER = 4, 13
+"""Prompts that share a batch, and how many conditions each of them has."""
 RATES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 
 
@@ -71,9 +75,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", default="float32")
     arguments = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    model = kv.load(arguments.model)
+    model = kv.load(arguments.model, dtype=arguments.dtype)
     draw = torch.Generator().manual_seed(0)
     ids, other = (torch.randint(5, 20_000, (LENGTH,), generator=draw).tolist() for _ in range(2))
     donor = model.prefill(Tokens.of(other))
@@ -94,6 +99,25 @@ def main() -> None:
             assert mine == theirs, f"{fault}: {mine} in the batch, {theirs} alone"
         ours, theirs, ratio = paired(batched, one_by_one, arguments.repeats)
         report(f"{len(faults)} conditions, {NEW_TOKENS} tokens: {name}", ours, theirs, ratio, "0.125")
+    trials = [Trial(fault) for fault in conditions("every", True)[:TOGETHER]]
+    questions = [
+        Question(Tokens.of(ids[16 * number :]), trials, donors={"distractor": donor}, sample=number)
+        for number in range(PROMPTS)
+    ]
+
+    def answered(batches: Sequence[list[Question]]) -> list[list[int]]:
+        swept = [sweep(model.lanes, batch, max_new_tokens=4 * NEW_TOKENS, stop=(), follow=False) for batch in batches]
+        return [list(outcome.tokens) for batch in swept for one in batch for outcome in one.outcomes]
+
+    def together() -> list[list[int]]:
+        return answered([questions])
+
+    def apart() -> list[list[int]]:
+        return answered([[question] for question in questions])
+
+    assert together() == apart()
+    ours, theirs, ratio = paired(together, apart, arguments.repeats)
+    report(f"{PROMPTS} prompts in one batch, {TOGETHER} conditions each, beside a batch each", ours, theirs, ratio, "1")
 
 
 if __name__ == "__main__":
