@@ -48,7 +48,7 @@ def short_repr(operator: "DataclassInstance") -> str:
 
 
 def head_name(layer: int, head: int) -> str:
-    """A query head as the field writes it, such as L8H0."""
+    """A head as the field writes it, such as L8H0."""
     return f"L{layer}H{head}"
 
 

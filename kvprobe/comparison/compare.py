@@ -13,7 +13,7 @@ from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence, surprise
 from kvprobe.inference.readable import require_type
-from kvprobe.names import near_keywords
+from kvprobe.names import head_name, near_keywords
 from kvprobe.text.transcript import Transcript
 
 ARMS = {
@@ -97,7 +97,7 @@ class Comparison(Brief):
         return (
             f"With everything in view, the question and its answer spend {100 * share.mean():.1f} % of their attention "
             f"on {', '.join(self.hidden)}; the most is {100 * share.max():.1f} %, in "
-            f"L{most['layer']:.0f}H{most['head']:.0f}."
+            f"{head_name(int(most['layer']), int(most['head']))}."
         )
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
 from kvprobe.experiments.study import Conclusion, Study
 from kvprobe.files import write_whole
-from kvprobe.names import one_line
+from kvprobe.names import head_name, one_line
 from kvprobe.plain_data import filled
 from kvprobe.report.document import LIMITS, AttentionView, Figure, Passage, TokenView
 from kvprobe.report.findings import Findings, Key
@@ -94,6 +94,7 @@ class _Page:
             **{name: getattr(self, name) for name in ("show", "heat", "tokens", "view")},
             **{name: getattr(self.conclusion, name) for name in ("facts", "controls", "warnings")},
             "label": self.study.label,
+            "head_name": head_name,
             "tables": sorted(path.name for path in self.run.path.glob("*.parquet")),
             "claim": partial(self.study.claim, self.findings),
             "picture": partial(picture, self.run.path / "figures"),

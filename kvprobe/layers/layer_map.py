@@ -19,7 +19,7 @@ from kvprobe.errors import UserError
 from kvprobe.inference.forward import one_row_each
 from kvprobe.inference.model import Model
 from kvprobe.layers.suffix import Component, Outputs, Replacement, Suffix
-from kvprobe.names import near_keywords
+from kvprobe.names import head_name, near_keywords
 from kvprobe.patching.grid import even_bands
 from kvprobe.patching.metrics import KL, LEAST
 from kvprobe.patching.reader import suffixes
@@ -216,7 +216,11 @@ def _name(label: Mapping[str, int | str]) -> str:
     """A row of the map for people: L8H0, L3 attn, band 0–7."""
     if label["kind"] == "band":
         return f"band {label['band']}"
-    return f"L{label['layer']}H{label['head']}" if label["kind"] == "head" else f"L{label['layer']} {label['kind']}"
+    return (
+        head_name(int(label["layer"]), int(label["head"]))
+        if label["kind"] == "head"
+        else f"L{label['layer']} {label['kind']}"
+    )
 
 
 def _ratio(top: Tensor, bottom: Tensor) -> Float[np.ndarray, "..."]:
