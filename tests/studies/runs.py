@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +23,23 @@ def whole_run(
 ) -> Run:
     """A run that is interrupted after the first part of each of its stages and started again.
 
-    No part is written twice, the finished run is found again, controls hold, and figures are drawn.
+    No part is written twice, the finished run is found again, its tables give the same conclusion again,
+    controls hold, and figures are drawn.
 
     Args:
         undrawn: figures that have nothing to show.
         unable: how many of the last controls ask for more than a tiny model can do.
     """
     written: Counter[str] = Counter()
-    stages: set[str] = set()
     whole = Run.write_part
 
     def stopping(self: Run, name: str, write: Callable[[Path], object]) -> Path:
-        new, stage = not self.part(name).is_file(), name.partition("-")[2]
+        begun = name.partition("-")[2] in {known.partition("-")[2] for known in written}
+        new = not self.part(name).is_file()
         path = whole(self, name, write)
         written[name] += new
-        if stage in stages:
+        if begun:
             return path
-        stages.add(stage)
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
@@ -46,11 +47,13 @@ def whole_run(
         while True:
             with suppress(KeyboardInterrupt):
                 run = find(study.name).run(config, folder, model=model)
-                assert stages
                 assert find(study.name).run(config, folder, model=model).path == run.path
                 assert set(written.values()) == {1}
-                controls = Conclusion.of(run.metrics).controls
-                assert [control.holds for control in controls] == [True] * (len(controls) - unable) + [False] * unable
+                conclusion = Conclusion.of(run.metrics)
+                again = study.conclude(run.tables(), replace(config, model=model.name), model).findings
+                pd.testing.assert_frame_equal(again.frame(), conclusion.findings.frame(), check_dtype=False)
+                holds = [control.holds for control in conclusion.controls]
+                assert holds == [True] * (len(holds) - unable) + [False] * unable
                 assert_figures(run, *({figure.file for figure in study.figures}.difference(undrawn)))
                 return run
 

@@ -137,7 +137,7 @@ def test_the_tokens_before_the_first_difference_are_those_that_both_would_say(de
     assert set(own_replies.loc[own_replies["arm"] == own_replies["reference"], "agrees"]) == {1.0}
 
 
-def test_the_controls_of_a_run_hold_and_its_figures_are_drawn(finished: Run):
+def test_a_run_compares_a_rebuilt_cache_with_the_compacted_one(finished: Run):
     conclusion = Conclusion.of(finished.metrics)
     assert "2 sessions are too few for an interval" in conclusion.warnings[0]
     keys: Any = {"turns": "all", "reference": "compacted"}

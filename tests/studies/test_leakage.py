@@ -123,7 +123,6 @@ def test_one_context_says_that_it_does_not_generalise(
     conclusion = Conclusion.of(run.metrics)
     assert conclusion.findings.at("leak", arm="masked", split="random").clusters == 30
     assert "does not say" in conclusion.warnings[0]
-    assert "within this one conversation" in answer(STUDY, run)
     assert "of the topics" in answer(STUDY, run)
 
 

@@ -162,14 +162,13 @@ def finished(root: Path) -> Run:
         return whole_run(STUDY, SMALL, shaped(SHALLOW), root, ["by_layer_resid_post", "by_layer_k_pre", "by_layer_k"])
 
 
-def test_the_control_of_a_run_holds_and_its_numbers_are_those_of_its_tables(finished: Run):
+def test_the_numbers_of_a_run_are_those_of_its_tables(finished: Run):
     samples: Any = finished.df("samples")
     assert samples.groupby("context")["sample"].nunique().tolist() == [4] * 8
-    conclusion = Conclusion.of(finished.metrics)
-    assert conclusion.findings.get("variation", arm="hop-forced", distance=SHALLOW, layers="there") is None
+    findings = Conclusion.of(finished.metrics).findings
+    assert findings.get("variation", arm="hop-forced", distance=SHALLOW, layers="there") is None
     margins = samples.groupby("condition")["margin"].mean()
-    gain = conclusion.findings.at("gain", arm="skip").mean
-    assert gain == pytest.approx(margins["skip"] - margins["restart, skip"], abs=1e-9)
+    assert findings.at("gain", arm="skip").mean == pytest.approx(margins["skip"] - margins["restart, skip"], abs=1e-9)
 
 
 def of_samples(**levels: Any) -> pd.DataFrame:

@@ -55,7 +55,6 @@ def test_a_run_holds_every_condition_its_damage_grows_with_the_rate_and_its_cont
     for fault in ("gaussian", "zeros", "distractor", "rounded-2-bit"):
         seldom, often = (findings.at("kl", task="retrieve", fault=fault, rate=rate).mean for rate in SMALL.rates)
         assert often > seldom > 0
-    # Nothing struck, a NaN, and two faults that only reorder.
     assert len(conclusion.controls) == 4
     nan = samples.query("fault == @NOT_A_NUMBER")
     assert nan["broken"].str.match(rf"[KV] of layer [0-{N_LAYERS - 1}], KV head \d, slot \d+").all()
