@@ -114,7 +114,11 @@ def _strike_layer(
     damage: Damage,
     remember: bool,
 ) -> None:
-    """Write one layer's struck slots, of all rows that share an operator."""
+    """Write one layer's struck slots, of all rows that share an operator.
+
+    Args:
+        target: K and V of the layer, and their slot at which the ledger begins.
+    """
     layer_keys, layer_values, first = target
     draws, context, step = circumstances
     member, heads, slots = mask.nonzero(as_tuple=True)

@@ -33,9 +33,10 @@ class Batch:
     """
 
     def __init__(self, lanes: Lanes, starts: Sequence[KVCache], rows: Sequence[int], room: int) -> None:
-        """So many rows of each of these caches of one row; shorter ones are padded at their beginning.
+        """Copies of caches of one row, padded at the beginning to the longest.
 
         Args:
+            rows: how many copies of each cache.
             room: slots for later tokens.
         """
         self.lanes = lanes
@@ -50,7 +51,7 @@ class Batch:
 
     def strike(
         self,
-        start: int,
+        cache: int,
         faults: Sequence[Fault],
         draws: Sequence[Draws],
         places: Sequence[int],
@@ -58,8 +59,8 @@ class Batch:
         step: int,
         transient: bool,
     ) -> Damage:
-        """Write faults into these rows, which began as this one of the caches; transient ones last until `undo`."""
-        first = self._first[start]
+        """Write faults into these rows, copies of the cache of this number; transient ones last until `undo`."""
+        first = self._first[cache]
         tensors, ledger = [layer.wide for layer in self.layers], self.ledger.since(first)
         damage = strike(faults, draws, places, tensors, ledger, context, step, first=first, remember=transient)
         self._damage.append(damage)
@@ -106,9 +107,10 @@ class Buffer(Layer):
     """
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], rows: Sequence[int], slots: int, room: int) -> None:
-        """So many rows of each of these K and V, which end at the same slot.
+        """Copies of K and V of one row, which end at the same slot.
 
         Args:
+            rows: how many copies of each.
             slots: that hold a token so far.
             room: slots for later tokens.
         """
@@ -120,10 +122,10 @@ class Buffer(Layer):
             _, heads, _, size = tensors[0].shape
             # Padding is zeros: what an empty tensor holds may be NaN, and 0 · NaN is NaN in masked slots too.
             buffer = tensors[0].new_zeros(sum(rows), heads, slots + room, size)
-            first = 0
+            row = 0
             for tensor, count in zip(tensors, rows, strict=True):
-                buffer[first : first + count, :, slots - tensor.shape[2] : slots] = tensor
-                first += count
+                buffer[row : row + count, :, slots - tensor.shape[2] : slots] = tensor
+                row += count
             return buffer
 
         self.wide = (wide([keys for keys, _ in pairs]), wide([values for _, values in pairs]))

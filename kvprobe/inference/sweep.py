@@ -1,10 +1,7 @@
 """Many faults in one batch: a prompt is read once, and each fault at each rate is a row of one decode batch.
 
-Before each token the faults that are due are written into their rows, and transient ones are undone after it. Rows that
-have ended leave the batch. A clean row is part of each pass, so rows are compared within one pass of the same kernels.
-Several prompts may share a batch: a step reads all weights once, however many rows there are.
-
-The first fault is written before the prompt's last token is read, so that token is the first to see it.
+Several prompts may share a batch: a step reads all weights once, however many rows there are. A clean row of each
+prompt is part of each pass, so rows are compared within one pass of the same kernels.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,20 +12,20 @@ from torch import Tensor
 
 from kvprobe.brief import Brief, Table
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.entries import entries
 from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.faults.context import FaultContext, Queries
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
-from kvprobe.inference.batch import Batch, fitting_rows
+from kvprobe.inference.batch import fitting_rows
 from kvprobe.inference.forward import as_seen, extend, forward_pass, one_row_each, taps
 from kvprobe.inference.generate import decode_text, end_tokens
-from kvprobe.inference.outcomes import divergence
+from kvprobe.inference.struck_rows import Asked, Outcome, StruckRows
 from kvprobe.inference.under_policy import tokens_at
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.unproved import Lane
+from kvprobe.names import unknown
 from kvprobe.text.tokens import GENERATED, Tokens
 
 ROWS = 64
@@ -46,29 +43,6 @@ class Trial:
 
     fault: Fault
     repeat: int = 0
-
-
-@dataclass(frozen=True, repr=False)
-class Outcome(Brief):
-    """What one row said.
-
-    Attributes:
-        tokens: its own answer, greedy, a stop token included.
-        text: of these, without control tokens; empty without a tokenizer.
-        stopped: whether a stop token ended it.
-        struck: vectors (slots × heads × layers, K and V together) that were written, over all steps.
-        broken: where its cache or its logits stopped being finite, in words; the row ends there. None if they did not.
-        kl: KL(clean ‖ row) in nats at each token of the clean answer, which the row reads; fewer if the row broke.
-        agreed: whether the row's likeliest token was that of the clean answer, at each of them.
-    """
-
-    tokens: tuple[int, ...]
-    text: str
-    stopped: bool
-    struck: int = 0
-    broken: str | None = None
-    kl: tuple[float, ...] = ()
-    agreed: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,30 +122,22 @@ def sweep(
     """
     require_whole("A sweep", "max_new_tokens", max_new_tokens, 1)
     require_whole("A sweep", "rows", rows, 2)
+    if not questions:
+        return []
     prepared = [_prepared(lanes, question, max_new_tokens, lane) for question in questions]
     ends = end_tokens(lanes, stop)
     rows = min(fitting_rows(rows, context.cache, max_new_tokens) for context in prepared)
     clean: dict[int, Outcome] = {}
     outcomes: list[list[Outcome]] = [[] for _ in questions]
     for pieces in _batches([len(question.trials) for question in questions], rows):
-        asked = [
-            _Asked(
-                prepared[number],
-                questions[number].prompt[-1:],
-                trials,
-                [Draws(seed, questions[number].sample, trial.repeat) for trial in trials],
-            )
-            for number, span in pieces
-            for trials in [questions[number].trials[span]]
-        ]
-        decoding = _Decoding(lanes, asked, lane, max_new_tokens)
-        answers = decoding.answer(ends)
-        followed = [[Outcome((), "", False)] * len(group) for group in answers]
+        asked = [_asked(prepared[number], questions[number], span, seed) for number, span in pieces]
+        batch = StruckRows(lanes, asked, lane, max_new_tokens)
+        answers = batch.answer(ends)
+        compared = [[Outcome((), "", False)] * len(group) for group in answers]
         if follow:
-            followed = decoding.follow(
-                [clean.get(number, group[0]).tokens for (number, _), group in zip(pieces, answers, strict=True)]
-            )
-        for (number, _), own, compared in zip(pieces, answers, followed, strict=True):
+            along = [clean.get(number, group[0]) for (number, _), group in zip(pieces, answers, strict=True)]
+            compared = batch.follow([outcome.tokens for outcome in along])
+        for (number, _), said, followed in zip(pieces, answers, compared, strict=True):
             complete = [
                 replace(
                     answer,
@@ -180,11 +146,11 @@ def sweep(
                     agreed=comparison.agreed,
                     broken=answer.broken or comparison.broken,
                 )
-                for answer, comparison in zip(own, compared, strict=True)
+                for answer, comparison in zip(said, followed, strict=True)
             ]
             clean.setdefault(number, complete[0])
             outcomes[number] += complete[1:]
-        done(sum(len(piece.trials) for piece in asked))
+        done(sum(len(each.faults) for each in asked))
     return [
         Sweep(clean[number], tuple(question.trials), tuple(outcomes[number]))
         for number, question in enumerate(questions)
@@ -206,6 +172,13 @@ def _batches(trials: Sequence[int], rows: int) -> Iterable[list[tuple[int, slice
     yield batch
 
 
+def _asked(context: FaultContext, question: Question, span: slice, seed: int) -> Asked:
+    """Some trials of a question, as rows of a batch."""
+    trials = question.trials[span]
+    draws = [Draws(seed, question.sample, trial.repeat) for trial in trials]
+    return Asked(context, question.prompt[-1:], [trial.fault for trial in trials], draws)
+
+
 def _prepared(lanes: Lanes, question: Question, max_new_tokens: int, lane: Lane) -> FaultContext:
     """The cache of a prompt but for its last token, and what the faults need to know of it."""
     prompt = question.prompt
@@ -221,6 +194,10 @@ def _prepared(lanes: Lanes, question: Question, max_new_tokens: int, lane: Lane)
     start = past if len(prompt) == 1 else extend(lanes, past, [prompt[:-1]], lane)[0]
     if start is None:
         raise UserError("A prompt of one token leaves no cache to damage; give a longer one, or a `past`.")
+    # In a batch, segments of other prompts are known too.
+    known = (*start.ledger.names, *prompt.names, GENERATED)
+    for name in {name for trial in question.trials for name in trial.fault.scope.segments or ()}.difference(known):
+        raise UserError(unknown("segment", name, start.ledger.names))
     return prepare(lanes, start, [trial.fault for trial in question.trials], question.donors)
 
 
@@ -259,121 +236,3 @@ def last_queries(lanes: Lanes, cache: KVCache, count: int) -> Queries:
     with lanes.observing_attention(observe):
         forward_pass(lanes, before, [tokens_at(ledger, 0, index)], layers, "plain", logits=1)
     return Queries(tuple(rows), tuple(scales), group)
-
-
-@dataclass(frozen=True, eq=False)
-class _Asked:
-    """One question of a batch, with those of its trials that are answered there."""
-
-    context: FaultContext
-    last: Tokens
-    trials: Sequence[Trial]
-    draws: Sequence[Draws]
-
-
-@dataclass
-class _Row:
-    """A row of the batch, and what it has generated so far.
-
-    Attributes:
-        question: its place among the questions of the batch.
-        fault: None in the clean row.
-    """
-
-    question: int
-    fault: Fault | None
-    draws: Draws
-    tokens: list[int] = field(default_factory=list[int])
-    stopped: bool = False
-    struck: int = 0
-    broken: str | None = None
-    kl: list[float] = field(default_factory=list[float])
-    agreed: list[bool] = field(default_factory=list[bool])
-
-    def outcome(self) -> Outcome:
-        return Outcome(
-            tuple(self.tokens), "", self.stopped, self.struck, self.broken, tuple(self.kl), tuple(self.agreed)
-        )
-
-
-@dataclass(frozen=True)
-class _Decoding:
-    """Of each question the clean row and one row for each fault, decoded from the prompt's last token on."""
-
-    lanes: Lanes
-    asked: Sequence[_Asked]
-    lane: Lane
-    max_new_tokens: int
-
-    def answer(self, ends: frozenset[int]) -> list[list[Outcome]]:
-        """Each row's own answer, question by question, that of the clean row first."""
-        return self._decode(None, ends)
-
-    def follow(self, clean: Sequence[Sequence[int]]) -> list[list[Outcome]]:
-        """How far each row is from the clean one while all rows of a question read its clean answer."""
-        return self._decode(clean, frozenset())
-
-    def _decode(self, given: Sequence[Sequence[int]] | None, ends: frozenset[int]) -> list[list[Outcome]]:
-        rows = [
-            [_Row(place, None, Draws())]
-            + [_Row(place, trial.fault, draws) for trial, draws in zip(asked.trials, asked.draws, strict=True)]
-            for place, asked in enumerate(self.asked)
-        ]
-        caches = [asked.context.cache for asked in self.asked]
-        batch = Batch(self.lanes, caches, [len(group) for group in rows], self.max_new_tokens)
-        standing = [row for group in rows for row in group]
-        tokens = [self.asked[row.question].last for row in standing]
-        for step in range(self.max_new_tokens):
-            self._strike(batch, standing, step)
-            logits = batch.decode(tokens, self.lane)
-            batch.undo()
-            finite = entries(logits.amax(-1).isfinite(), bool)
-            chosen = entries(logits.argmax(-1), int)
-            kl = agreed = None
-            if given is not None:
-                clean = {row.question: place for place, row in enumerate(standing) if row.fault is None}
-                kl, agreed = divergence(logits[[clean[row.question] for row in standing]], logits)
-                chosen = [given[row.question][step] for row in standing]
-            leaving: list[int] = []
-            for place, row in enumerate(standing):
-                if row.fault is None and not finite[place]:
-                    raise UserError(
-                        f"The clean run's logits are not finite after {step} tokens; {self.lanes.dtype} may be too "
-                        "narrow for this model, load it in another dtype."
-                    )
-                if row.broken is None and not finite[place]:
-                    row.broken = f"the logits after {step} tokens, though K and V are finite"
-                if row.broken is None and kl is not None and agreed is not None:
-                    row.kl.append(float(kl[place]))
-                    row.agreed.append(bool(agreed[place]))
-                elif row.broken is None:
-                    row.tokens.append(chosen[place])
-                    row.stopped = chosen[place] in ends
-                if row.stopped or row.broken is not None or (given and step + 1 == len(given[row.question])):
-                    leaving.append(place)
-            if len(leaving) == len(standing):
-                break
-            if leaving:
-                staying = batch.drop(leaving)
-                standing, chosen = [standing[place] for place in staying], [chosen[place] for place in staying]
-            tokens = [
-                Tokens.of([token], GENERATED, self.asked[row.question].last.following + step)
-                for token, row in zip(chosen, standing, strict=True)
-            ]
-        return [[row.outcome() for row in group] for group in rows]
-
-    def _strike(self, batch: Batch, standing: Sequence[_Row], step: int) -> None:
-        """Write the faults that are due. A row whose cache is no longer finite is marked, and leaves after the pass."""
-        for transient in (False, True):
-            due: dict[int, list[tuple[int, _Row, Fault]]] = {}
-            for place, row in enumerate(standing):
-                if row.fault is not None and row.fault.due(step) and row.fault.transient is transient:
-                    due.setdefault(row.question, []).append((place, row, row.fault))
-            for question, struck in due.items():
-                faults, draws = [fault for *_, fault in struck], [row.draws for _, row, _ in struck]
-                places, context = [place for place, *_ in struck], self.asked[question].context
-                damage = batch.strike(question, faults, draws, places, context, step, transient)
-                for place, row, _ in struck:
-                    row.struck += int(damage.count[place])
-                    if place in damage.nonfinite:
-                        row.broken = str(damage.nonfinite[place])

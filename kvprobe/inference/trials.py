@@ -15,7 +15,8 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.faults import Draws, Fault, scaffold
 from kvprobe.inference.generate import stop_tokens
 from kvprobe.inference.model import Model
-from kvprobe.inference.sweep import Outcome, Question, Trial, first_divergence, prepare, sweep
+from kvprobe.inference.struck_rows import Outcome
+from kvprobe.inference.sweep import Question, Trial, first_divergence, prepare, sweep
 from kvprobe.tasks.passcode import contexts
 from kvprobe.tasks.task import Item, Task
 from kvprobe.text.chat_template import Tokenizer

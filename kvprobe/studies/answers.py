@@ -1,6 +1,6 @@
 """What studies of damaged caches share: items of tasks are answered under many faults, and held against sound caches.
 
-Answers are kept batch by batch, so that an interrupted run resumes.
+Answers are kept group by group, of as many items as share a batch, so that an interrupted run resumes.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -182,3 +182,10 @@ DEFAULT_PRESETS = {"bands": "bands-smollm2"} | {
 def test_the_plain_preset_has_the_default_settings(name: str, preset: str):
     config = find(name).config
     assert from_mapping(config, presets()[preset].settings) == config()
+
+
+@pytest.mark.parametrize("name", [name for name in presets() if name.endswith("-full")])
+def test_a_full_preset_has_more_samples_and_nothing_else_differs(name: str):
+    some, full = (dict(presets()[each].settings) for each in (name.removesuffix("-full"), name))
+    assert {setting for setting in some | full if some.get(setting) != full.get(setting)} == {"samples"}
+    assert full["samples"] > some["samples"]

@@ -35,7 +35,8 @@ from kvprobe.inference.forward import extend
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model, load
 from kvprobe.inference.outcomes import divergence
-from kvprobe.inference.sweep import Outcome, Question, Sweep, Trial, first_divergence, last_queries, prepare, sweep
+from kvprobe.inference.struck_rows import Outcome
+from kvprobe.inference.sweep import Question, Sweep, Trial, first_divergence, last_queries, prepare, sweep
 from kvprobe.text.tokens import Tokens
 from tests.models import WINDOW, llama
 from tests.random_caches import assert_bit_identical, copy_of, random_tokens
@@ -523,6 +524,12 @@ def test_settings_out_of_range_are_refused(tiny_llama: Model):
     sweep_refused("There is no layer 99", tiny_llama, [Zeros(scope=Scope(layers=[99]))])
     sweep_refused("There is no segment called 'T3'", tiny_llama, [Zeros(scope=Scope(segments=("T3",)))])
     refused(lambda: swept(tiny_llama, [Trial(Zeros(), -1)]), "repeat=-1; it must be 0 or more")
+
+
+def test_a_segment_of_another_prompt_of_the_batch_is_refused_too(tiny_llama: Model):
+    struck = Question(random_tokens(7, {"T1": 9}), [Trial(Zeros(scope=Scope(segments=("T2",))))])
+    refused(lambda: sweep(tiny_llama.lanes, [Question(PROMPT, []), struck]), "no segment called 'T2'")
+    assert sweep(tiny_llama.lanes, []) == []
 
 
 def test_a_donor_of_another_model_is_refused(tiny_llama: Model, tiny_models: dict[str, Model]):

@@ -21,11 +21,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(request: pytest.FixtureRequest, root: Path) -> Run:
     """A whole run of a module's STUDY with its settings SMALL, on the model of the fixture that MODEL names.
 
-    ALLOWED is what `whole_run` may leave out.
+    Its controls HOLD, and its figures are drawn but the UNDRAWN.
     """
     module: Any = request.module
     model: Model = request.getfixturevalue(module.MODEL)
-    return whole_run(module.STUDY, module.SMALL, model, root, **getattr(module, "ALLOWED", {}))
+    return whole_run(module.STUDY, module.SMALL, model, root, module.HOLD, getattr(module, "UNDRAWN", ()))
 
 
 @pytest.fixture(scope="session")

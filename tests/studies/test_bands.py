@@ -65,12 +65,13 @@ def config(deep: Model, tmp_path_factory: pytest.TempPathFactory) -> Config:
         said = deep.generate(Transcript.from_messages([{"role": "user", "content": question}]), max_new_tokens=64)
         lines.append({"prompt": question, "answer": said.text.strip()})
     path.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
-    return Config(tasks=(str(path),), samples=3, rates=(20.0, 60.0), noises=("layer", "effect"), single=40.0)
+    damage = {"rates": (20.0, 60.0), "noises": ("layer", "effect"), "single": 40.0}
+    return Config(tasks=(str(path),), samples=3, together=2, **damage)
 
 
 @pytest.fixture(scope="module")
 def finished(deep: Model, config: Config, root: Path) -> Run:
-    return whole_run(STUDY, config, deep, root)
+    return whole_run(STUDY, config, deep, root, [True])
 
 
 def test_a_run_holds_every_row_number_and_figure(finished: Run, config: Config):

@@ -29,7 +29,7 @@ from tests.inference.made_up import made_up_answers
 from tests.models import any_model
 
 SMALL = Config(tasks=("retrieve",), samples=2, dtypes=("bf16", "fp16"), flips=1, error_rates=(1e-3, 1e-1))
-MODEL = "tiny_llama"
+MODEL, HOLD = "tiny_llama", [True, True]
 SHAPE = any_model(6).geometry
 
 

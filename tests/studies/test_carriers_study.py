@@ -21,7 +21,7 @@ from kvprobe.studies.carriers import Config
 from kvprobe.studies.carriers import collect as collecting
 from kvprobe.studies.carriers.collect import CODES, DIRECTIONS, QUESTIONS, ask
 from kvprobe.studies.carriers.conclude import BOTH, conclude
-from kvprobe.studies.carriers.groups import BEFORE, GROUPS, PARTS, SELF, TOKEN, cells, code_cells, groups, token_cells
+from kvprobe.studies.carriers.groups import BEFORE, GROUPS, PARTS, SELF, cells, code_cells, groups, token_cells
 from kvprobe.studies.carriers.study import STUDY
 from kvprobe.tasks.compaction import Compaction, compacted_conversation
 from kvprobe.tidy import chosen
@@ -30,7 +30,7 @@ from tests.models import any_model
 from tests.tasks.made_up import short_contexts
 
 SMALL = Config(contexts=2, bands=2)
-MODEL, ALLOWED = "roomy", {"undrawn": ["codes"]}
+MODEL, HOLD, UNDRAWN = "roomy", [True, True, True], ["codes"]
 PAIR = ("48213", "90577")
 CONTEXTS = short_contexts(3)
 FOLLOWING = tuple(
@@ -93,7 +93,7 @@ def test_two_codes_change_nothing_before_the_turn_and_reach_what_follows(read: p
 
 
 def test_a_run_holds_every_number_and_figure(finished: Run, roomy: Model, read: pd.DataFrame):
-    assert sorted(chosen(read, {"group": TOKEN, "metric": "kl"})["slot"]) == list(slots_of(roomy)["all after"])
+    assert sorted(chosen(read, {"group": "token", "metric": "kl"})["slot"]) == list(slots_of(roomy)["all after"])
     conclusion = Conclusion.of(finished.metrics)
     assert len(conclusion.findings.where("share")) == 3 * len(DIRECTIONS) * 2 * len(GROUPS) * len(PARTS)
     assert len(conclusion.findings.where("band_share")) == SMALL.bands * len(DIRECTIONS) * (

@@ -32,7 +32,7 @@ from tests.models import any_model
 from tests.studies.runs import close
 
 SMALL = Config(contexts=3, samples=30, folds=3, continuation=4, answer=3, batch=7)
-MODEL = "wordy"
+MODEL, HOLD = "wordy", [True]
 CODES = ("48213", "90577", "13662")
 Read = tuple[dict[str, torch.Tensor], list[str]]
 

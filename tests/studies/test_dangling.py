@@ -29,7 +29,7 @@ from tests.refusals import refused
 from tests.tasks.made_up import FOUR_FACTS
 
 SMALL = Config(kinds=("code",), prompts=4, rescued=(1, 2, 4), random=3, memos=0)
-MODEL, ALLOWED = "deep", {"undrawn": ["memos"]}
+MODEL, HOLD, UNDRAWN = "deep", [True], ["memos"]
 MADE_UP = Config(rescued=(1, 2), random=3)
 
 

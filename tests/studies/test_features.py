@@ -32,7 +32,7 @@ from tests.models import any_model
 from tests.saes.test_quality import identity
 
 SMALL = Config(places=("v.1",), width=12, active=3, written=3, length=10, tokens=2048, contexts=8, codes=3, folds=3)
-MODEL, ALLOWED = "wordy", {"unable": 1}
+MODEL, HOLD = "wordy", [True, False]
 CODES = ("48213", "90577", "13662")
 
 

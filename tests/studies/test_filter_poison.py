@@ -33,7 +33,7 @@ from tests.refusals import refused
 from tests.tasks.made_up import FOUR_FACTS
 
 SMALL = Config(kinds=("code",), prompts=4, families=("zeros:50", "distractor:50", FALSE), suffix=3, top=3, random=4)
-MODEL = "deep"
+MODEL, HOLD = "deep", [True, True]
 N_LAYERS, N_HEADS = 4, 4
 
 

@@ -66,7 +66,7 @@ def finished(deep: Model, read: Rows, root: Path) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collecting, "sessions", lambda: SHORT)
         patch.setattr(collecting, "read_session", lambda _, session, __: read[read["sample"] == session.id])
-        return whole_run(STUDY, SMALL, deep, root)
+        return whole_run(STUDY, SMALL, deep, root, [True, True, True])
 
 
 def visible(model: Model, turn: int, *unread: str, mode: PositionMode = "contiguous") -> KVCache:

@@ -46,7 +46,7 @@ def without_residual() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def finished(wordy: Model, without_residual: None, root: Path) -> Run:
-    return whole_run(STUDY, SMALL, wordy, root)
+    return whole_run(STUDY, SMALL, wordy, root, [True])
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ LAYERS, TRACES = 4, 24
 
 @pytest.fixture(scope="module")
 def finished(root: Path) -> Run:
-    return whole_run(STUDY, SMALL, toy(), root)
+    return whole_run(STUDY, SMALL, toy(), root, [True])
 
 
 def test_a_run_shows_everything(finished: Run):

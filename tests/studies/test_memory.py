@@ -17,7 +17,7 @@ from kvprobe.studies.memory.study import STUDY
 from tests.experiments.made_up import answer_of
 
 SMALL = Config(contexts=(48, 160), prompt=24, new=4, timed=(8, 32, 96), repeats=2)
-MODEL = "smol"
+MODEL, HOLD = "smol", [True]
 PARTS = ("weights", "cache", "reading", "generating", "peak")
 
 

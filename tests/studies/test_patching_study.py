@@ -26,7 +26,7 @@ from tests.tasks.made_up import made_up_fact
 
 N_LAYERS = 4
 SMALL = Config(kinds=("code", "name"), facts=3, step=2, check=8)
-MODEL = "deep"
+MODEL, HOLD = "deep", [True, True, True]
 
 
 def by_margin(model: Model, kind: str) -> list[tuple[str, str]]:

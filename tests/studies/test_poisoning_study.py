@@ -38,7 +38,7 @@ def tiny(**shape: int) -> Model:
 
 @pytest.fixture(scope="module")
 def finished(root: Path) -> Run:
-    return whole_run(STUDY, SMALL, tiny(), root, unable=3)
+    return whole_run(STUDY, SMALL, tiny(), root, [True, False, False, False])
 
 
 def test_a_run_shows_everything(finished: Run):

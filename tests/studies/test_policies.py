@@ -44,7 +44,7 @@ def finished(wordy: Model, root: Path) -> Run:
         for name in CATALOGUE.keys() - set(MEASURED):
             patch.delitem(CATALOGUE, name)
         patch.setitem(CATALOGUE, "quantise", replace(CATALOGUE["quantise"], bits=(4,)))
-        return whole_run(STUDY, SMALL, wordy, root)
+        return whole_run(STUDY, SMALL, wordy, root, [True])
 
 
 def test_what_is_said_is_that_of_reading_token_by_token_on_a_cache_evicted_by_hand(wordy: Model):

@@ -24,7 +24,7 @@ CONVERSATIONS = 12
 
 @pytest.fixture(scope="module")
 def finished(root: Path) -> Run:
-    return whole_run(STUDY, SMALL, models.any_model(), root)
+    return whole_run(STUDY, SMALL, models.any_model(), root, [True])
 
 
 def test_a_run_shows_everything(finished: Run):

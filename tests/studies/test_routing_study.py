@@ -35,7 +35,7 @@ def tiny() -> Model:
 
 @pytest.fixture(scope="module")
 def finished(tiny: Model, root: Path) -> Run:
-    return whole_run(STUDY, SMALL, tiny, root, unable=1)
+    return whole_run(STUDY, SMALL, tiny, root, [True, False])
 
 
 def test_a_run_shows_everything(finished: Run):

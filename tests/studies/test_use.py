@@ -38,7 +38,7 @@ CONTEXTS = short_contexts(8, longer="so ")
 def finished(roomy: Model, root: Path) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(passcode, "contexts", lambda: CONTEXTS)
-        return whole_run(STUDY, SMALL, roomy, root)
+        return whole_run(STUDY, SMALL, roomy, root, [True, True])
 
 
 @pytest.fixture(scope="module")
