@@ -56,7 +56,7 @@ def test_every_public_function_names_its_arguments_so_that_they_complete():
     ("outer", "inner", "given"),
     [
         ("inference.model.Model.generate", "inference.generate.generate", {"lanes", "prompts", "past"}),
-        ("inference.model.Model.sweep", "inference.sweep.sweep", {"lanes", "prompt", "trials", "past", "donors"}),
+        ("inference.model.Model.sweep", "inference.sweep.sweep", {"lanes", "questions"}),
         ("inference.model.Model.budget", "memory.budget.budget", {"model", "dtype"}),
         ("inference.model.Model.capture", "inference.capture.capture", {"lanes", "tokens", "families"}),
         ("patching.pairs.patch_pairs", "patching.patch_sweep.patch_sweep", {"base", "donor", "suffix", "metric"}),
