@@ -34,8 +34,8 @@ class AnswerSettings(Settings):
         tasks: recite, retrieve, needle, gsm8k, gsm8k:FILE.jsonl, or a .jsonl file of prompts and answers.
         samples: items of each task.
         follow: also measure KL to the clean run, which takes as long again.
-        together: items answered in one batch, as far as their rows fit. Where items have few conditions this takes about
-            a third less time. Rounding, and so a near tie, may depend on it.
+        together: items answered in one batch, as far as their rows fit. Where items have few conditions, this takes
+            about a third less time. Rounding, and so a near tie, may depend on it.
         seed: of items and random draws.
     """
 
