@@ -4,6 +4,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
@@ -74,7 +75,7 @@ def function_at(path: str) -> Callable[..., Any]:
     module, name = path.split(".Model.") if ".Model." in path else path.rsplit(".", 1)
     if ".Model." in path:
         return getattr(Model, name)
-    return getattr(sys.modules[f"kvprobe.{module}"], name)
+    return getattr(import_module(f"kvprobe.{module}"), name)
 
 
 def test_the_version_is_that_of_the_package_and_the_module_runs_as_the_command():
