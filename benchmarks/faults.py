@@ -75,10 +75,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--dtype", default="float32")
     arguments = parser.parse_args()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    model = kv.load(arguments.model, dtype=arguments.dtype)
+    model = kv.load(arguments.model)
     draw = torch.Generator().manual_seed(0)
     ids, other = (torch.randint(5, 20_000, (LENGTH,), generator=draw).tolist() for _ in range(2))
     donor = model.prefill(Tokens.of(other))
@@ -106,7 +105,7 @@ def main() -> None:
     ]
 
     def answered(batches: Sequence[list[Question]]) -> list[list[int]]:
-        swept = [sweep(model.lanes, batch, max_new_tokens=4 * NEW_TOKENS, stop=(), follow=False) for batch in batches]
+        swept = [sweep(model.lanes, batch, max_new_tokens=2 * NEW_TOKENS, stop=(), follow=False) for batch in batches]
         return [list(outcome.tokens) for batch in swept for one in batch for outcome in one.outcomes]
 
     def together() -> list[list[int]]:

@@ -216,11 +216,9 @@ def _name(label: Mapping[str, int | str]) -> str:
     """A row of the map for people: L8H0, L3 attn, band 0–7."""
     if label["kind"] == "band":
         return f"band {label['band']}"
-    return (
-        head_name(int(label["layer"]), int(label["head"]))
-        if label["kind"] == "head"
-        else f"L{label['layer']} {label['kind']}"
-    )
+    if label["kind"] == "head":
+        return head_name(int(label["layer"]), int(label["head"]))
+    return f"L{label['layer']} {label['kind']}"
 
 
 def _ratio(top: Tensor, bottom: Tensor) -> Float[np.ndarray, "..."]:
