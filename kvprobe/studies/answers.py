@@ -18,7 +18,7 @@ from kvprobe.inference.trials import Case, Sample, answer
 from kvprobe.report.findings import Findings
 from kvprobe.studies.settings import TIMINGS, AnswerSettings, Timing
 from kvprobe.tasks.catalogue import find_task
-from kvprobe.tasks.task import Task, items_digest, prompt, rankable, shown_task, too_hard
+from kvprobe.tasks.task import Item, Task, items_digest, prompt, rankable, shown_task, too_hard
 from kvprobe.tidy import Rows, Where, chosen
 from kvprobe.wording import few_clusters, percent, share
 
@@ -58,16 +58,17 @@ def collect_answers(
     model: Model, config: AnswerSettings, run: Run, cases_of: Callable[[Sample], Sequence[Case]]
 ) -> pd.DataFrame:
     """All items of all tasks under all cases of a sample; see `kvprobe.inference.trials.answer` for the columns."""
-    groups: list[list[Sample]] = []
+    groups: list[tuple[Task, int, list[Item]]] = []
     for place, task in enumerate(tasks_of(config)):
-        samples = [
-            Sample(task, item, place * config.samples + number, prompt(item, model.tokenizer))
-            for number, item in enumerate(task.items(config.samples, config.seed))
-        ]
-        groups += [samples[first : first + config.together] for first in range(0, len(samples), config.together)]
+        items, first = task.items(config.samples, config.seed), place * config.samples
+        starts = range(0, len(items), config.together)
+        groups += [(task, first + start, items[start : start + config.together]) for start in starts]
 
-    def answered(group: Sequence[Sample]) -> pd.DataFrame:
-        asked = [(sample, cases_of(sample)) for sample in group]
+    def answered(group: tuple[Task, int, list[Item]]) -> pd.DataFrame:
+        task, first, items = group
+        prompts = [prompt(item, model.tokenizer) for item in items]
+        samples = [Sample(task, item, first + place, prompts[place]) for place, item in enumerate(items)]
+        asked = [(sample, cases_of(sample)) for sample in samples]
         return pd.DataFrame(answer(model, asked, config.seed, follow=config.follow))
 
     unit = "prompt" if config.together == 1 else f"{config.together} prompts"
