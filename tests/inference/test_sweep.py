@@ -31,6 +31,7 @@ from kvprobe.faults import (
 )
 from kvprobe.faults.context import FaultContext
 from kvprobe.faults.strike import strike
+from kvprobe.inference.batch import Batch
 from kvprobe.inference.forward import extend
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model, load
@@ -179,6 +180,18 @@ def test_a_faults_outcome_does_not_depend_on_the_other_rows(tiny_llama: Model):
         for outcome, number in zip(answers.outcomes, chosen, strict=True):
             assert_same(outcome, alone[number].outcomes[0])
             assert answers.clean.tokens == alone[number].clean.tokens
+
+
+def test_padding_of_a_batch_holds_nothing_that_could_reach_a_row(tiny_llama: Model):
+    """Of an empty tensor torch then fills every number with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        batch = Batch(tiny_llama.lanes, [tiny_llama.prefill(PROMPT), tiny_llama.prefill(PROMPT[:4])], [1, 2], 3)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for layer in batch.layers:
+        for wide in layer.wide:
+            assert not wide[1:, :, : LENGTH - 4].any()
 
 
 @pytest.mark.parametrize("rows", [64, 9])

@@ -1,5 +1,7 @@
 """Items answered in one batch are answered as one by one, and each keeps its own donors and draws."""
 
+from dataclasses import replace
+
 import pandas as pd
 
 from kvprobe.faults import Distractor, Gaussian, Scope, Zeros
@@ -27,3 +29,7 @@ def test_items_of_one_batch_are_answered_as_one_by_one():
     assert together["case"].tolist() == [-1, 0, 1, 2, -1, 0, 1, -1, 0]
     assert together.groupby("sample")["text"].nunique().max() > 1, "faults change answers"
     pd.testing.assert_frame_equal(together, alone, rtol=1e-3, atol=1e-6)
+    # The damage of an item is drawn for its number.
+    first = replace(asked[0][0], number=1)
+    other = pd.DataFrame(answer(model, [(first, cases)], 7))
+    assert (other["kl"][1:].to_numpy() != together["kl"][1:4].to_numpy()).all()
