@@ -170,7 +170,7 @@ def test_the_articles_order_is_found_under_the_noise_that_has_it_and_not_under_t
     pair = {"noise": "layer", "parts": "kv", "first": "quarter 3", "second": "quarter 4"}
     assert at(conclusion, "pair_kl", cut="quarters", **pair).ends == pytest.approx((-2.5, -2.5))
     said = answer(STUDY, page_of(STUDY, MADE_UP, conclusion, tmp_path))
-    assert said.count("Yes with the layer's scale; not decided with channel covariance.") == 2
+    assert said.count("yes with the layer's scale; not decided with channel covariance.") == 2
     opposite = {"quarter 3": 3.0, "quarter 4": 0.5}
     ranked = order(numbers(kl=lambda labels, item: opposite.get(labels["band"], 1.0)), noise="channel", **by_kl)
     assert (ranked["last"], ranked["buffer"]) == ("no", "no")
