@@ -29,9 +29,12 @@ def kvprobe(*arguments: str) -> subprocess.CompletedProcess[str]:
         ["publish", "--help"],
         ["train", "memento", "--help"],
         ["ls"],
+        ["doctor", "smollm2-135"],
+        ["run", "leakage", "--model", "smollm2-135"],
+        ["run", "leakage", "--dtype", "float23"],
     ],
 )
-def test_help_imports_nothing_heavy(arguments: list[str]):
+def test_help_lists_and_mistakes_import_nothing_heavy(arguments: list[str]):
     check = (
         "import sys\n"
         "from kvprobe.cli import main\n"
@@ -201,21 +204,19 @@ def test_attend_writes_a_page_of_a_chat_before_and_after_its_mask(
     assert page.read_text().count('data-component="AttentionView"') == 1
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["doctor", "nowhere"], ["attend", "nowhere", "--text", "hello"], ["run", "leakage", "--model", "nowhere"]],
-)
-def test_the_number_of_threads_is_the_users(arguments: list[str], tmp_path: Path):
+def test_the_number_of_threads_is_the_users(tmp_path: Path):
     check = (
         "import sys\n"
         "import torch\n"
         "from kvprobe.cli import main\n"
         "torch.set_num_threads(7)\n"
-        f"sys.argv = ['kvprobe', *{arguments!r}]\n"
-        "try:\n"
-        "    main()\n"
-        "except SystemExit:\n"
-        "    print(torch.get_num_threads())\n"
+        "for arguments in (['doctor', '.'], ['attend', '.', '--text', 'hello'], ['run', 'leakage', '--model', '.']):\n"
+        "    sys.argv = ['kvprobe', *arguments]\n"
+        "    try:\n"
+        "        main()\n"
+        "    except SystemExit:\n"
+        "        print(torch.get_num_threads())\n"
     )
     done = subprocess.run([sys.executable, "-c", check], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["7"]
+    assert done.stdout.split() == ["7", "7", "7"]
+    assert done.stderr.count("no config.json") == 3, "a model is looked for after all imports"

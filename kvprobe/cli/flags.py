@@ -7,6 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter, Token
 
 from kvprobe.errors import UserError
+from kvprobe.models.catalogue import check_source
 
 
 def whole(_: object, tokens: Sequence[Token]) -> int:
@@ -25,6 +26,12 @@ def whole_numbers(_: object, tokens: Sequence[Token]) -> tuple[int, ...]:
         raise UserError(f"Invalid value for {tokens[0].keyword}: {values!r} are not whole numbers.") from error
 
 
+def loadable(_: object, name: str) -> None:
+    """A model's name, looked at before torch is imported to load it."""
+    check_source(name)
+
+
+Source = Annotated[str, Parameter(validator=loadable)]
 Whole = Annotated[int, Parameter(converter=whole)]
 StudyFile = Annotated[Path | None, Parameter(help="The Python file of a study of your own.")]
 Chat = Annotated[Path, Parameter(help='A JSON file: a list of {"role": …, "content": …}.')]

@@ -6,12 +6,13 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from kvprobe.cli.flags import Chat, Hidden, Whole
+from kvprobe.cli.flags import Chat, Hidden, Source, Whole
 from kvprobe.errors import UserError
+from kvprobe.models.catalogue import Dtype
 
 
 def compare(
-    model: str = "smollm2-135m",
+    model: Source = "smollm2-135m",
     *,
     chat: Chat,
     mask: Hidden,
@@ -19,7 +20,7 @@ def compare(
     new: Annotated[Whole, Parameter(help="Tokens of a reply, at most.")] = 64,
     out: Annotated[Path, Parameter(help="The page.")] = Path("compare.html"),
     device: str = "auto",
-    dtype: str = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
     """Ask a question with everything in view, and after messages were masked, evicted with the gap closed, or never
     said; as a table and a page."""
@@ -35,7 +36,7 @@ def compare(
 
 
 def attend(
-    model: str = "smollm2-135m",
+    model: Source = "smollm2-135m",
     *,
     text: Annotated[str | None, Parameter(help="A text, read as it is.")] = None,
     chat: Annotated[Path | None, Parameter(help='Or a JSON file: a list of {"role": …, "content": …}.')] = None,
@@ -46,7 +47,7 @@ def attend(
     last: Annotated[Whole | None, Parameter(help="Only so many of the last tokens attend; all by default.")] = None,
     out: Annotated[Path, Parameter(help="The page.")] = Path("attention.html"),
     device: str = "auto",
-    dtype: str = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
     """Write a page of what a model attends to, head by head; with --mask, before and after messages are masked."""
     from kvprobe.text.chat_file import read_chat
@@ -61,7 +62,7 @@ def attend(
 
 
 def scan(
-    model: str = "smollm2-135m",
+    model: Source = "smollm2-135m",
     *,
     chat: Chat,
     mask: Hidden,
@@ -78,7 +79,7 @@ def scan(
     ] = (),
     out: Annotated[Path, Parameter(help="The page.")] = Path("scan.html"),
     device: str = "auto",
-    dtype: str = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
     """Show, segment by segment, what published probes can still read of hidden messages; as a table and a page."""
     from kvprobe.text.chat_file import read_chat
@@ -182,7 +183,7 @@ def budget(
         print(f"\nFigure: {bare}.png and .svg", file=sys.stderr)
 
 
-def doctor(model: str = "smollm2-135m", *, device: str = "auto", dtype: str = "auto") -> None:
+def doctor(model: Source = "smollm2-135m", *, device: str = "auto", dtype: Dtype = "auto") -> None:
     """Check that a model's two lanes, its hooks, masking and decoding agree; exits with 1 if one does not."""
     from kvprobe.inference.doctor import examine, limits
     from kvprobe.inference.model import load

@@ -11,6 +11,7 @@ from kvprobe.cli.flags import StudyFile, whole, whole_numbers
 from kvprobe.durations import durations, minutes
 from kvprobe.experiments.settings import LAST, Settings, as_mapping, digest_of, folder_of, from_mapping, types_of
 from kvprobe.extensions import extensions
+from kvprobe.models.catalogue import check_source
 from kvprobe.presets import Preset, presets, read_preset
 from kvprobe.studies import STUDIES, find, study_of
 
@@ -67,6 +68,7 @@ def _add_run_command(command: str, preset: Preset) -> None:
         dry_run: Annotated[bool, Parameter(help="Say what would run and how long it would take.", negative="")] = False,
     ) -> None:
         chosen = study.config(**as_mapping(config or flags()))
+        check_source(chosen.model)
         if dry_run:
             print("\n".join(plan(study.name, chosen, out, name)))
             return
@@ -124,19 +126,21 @@ def list_everything(
 
 def report(run: Path, *, study: StudyFile = None) -> None:
     """Write a run's report.html again from its files, and say where it is."""
-    from kvprobe.experiments.page import write_page
     from kvprobe.experiments.runs import Run
 
     finished = Run.load(run)
+    from kvprobe.experiments.page import write_page
+
     print(write_page(study_of(finished, study).declaration, finished))
 
 
 def view(run: Path, *, study: StudyFile = None) -> None:
     """Write the interactive views of a run's report as a page of their own, and say where it is."""
-    from kvprobe.experiments.page import write_views
     from kvprobe.experiments.runs import Run
 
     finished = Run.load(run)
+    from kvprobe.experiments.page import write_views
+
     print(write_views(study_of(finished, study).declaration, finished))
 
 

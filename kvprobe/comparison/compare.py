@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pandas as pd
-import torch
 
 from kvprobe.attention import attend, dangling
 from kvprobe.brief import Brief, Table, brief, frame_table
@@ -149,17 +148,23 @@ def compare(
         left_out = f"Keys of {model.name} cannot be rotated to other positions, so there is no re-indexed cache."
     caches["restarted"] = model.prefill(restart)
 
-    given = {arm: model.generate(cache, ask=ask, max_new_tokens=max_new_tokens) for arm, cache in caches.items()}
-    expected = given["full"].tokens[0]
-    replies, reference = {}, torch.empty(0)
-    for arm, cache in caches.items():
-        (prompt,) = model.prompts(cache, ask)
-        _, logits = model.extend(cache, prompt.answered(expected), logits=len(expected))
-        reference = logits[0] if arm == "full" else reference
-        kl, _ = divergence(reference, logits[0])
-        logprobs = (-surprise(logits[0], expected)).tolist()
-        slots = int(cache.ledger.live_somewhere.sum())
-        replies[arm] = Reply(arm, given[arm].text, tuple(logprobs), float(kl.mean()), slots, cache.nbytes)
+    rows = KVCache.join(list(caches.values()))
+    given = model.generate(rows, ask=ask, max_new_tokens=max_new_tokens)
+    expected = given.tokens[0]
+    asked = [prompt.answered(expected) for prompt in model.prompts(rows, ask)]
+    _, logits = model.extend(rows, asked, logits=len(expected))
+    kl, _ = divergence(logits[:1].expand_as(logits), logits)
+    replies = {
+        arm: Reply(
+            arm,
+            given.texts[row],
+            tuple((-surprise(logits[row], expected)).tolist()),
+            float(kl[row].mean()),
+            int(cache.ledger.live_somewhere.sum()),
+            cache.nbytes,
+        )
+        for row, (arm, cache) in enumerate(caches.items())
+    }
     tokens = tuple(model.tokenizer.decode([token]) for token in expected)
     return Comparison(
         model.name, chat, tuple(mask), ask, tokens, replies, _attention(model, caches, ask, expected, mask), left_out

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from kvprobe.checks import require
 from kvprobe.errors import UserError
+from kvprobe.models.catalogue import Dtype
 from kvprobe.names import unknown
 from kvprobe.plain_data import Limits, filled
 
@@ -35,7 +36,7 @@ class Settings:
         model: a name from `kvprobe ls`, a hub id, a local folder or a .gguf file.
         seed: of random draws.
         device: auto, cpu, cuda, cuda:1 …
-        dtype: auto (float32 on the CPU, bfloat16 elsewhere), float32, bfloat16 or float16.
+        dtype: auto is float32 on the CPU, bfloat16 elsewhere.
 
     Raises:
         UserError: a value has the wrong type, is out of range, or does not fit the others.
@@ -44,7 +45,7 @@ class Settings:
     model: str = "smollm2-135m"
     seed: int = ranged(0, 0)
     device: str = "auto"
-    dtype: str = "auto"
+    dtype: Dtype = "auto"
 
     def __post_init__(self) -> None:
         for name, kind in types_of(type(self)).items():

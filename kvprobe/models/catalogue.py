@@ -12,11 +12,16 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import platformdirs
 
 from kvprobe.errors import UserError
+from kvprobe.files import expanded
+from kvprobe.names import unknown
 from kvprobe.progress import Bar
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
@@ -203,6 +208,18 @@ NAMED_MODELS = {
         }.items()
     },
 }
+
+
+def check_source(source: str | os.PathLike[str]) -> None:
+    """Refuse what can be no model's name, before anything heavy is imported.
+
+    Raises:
+        UserError: it is no named model, local folder, `.gguf` file or hub id.
+    """
+    path, name = expanded(source), os.fspath(source)
+    hub_id = isinstance(source, str) and name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    if not (name in NAMED_MODELS or path.is_dir() or path.suffix == ".gguf" or hub_id):
+        raise UserError(unknown("model, local folder, .gguf file or hub id (owner/name)", name, NAMED_MODELS))
 
 
 def cache_folder() -> Path:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import huggingface_hub
 import psutil
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from kvprobe.errors import UserError
 from kvprobe.files import expanded
-from kvprobe.models.catalogue import NAMED_MODELS, cache_folder, gguf_of, scratch_folder
+from kvprobe.models.catalogue import NAMED_MODELS, Dtype, cache_folder, check_source, gguf_of, scratch_folder
 from kvprobe.models.files import bounded, check_folder, weight_sizes
 from kvprobe.names import one_line, unknown
 from kvprobe.shipped import shipped
@@ -36,6 +36,7 @@ def resolve_folder(source: str | os.PathLike[str]) -> Path:
     Raises:
         UserError: the name is unknown, the folder is not a model, or a download failed.
     """
+    check_source(source)
     if isinstance(source, str) and source in NAMED_MODELS:
         return _named(source)
     path = expanded(source)
@@ -47,9 +48,7 @@ def resolve_folder(source: str | os.PathLike[str]) -> Path:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         return _stored(f"gguf-{digest[:16]}", lambda _: path)
-    if isinstance(source, str) and source.count("/") == 1 and not source.startswith((".", "/", "~")):
-        return _from_hub(source)
-    raise UserError(unknown("model, local folder, .gguf file or hub id (owner/name)", str(source), NAMED_MODELS))
+    return _from_hub(str(source))
 
 
 def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
@@ -125,10 +124,9 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
         return dtype
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype not in known:
-        raise UserError(unknown("dtype", dtype, [*known, "auto"]))
-    return known[dtype]
+    if dtype not in get_args(Dtype):
+        raise UserError(unknown("dtype", dtype, get_args(Dtype)))
+    return getattr(torch, dtype)
 
 
 def _named(name: str) -> Path:

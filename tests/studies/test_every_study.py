@@ -13,7 +13,6 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 
 from kvprobe.experiments import running
 from kvprobe.experiments.page import answer, write_page
@@ -108,18 +107,20 @@ def declared(name: str) -> tuple[Study[Any], Settings, Conclusion]:
     return (study, *import_module(f"tests.studies.{MODULES[name]}").example())
 
 
-def as_pixels(figure: Figure, path: Path) -> None:
-    figure.savefig(path.with_suffix(".png"), dpi=50)
-    plt.close(figure)
+@pytest.fixture
+def as_pixels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small figures without their vectors, which whole runs draw."""
+    monkeypatch.setattr(running, "save", lambda figure, path: figure.savefig(path.with_suffix(".png"), dpi=50))
+    yield
+    plt.close("all")
 
 
 @pytest.mark.parametrize("outcome", OUTCOMES)
 @pytest.mark.parametrize("name", STUDIES)
-def test_a_page_can_show_every_outcome(name: str, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # A page shows pixels; `assert_figures` of whole runs proves that figures are saved as vectors too.
-    monkeypatch.setattr(running, "save", as_pixels)
+def test_a_page_can_show_every_outcome(name: str, outcome: str, tmp_path: Path, as_pixels: None):
     study, config, conclusion = declared(name)
-    shown = page_of(study, config, with_outcome(study, conclusion, outcome), tmp_path, drawn=True)
+    drawn = outcome in ("below", "unknown")  # axes fail at these, if at any
+    shown = page_of(study, config, with_outcome(study, conclusion, outcome), tmp_path, drawn=drawn)
     assert answer(study, shown).strip()
     assert ": nan" not in shown.read("report.html")
     phrases = {"above": "above", "below": "below"}.get(outcome, "unclear")
@@ -157,7 +158,7 @@ def test_texts_of_a_run_are_escaped(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_a_page_is_made_again_from_the_files_alone_and_is_the_same(name: str, tmp_path: Path):
+def test_a_page_is_made_again_from_the_files_alone_and_is_the_same(name: str, tmp_path: Path, as_pixels: None):
     study, config, conclusion = declared(name)
     shown = page_of(study, config, conclusion, tmp_path, drawn=True)
     before = shown.read("report.html")
@@ -175,7 +176,6 @@ def test_an_altered_run_is_refused_in_a_sentence(name: str, tmp_path: Path):
         refused(lambda: write_page(study, Run.load(shown.path)), re.compile("must be a|were altered|expected"))
     (shown.path / "metrics.json").write_text(json.dumps(metrics))
     environment = json.loads(shown.read("env.json"))
-    (shown.path / "env.json").write_text(
-        json.dumps({key: value for key, value in environment.items() if key != "machine"})
-    )
+    del environment["machine"]
+    (shown.path / "env.json").write_text(json.dumps(environment))
     refused(lambda: write_page(study, Run.load(shown.path)), "were altered")

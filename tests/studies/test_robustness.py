@@ -27,19 +27,19 @@ from tests.inference.made_up import made_up_answers
 from tests.models import N_LAYERS, any_model
 from tests.tasks.made_up import gsm8k_questions
 
-SMALL = Config(tasks=("retrieve", "recite"), samples=2, faults=tuple(CATALOGUE), rates=(10.0, 50.0), repeats=2)
+SMALL = Config(tasks=("retrieve", "recite"), samples=2, faults=tuple(CATALOGUE), rates=(10.0, 50.0))
 MODEL, HOLD = "tiny_llama", [True, True, True, True]
 
 
 def test_there_is_a_case_for_each_fault_rate_repeat_and_control_and_it_strikes_when_and_where_its_labels_say():
-    labels = pd.DataFrame([dict(case.labels) for case in cases(SMALL)])
+    labels = pd.DataFrame([dict(case.labels) for case in cases(replace(SMALL, repeats=2))])
     main, procedure = labels[labels["group"] == MAIN], labels[labels["group"] == PROCEDURE]
     assert len(main) == len(main.drop_duplicates(["fault", "rate", "repeat"])) == len(CATALOGUE) * 2 * 2
     assert len(procedure.drop_duplicates(["fault", "timing", "unit", "repeat"])) == 3 * 3 * 3 * 2
     assert set(procedure["rate"]) == {SMALL.procedure}
     assert labels[labels["group"] == CONTROL]["fault"].tolist() == [SMALL.faults[0], NOT_A_NUMBER]
     assert {case.labels["group"] for case in cases(replace(SMALL, procedure=0.0))} == {MAIN, CONTROL}
-    for case in cases(SMALL):
+    for case in cases(replace(SMALL, repeats=2)):
         fault, label = case.trial.fault, case.labels
         when = {"once": (0, False), "fresh": ("every", True), "piling": ("every", False)}[str(label["timing"])]
         assert (fault.at, fault.transient) == when
