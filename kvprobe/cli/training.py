@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from kvprobe.cli.flags import Whole
-from kvprobe.training.schedule import Content, Corpus, Provenance, Schedule, Shape, until_95
+from kvprobe.training.schedule import Content, Corpus, Provenance, Schedule, Shape, check_view, until_95
 
 train_app = App(
     name="train", help="Train a small model whose answers are known; the same command goes on after an interruption."
@@ -54,6 +54,7 @@ def memento(
 
     It is trained until 95 % of mementos are right. The weights of every checkpoint are kept.
     """
+    check_view(keep, provenance)
     schedule = until_95(steps, seed)
     from kvprobe.training.loop import train
     from kvprobe.training.memento import Memento

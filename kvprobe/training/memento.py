@@ -43,7 +43,7 @@ from kvprobe.tasks.mementos import (
 )
 from kvprobe.text.tokens import Tokens
 from kvprobe.training.loop import Batch, loss_of
-from kvprobe.training.schedule import Provenance, Schedule, until_95
+from kvprobe.training.schedule import Provenance, Schedule, check_view, until_95
 from kvprobe.training.words import word_tokenizer
 
 CHAT_TEMPLATE = (
@@ -85,11 +85,7 @@ class Memento:
         require("blocks", self.blocks, 1, MOST)
         require("keep", self.keep, 0, self.blocks - 1)
         require("tested", self.tested, 1)
-        if self.keep and self.provenance == "recomputed":
-            raise UserError(
-                f"Setting 'keep' is {self.keep}, but a block that stays in view cannot be trained with recomputed "
-                "mementos; leave it 0, or choose retained ones."
-            )
+        check_view(self.keep, self.provenance)
 
     @property
     def name(self) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvprobe.checks import require
+from kvprobe.errors import UserError
 
 Shape = Literal["moe", "active", "total"]
 """A mixture of experts; a dense model of as many active parameters; one of as many parameters in all."""
@@ -15,6 +16,15 @@ Content = Literal["sum", "copy"]
 """What a memento states, as in `kvprobe.tasks.mementos`: the sum of all digits up to there, or memento 0 again."""
 Provenance = Literal["retained", "recomputed"]
 """Of mementos in view, as in `kvprobe.policies.policy`: they saw their block, or were read again without it."""
+
+
+def check_view(keep: int, provenance: Provenance) -> None:
+    """Refuse earlier blocks in view of a training that reads mementos again without any block."""
+    if keep and provenance == "recomputed":
+        raise UserError(
+            f"Setting 'keep' is {keep}, but a block that stays in view cannot be trained with recomputed mementos; "
+            "leave it 0, or choose retained ones."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -194,9 +194,8 @@ def test_padding_of_a_batch_holds_nothing_that_could_reach_a_row(tiny_llama: Mod
             assert not wide[1:, :, : LENGTH - 4].any()
 
 
-@pytest.mark.parametrize("rows", [64, 9])
-def test_questions_in_one_batch_are_answered_as_alone(tiny: Model, rows: int):
-    """Prompts of unequal length and faults of every kind, some of them in pieces; rows leave at different steps."""
+def test_questions_in_one_batch_are_answered_as_alone(tiny: Model):
+    """Prompts of unequal length and faults of every kind, then in pieces; rows leave at different steps."""
     timed = [
         replace(fault, at=at, transient=at == "every") for fault in FAULTS[::2] + FAULTS[-1:] for at in (0, "every", 2)
     ]
@@ -208,16 +207,17 @@ def test_questions_in_one_batch_are_answered_as_alone(tiny: Model, rows: int):
     ]
     ends = sweep(tiny.lanes, questions[3:], max_new_tokens=NEW, stop=[])[0].clean.tokens[3:4]
     settings: Any = {"max_new_tokens": NEW, "stop": ends, "seed": 5}
-    counted: list[int] = []
-    together = sweep(tiny.lanes, questions, rows=rows, done=counted.append, **settings)
-    assert sum(counted) == sum(len(question.trials) for question in questions)
-    assert max(counted) < rows
-    for question, answers in zip(questions, together, strict=True):
-        alone = sweep(tiny.lanes, [question], **settings)[0]
-        assert answers.trials == alone.trials
-        for one, other in zip([answers.clean, *answers.outcomes], [alone.clean, *alone.outcomes], strict=True):
-            assert_same(one, other)
-    assert len({len(answers.clean.tokens) for answers in together}) > 1, "clean rows end at different steps"
+    apart = [sweep(tiny.lanes, [question], **settings)[0] for question in questions]
+    assert len({len(alone.clean.tokens) for alone in apart}) > 1, "clean rows end at different steps"
+    for rows in (64, 9):
+        counted: list[int] = []
+        together = sweep(tiny.lanes, questions, rows=rows, done=counted.append, **settings)
+        assert sum(counted) == sum(len(question.trials) for question in questions)
+        assert max(counted) < rows
+        for answers, alone in zip(together, apart, strict=True):
+            assert answers.trials == alone.trials
+            for one, other in zip([answers.clean, *answers.outcomes], [alone.clean, *alone.outcomes], strict=True):
+                assert_same(one, other)
 
 
 @pytest.mark.parametrize("at", [0, "every", 3])
