@@ -12,17 +12,20 @@ if TYPE_CHECKING:
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
+LISTED = 32
+"""Known names in a sentence, at most."""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """One sentence for an unknown `name` of some `kind`: with its near matches, or else with all known names."""
+    """One sentence for an unknown `name` of some `kind`: with its near matches, or else with the known names."""
     known = list(known)
     near = get_close_matches(str(name), known, n=3, cutoff=0.6)
     if near:
         return f"There is no {kind} called {name!r}; did you mean {' or '.join(map(repr, near))}?"
     if not known:
         return f"There is no {kind} called {name!r}; there are none here."
-    return f"There is no {kind} called {name!r}; known are {', '.join(map(repr, known))}."
+    more = f" and {len(known) - LISTED} more" if len(known) > LISTED else ""
+    return f"There is no {kind} called {name!r}; known are {', '.join(map(repr, known[:LISTED]))}{more}."
 
 
 def near_keywords(function: Callable[Given, Result]) -> Callable[Given, Result]:

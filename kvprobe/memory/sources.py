@@ -11,9 +11,9 @@ from kvprobe.shipped import shipped
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Configs that ship with kvprobe: those of hub models by repository id, and those of the models that ship."""
+    """Configs that ship with kvprobe: of hub models by repository id, of named models, and of models that ship."""
     of_the_hub = {path.stem.replace("--", "/"): path for path in sorted((shipped("models") / "configs").glob("*.json"))}
-    return of_the_hub | {path.parent.name: path for path in sorted(shipped("models").glob("*/config.json"))}
+    return of_the_hub | {path.parent.name: path for path in sorted(shipped("models").rglob("config.json"))}
 
 
 def config_of(source: str | os.PathLike[str] | Mapping[str, object]) -> Config:

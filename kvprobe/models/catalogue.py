@@ -152,7 +152,7 @@ NAMED_MODELS = {
             "46b3b1b8840c80bb568a9b25c7f1c2e60c2db5c9d07c4a5f9c7c13e86649a58e",
         ),
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-        1980,
+        2521,
     ),
     "qwen2.5-coder-1.5b": _qwen(
         "1.5B",
@@ -184,7 +184,7 @@ NAMED_MODELS = {
             "6190a4ffcb96fec023c8086464e7c9d0ec9c7061efc39fec19142bdef186768a",
         ),
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-        6180,
+        7108,
     ),
     "ordinal": _trained(
         "a word-level Llama of 3 layers trained on memos, whose summaries hold a payload or a pointer by construction",

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from kvprobe.memory.budget import Budget, budget
 from kvprobe.memory.layer_types import KINDS
 from kvprobe.memory.sources import config_of, shipped_configs
+from kvprobe.models.catalogue import NAMED_MODELS
 from tests.refusals import refused
 
 Fields = dict[str, Any]
@@ -53,6 +54,12 @@ def in_folder(parent: Path, text: str | bytes, name: str = "untrusted") -> Path:
 
 
 # Fields that are missing or wrong
+
+
+@pytest.mark.parametrize("name", NAMED_MODELS)
+def test_every_named_model_has_a_budget_of_about_the_size_that_is_listed(name: str):
+    size, weights = NAMED_MODELS[name].size, budget(name, dtype="float32").weights / 1e6
+    assert size == pytest.approx(weights, rel=0.03, abs=1)
 
 
 @pytest.mark.parametrize("missing", LLAMA)
