@@ -6,13 +6,19 @@ from collections.abc import Callable
 import pytest
 
 import kvprobe as kv
-from kvprobe.names import one_line
+from kvprobe.names import LISTED, one_line, unknown
 
 
 def test_an_error_of_several_lines_becomes_part_of_a_sentence():
     assert one_line(ValueError("a mapping is needed,\n   in line 2.\n")) == "a mapping is needed, in line 2"
     assert one_line(ValueError("x" * 1000)) == "x" * 200
     assert one_line(ValueError()) == ""
+
+
+def test_an_unknown_name_meets_the_known_ones_but_not_endlessly():
+    names = [f"n{number}" for number in range(LISTED)]
+    assert unknown("thing", "xyz", names).endswith("'n31'.")
+    assert unknown("thing", "xyz", [*names, "a", "b"]).endswith("'n31' and 2 more.")
 
 
 def test_an_unknown_keyword_names_its_near_match():

@@ -128,7 +128,7 @@ def report(run: Path, *, study: StudyFile = None) -> None:
     """Write a run's report.html again from its files, and say where it is."""
     from kvprobe.experiments.runs import Run
 
-    finished = Run.load(run)
+    finished = Run.load(run)  # a mistaken path is answered before the model library is imported
     from kvprobe.experiments.page import write_page
 
     print(write_page(study_of(finished, study).declaration, finished))
@@ -138,7 +138,7 @@ def view(run: Path, *, study: StudyFile = None) -> None:
     """Write the interactive views of a run's report as a page of their own, and say where it is."""
     from kvprobe.experiments.runs import Run
 
-    finished = Run.load(run)
+    finished = Run.load(run)  # a mistaken path is answered before the model library is imported
     from kvprobe.experiments.page import write_views
 
     print(write_views(study_of(finished, study).declaration, finished))
