@@ -4,7 +4,6 @@
 """
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -26,7 +25,7 @@ class Duration:
     Attributes:
         study, preset: their names; no preset for other settings than those of one.
         machine: such as `Linux x86_64, 2 cores`.
-        peak_bytes: the most memory that the process held; 0 where the system does not say.
+        peak_bytes: the most memory that the run held; 0 where the system does not say.
     """
 
     study: str
@@ -65,12 +64,3 @@ def minutes(seconds: float) -> str:
     if seconds < 55:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.1f} min" if seconds < 570 else f"{seconds / 60:.0f} min"
-
-
-def peak_bytes() -> int:
-    """The most memory that this process has held; 0 where the system does not say."""
-    try:
-        import resource
-    except ImportError:
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

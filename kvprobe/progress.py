@@ -4,6 +4,8 @@ A run that was measured before says when each stage began. The present run is co
 estimate follows the machine at hand.
 """
 
+import os
+import threading
 import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -98,9 +100,9 @@ class Clock:
 
 
 def _times() -> tuple[float, float, float]:
-    """Seconds of the wall, of this process, and of all processes."""
+    """Seconds of the wall, of this process and those that it forked and that have ended, and of all processes."""
     of_all = psutil.cpu_times()
-    return time.perf_counter(), time.process_time(), sum(of_all) - of_all.idle - getattr(of_all, "iowait", 0.0)
+    return time.perf_counter(), sum(os.times()[:4]), sum(of_all) - of_all.idle - getattr(of_all, "iowait", 0.0)
 
 
 _clock: ContextVar[Clock | None] = ContextVar("clock", default=None)
@@ -117,6 +119,17 @@ def watched(expected: Timing | None = None) -> Generator[Clock]:
         _clock.reset(token)
 
 
+_silent = False
+
+
+def silence() -> None:
+    """No bar is shown from now on. In a forked process, whose parent shows them; a lock that another thread held there
+    is never freed, so bars get a new one."""
+    global _silent
+    _silent = True
+    Bar.set_lock(threading.RLock())
+
+
 class Bar(tqdm, Generic[Item]):
     """tqdm's bar, in a notebook its widget. In a watched run it is a stage, and says what the run will still take."""
 
@@ -124,6 +137,8 @@ class Bar(tqdm, Generic[Item]):
 
     def __init__(self, iterable: Iterable[Item] | None = None, **settings: Any) -> None:
         """See `tqdm.tqdm`; a stage wants `desc`, `unit` and a total."""
+        if _silent:
+            settings["disable"] = True
         super().__init__(iterable, **settings)
         clock = _clock.get()
         if clock is not None and not clock.inside and not self.disable:

@@ -16,6 +16,10 @@ from kvprobe.presets import Preset, presets, read_preset
 from kvprobe.studies import STUDIES, find, study_of
 
 EVERY_STUDY = Group("Every study", sort_key=2)
+PROCESSES = (
+    "Parts of a run that are worked on side by side, each in a process with memory of its own; by default as many as "
+    "there are threads, at most 8, if memory allows, and 1 on a GPU or another system than Linux."
+)
 
 runs_app = App(
     name="run",
@@ -65,6 +69,7 @@ def _add_run_command(command: str, preset: Preset) -> None:
         config: Settings | None = None,
         out: Annotated[Path, Parameter(help="Folder that holds the runs.")] = Path("runs"),
         name: Annotated[str | None, Parameter(help="Name of the run; made from the settings by default.")] = None,
+        processes: Annotated[int | None, Parameter(help=PROCESSES)] = None,
         dry_run: Annotated[bool, Parameter(help="Say what would run and how long it would take.", negative="")] = False,
     ) -> None:
         chosen = study.config(**as_mapping(config or flags()))
@@ -74,7 +79,7 @@ def _add_run_command(command: str, preset: Preset) -> None:
             return
         from kvprobe.experiments.page import answer
 
-        directory = study.run(chosen, out, name)
+        directory = study.run(chosen, out, name, processes=processes)
         print(f"\n{answer(study.declaration, directory)}\n\nReport: {directory.path / 'report.html'}")
 
     run.__annotations__["config"] = Annotated[flags, Parameter(name="*")]

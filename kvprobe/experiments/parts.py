@@ -14,9 +14,10 @@ from torch import Tensor
 
 from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
-from kvprobe.files import read_table
+from kvprobe.files import read_table, refuse_damaged
 from kvprobe.models.lens import Family
 from kvprobe.probing.arms import Arms
+from kvprobe.processes import forked
 from kvprobe.progress import Bar
 from kvprobe.tasks.designs import Target
 
@@ -25,23 +26,35 @@ LACKS = "{path} has no {name!r}; the part is not of this study, so delete it and
 
 
 def write_parts(
-    run: Run, cases: Sequence[Case], name: str, write: Callable[[Case, Path], object], *, doing: str, unit: str
+    run: Run,
+    cases: Sequence[Case],
+    name: str,
+    write: Callable[[Case, Path], object],
+    *,
+    doing: str,
+    unit: str,
+    alone: bool = False,
 ) -> list[Path]:
     """The parts of all cases, in order; those that an earlier attempt wrote stay as they are.
 
     Args:
         name: of the files, with their suffix; each file's name begins with the case's place.
-        write: writes the part of a case.
+        write: writes the part of a case. It may be called in another process, so all that it leaves is the file.
         doing, unit: what the progress bar says.
+        alone: whether a case suffers from others that are worked on beside it, as a time does.
     """
-    paths = [run.part(f"{place:05d}-{name}") for place in range(len(cases))]
-    there = sum(path.is_file() for path in paths)
-    with Bar(total=len(cases), initial=there, desc=doing, unit=unit) as bar:
-        for path, case in zip(paths, cases, strict=True):
-            missing = not path.is_file()
-            run.write_part(path.name, lambda path, case=case: write(case, path))
-            bar.update(missing)
-    return paths
+    parts = {run.part(f"{place:05d}-{name}"): case for place, case in enumerate(cases)}
+    for path in (there := [path for path in parts if path.is_file()]):
+        refuse_damaged(path)
+    missing = [path for path in parts if path not in there]
+    with Bar(total=len(parts), initial=len(there), desc=doing, unit=unit) as bar:
+        for _ in forked(
+            lambda path: run.write_part(path.name, lambda partial: write(parts[path], partial)),
+            missing,
+            1 if alone else run.processes,
+        ):
+            bar.update()
+    return list(parts)
 
 
 def tensor_parts(
@@ -54,14 +67,21 @@ def tensor_parts(
 
 
 def table_of_parts(
-    run: Run, cases: Sequence[Case], name: str, measure: Callable[[Case], pd.DataFrame], *, doing: str, unit: str
+    run: Run,
+    cases: Sequence[Case],
+    name: str,
+    measure: Callable[[Case], pd.DataFrame],
+    *,
+    doing: str,
+    unit: str,
+    alone: bool = False,
 ) -> pd.DataFrame:
     """The tables of all cases, one below the other, each kept as a parquet file; see `write_parts`."""
 
     def write(case: Case, path: Path) -> None:
         measure(case).to_parquet(path, index=False)
 
-    paths = write_parts(run, cases, f"{name}.parquet", write, doing=doing, unit=unit)
+    paths = write_parts(run, cases, f"{name}.parquet", write, doing=doing, unit=unit, alone=alone)
     return pd.concat([read_table(path) for path in paths], ignore_index=True)
 
 

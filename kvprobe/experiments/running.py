@@ -7,13 +7,14 @@ from typing import TypeVar
 
 import pandas as pd
 
-from kvprobe.durations import Duration, durations, peak_bytes
+from kvprobe.durations import Duration, durations
 from kvprobe.environment import MACHINE
 from kvprobe.experiments.page import write_page
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings, digest_of
 from kvprobe.experiments.study import Study
 from kvprobe.inference.model import Model, load
+from kvprobe.processes import how_many, peak_bytes
 from kvprobe.progress import watched
 from kvprobe.report.findings import Findings
 from kvprobe.report.plots import save
@@ -27,6 +28,7 @@ def run_study(
     root: Path = Path("runs"),
     name: str | None = None,
     model: Model | None = None,
+    processes: int | None = 1,
 ) -> Run:
     """Run a study (or resume, or find it finished), write its report, and return the run.
 
@@ -34,9 +36,12 @@ def run_study(
         root: folder that holds the runs.
         name: of the run; made from the settings by default.
         model: any loaded model, in place of the one that the config names.
+        processes: parts that are worked on side by side, each in a forked process; None for as many as suit the
+            machine. Numbers are the same but for rounding, as with another number of threads.
 
     Raises:
-        UserError: a setting that does not fit the model, or a directory that holds another run.
+        UserError: a setting that does not fit the model, a directory that holds another run, or processes where none
+            can be forked.
     """
     if model is not None:
         config = replace(config, model=model.name)
@@ -44,6 +49,7 @@ def run_study(
     with watched(measured and measured.timing) as clock:
         inputs = {**study.inputs(config), **study.measuring}
         model, run = begin(study.name, config, root, name, inputs, model)
+        run = replace(run, processes=how_many(model.lanes.device, processes))
         # What a user's study concludes may have changed since it was measured.
         if not run.finished or not study.ships:
             resumed = (run.path / "parts").is_dir()

@@ -36,10 +36,12 @@ class Run:
         path: holds `config.yaml`, `env.json`, `samples.parquet` and other tables, `figures/`, `metrics.json` and
             `report.html`; and `parts/` while the run is unfinished.
         begun: the environment that it was opened with; None for a run that is only read.
+        processes: parts that are worked on side by side, each in a process of its own; see `kvprobe.processes`.
     """
 
     path: Path
     begun: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+    processes: int = field(default=1, compare=False, repr=False)
 
     @classmethod
     def open(

@@ -45,12 +45,17 @@ class Entry:
         return self.elsewhere() if self.elsewhere else self._own(".study").STUDY
 
     def run(
-        self, config: Any, root: Path = Path("runs"), name: str | None = None, model: "Model | None" = None
+        self,
+        config: Any,
+        root: Path = Path("runs"),
+        name: str | None = None,
+        model: "Model | None" = None,
+        processes: int | None = 1,
     ) -> "Run":
         """Run it with these settings (or resume) in a directory below `root`; see `experiments.running.run_study`."""
         from kvprobe.experiments.running import run_study
 
-        return run_study(self.declaration, config, root, name, model)
+        return run_study(self.declaration, config, root, name, model, processes)
 
     def _own(self, module: str = "") -> Any:
         """A module of a study that ships with kvprobe."""

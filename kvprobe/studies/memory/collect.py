@@ -35,7 +35,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     def timed(length: int) -> pd.DataFrame:
         return pd.DataFrame(token_times(model, length, config.repeats))
 
-    parts = partial(table_of_parts, run)
+    parts = partial(table_of_parts, run, alone=True)
     return {
         "samples": parts(config.contexts, "peak", peak, doing="Measuring peaks", unit="prompt"),
         "growth": parts([config.prompt], "growth", grow, doing="Watching a cache grow", unit="conversation"),

@@ -26,8 +26,8 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     """Rows of `logprob`, in nats, of each answer (`word`), by what was in view (`source`) and what was done about it
     (`state`): nothing (`view`), the turns masked (`retained`), or the summaries computed again (`recomputed`)."""
     cases = stated_twice(config.contexts)
-    doing = {"doing": "Asking after summaries", "unit": "conversation"}
-    return table_of_parts(run, cases, "answers", lambda case: measure(model, case), **doing)
+    doing, unit = "Asking after summaries", "conversation"
+    return table_of_parts(run, cases, "answers", lambda case: measure(model, case), doing=doing, unit=unit)
 
 
 def measure(model: Model, case: StatedTwice) -> pd.DataFrame:

@@ -1,0 +1,123 @@
+"""Processes that share one model: items are worked on side by side, each in one thread.
+
+One item at a time leaves cores idle between the many small operations of a small model. Processes are forked, so they
+share the model's weights; neither macOS nor a GPU allows that.
+"""
+
+import multiprocessing
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import TypeVar
+
+import psutil
+import torch
+
+from kvprobe.errors import UserError
+from kvprobe.progress import silence
+
+Item = TypeVar("Item")
+
+MOST = 8
+"""Processes that are begun unasked."""
+SPARE = 2**31
+"""Bytes that each of them is taken to need beside as many as this process holds."""
+
+_work: Callable[[int], object] = lambda _: None  # noqa: E731, replaced in a forked process
+_peak = 0
+"""The most bytes that this process held together with those that it forked."""
+
+
+def how_many(device: torch.device, asked: int | None = None) -> int:
+    """How many processes work side by side on what a model on this device computes.
+
+    Args:
+        asked: by default as many as torch has threads, at most eight, and no more than memory seems to allow; one where
+            processes cannot be forked.
+
+    Raises:
+        UserError: none are asked for, or several where they cannot be forked.
+    """
+    if asked is not None and asked < 1:
+        raise UserError(f"{asked} processes were asked for; give a whole number from 1.")
+    forks = sys.platform == "linux" and device.type == "cpu" and not torch.cuda.is_initialized()
+    if asked is not None and asked > 1 and not forks:
+        raise UserError(
+            f"{asked} processes cannot share a model on {sys.platform} and {device.type}, only on a CPU under Linux; "
+            "ask for 1."
+        )
+    if asked is not None or not forks:
+        return asked or 1
+    room = psutil.virtual_memory().available // (psutil.Process().memory_info().rss + SPARE)
+    return max(1, min(torch.get_num_threads(), MOST, room))
+
+
+def forked(work: Callable[[Item], object], items: Sequence[Item], processes: int) -> Iterator[object]:
+    """`work` of each item in forked processes, each with its share of torch's threads; a step for each item that is
+    done. What `work` returns is lost: it writes files.
+
+    Args:
+        processes: with one of them, or of items, the work is done in this process, with all threads.
+
+    Raises:
+        UserError: a process was killed.
+        BaseException: what `work` raised. Other items are given up then, as they are when this is interrupted.
+    """
+    global _peak
+    processes = min(processes, len(items))
+    if processes < 2:
+        yield from map(work, items)
+        return
+    threads, others = max(1, torch.get_num_threads() // processes), set(multiprocessing.active_children())
+    shared = psutil.Process().memory_info().rss
+    pool = ProcessPoolExecutor(
+        processes,
+        multiprocessing.get_context("fork"),
+        initializer=lambda: _begin(lambda place: work(items[place]), threads),
+    )
+    try:
+        for done in as_completed([pool.submit(_do, place) for place in range(len(items))]):
+            _peak = max(_peak, shared + processes * done.result())
+            yield
+    except BaseException as error:
+        for process in set(multiprocessing.active_children()) - others:
+            process.kill()
+        if isinstance(error, BrokenProcessPool):
+            raise UserError(
+                "A process of this run was killed, probably because memory ran out; run it again with --processes 1, "
+                "and it resumes."
+            ) from error
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has held, with those that it forked; 0 where the system does not say."""
+    return max(_own_peak(), _peak)
+
+
+def _own_peak() -> int:
+    try:
+        import resource
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _begin(work: Callable[[int], object], threads: int) -> None:
+    """In a forked process, before its first item."""
+    global _work
+    _work = work
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that forked it ends it
+    torch.set_num_threads(threads)
+    silence()
+
+
+def _do(place: int) -> int:
+    """In a forked process: the work of an item. Returns the most bytes that it has held beside those that it shares."""
+    _work(place)
+    memory = psutil.Process().memory_full_info()
+    return memory.uss + _own_peak() - memory.rss

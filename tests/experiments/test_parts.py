@@ -1,0 +1,40 @@
+"""Parts of a run that are worked on in several processes: the same files as in one, and only what is missing."""
+
+import os
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.runs import Run
+from tests.refusals import refused
+
+
+def _squares(run: Run, alone: bool = False) -> pd.DataFrame:
+    def measure(number: int) -> pd.DataFrame:
+        return pd.DataFrame({"square": [float(torch.tensor(number).square())], "process": [os.getpid()]})
+
+    return table_of_parts(run, range(1, 6), "squares", measure, doing="Squaring", unit="number", alone=alone)
+
+
+@pytest.mark.parametrize(("processes", "alone", "others"), [(1, False, False), (2, True, False), (2, False, True)])
+def test_parts_are_the_same_in_any_number_of_processes(tmp_path: Path, processes: int, alone: bool, others: bool):
+    table = _squares(Run(tmp_path, processes=processes), alone)
+    assert list(table["square"]) == [1.0, 4.0, 9.0, 16.0, 25.0]
+    assert (os.getpid() not in set(table["process"])) == others
+
+
+def test_parts_that_are_there_stay_and_a_damaged_one_is_refused(tmp_path: Path):
+    run = Run(tmp_path, processes=2)
+    first = _squares(run)
+    (tmp_path / "parts" / "00003-squares.parquet").unlink()
+    (tmp_path / "parts" / "00001-squares.parquet").unlink()
+    again = _squares(run)
+    assert list(again["square"]) == list(first["square"])
+    stayed = [0, 2, 4]
+    assert list(again["process"][stayed]) == list(first["process"][stayed])
+    assert set(again["process"][[1, 3]]).isdisjoint(first["process"])
+    (tmp_path / "parts" / "00002-squares.parquet").write_bytes(b"nothing")
+    refused(lambda: _squares(run), "00002-squares.parquet", "delete this file")
