@@ -18,7 +18,8 @@ from kvprobe.studies import STUDIES, find, study_of
 EVERY_STUDY = Group("Every study", sort_key=2)
 PROCESSES = (
     "Parts of a run that are worked on side by side, each in a process with memory of its own; by default as many as "
-    "there are threads, at most 8, if memory allows, and 1 on a GPU or another system than Linux."
+    "there are threads, at most 8, if memory allows, and 1 on a GPU, on another system than Linux, "
+    "or for a study that does not ship with kvprobe."
 )
 
 runs_app = App(

@@ -37,7 +37,8 @@ def run_study(
         name: of the run; made from the settings by default.
         model: any loaded model, in place of the one that the config names.
         processes: parts that are worked on side by side, each in a forked process; None for as many as suit the
-            machine. Numbers are the same but for rounding, as with another number of threads.
+            machine, and for one of a study that does not ship with kvprobe. Numbers are the same but for rounding, as
+            with another number of threads.
 
     Raises:
         UserError: a setting that does not fit the model, a directory that holds another run, or processes where none
@@ -49,7 +50,9 @@ def run_study(
     with watched(measured and measured.timing) as clock:
         inputs = {**study.inputs(config), **study.measuring}
         model, run = begin(study.name, config, root, name, inputs, model)
-        run = replace(run, processes=how_many(model.lanes.device, processes))
+        # Nothing shows whether a user's study gathers something outside of its parts, so it must ask.
+        asked = processes if study.ships else processes or 1
+        run = replace(run, processes=how_many(model.lanes.device, asked))
         # What a user's study concludes may have changed since it was measured.
         if not run.finished or not study.ships:
             resumed = (run.path / "parts").is_dir()

@@ -85,6 +85,21 @@ def test_changed_measuring_is_refused_and_a_changed_conclusion_is_drawn_again(tm
     )
 
 
+@pytest.mark.parametrize(("asked", "given"), [(None, 1), (1, 1), (2, 2)])
+def test_its_parts_are_worked_on_one_by_one_unless_it_is_asked_for(
+    tmp_path: Path, tiny_llama: Model, asked: int | None, given: int
+):
+    study, seen = read_study(write_skeleton("hidden_thirds", tmp_path)), list[int]()
+
+    def collect(model: Any, config: Any, run: Run) -> pd.DataFrame:
+        seen.append(run.processes)
+        return study.collect(model, config, run)
+
+    watched = replace(study, collect=collect)
+    run_study(watched, study.config(prompts=2), tmp_path, model=tiny_llama, processes=asked)
+    assert seen == [given]
+
+
 def test_several_tables_are_kept_and_concluded_again_from_the_run(tmp_path: Path, tiny_llama: Model):
     given: list[dict[str, pd.DataFrame]] = []
 
