@@ -83,14 +83,14 @@ def test_bars_of_forked_processes_are_not_shown(capfd: pytest.CaptureFixture[str
 
 
 def test_memory_of_all_processes_counts():
-    before = peak_bytes()
+    held, before = psutil.Process().memory_info().rss, peak_bytes()
 
     def work(_: int) -> None:
         torch.ones(2**27)  # half a GiB
 
     list(forked(work, range(2), 2))
-    assert before + 2 * 2**29 < peak_bytes() + 2**27
-    assert peak_bytes() < before + 2 * 2**29 + 2**28
+    together = held + 2 * 2**29
+    assert max(before, together - 2**27) <= peak_bytes() <= max(before, together + 2**28)
 
 
 def test_as_many_as_threads_if_memory_allows_and_one_where_nothing_forks(monkeypatch: pytest.MonkeyPatch):
