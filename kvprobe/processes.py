@@ -20,38 +20,24 @@ from kvprobe.progress import silence
 
 Item = TypeVar("Item")
 
-MOST = 8
-"""Processes that are begun unasked."""
-SPARE = 2**31
-"""Bytes that each of them is taken to need beside as many as this process holds."""
-
 _work: Callable[[int], object] = lambda _: None  # noqa: E731, replaced in a forked process
 _peak = 0
 """The most bytes that this process held together with those that it forked."""
 
 
-def how_many(device: torch.device, asked: int | None = None) -> int:
-    """How many processes work side by side on what a model on this device computes.
-
-    Args:
-        asked: by default as many as torch has threads, at most eight, and no more than memory seems to allow; one where
-            processes cannot be forked.
+def check_processes(asked: int, device: torch.device) -> None:
+    """Refuse a number of processes that cannot work side by side on what a model on this device computes.
 
     Raises:
-        UserError: none are asked for, or several where they cannot be forked.
+        UserError: there are none, or several where they cannot be forked.
     """
-    if asked is not None and asked < 1:
+    if asked < 1:
         raise UserError(f"{asked} processes were asked for; give a whole number from 1.")
-    forks = sys.platform == "linux" and device.type == "cpu" and not torch.cuda.is_initialized()
-    if asked is not None and asked > 1 and not forks:
+    if asked > 1 and (sys.platform != "linux" or device.type != "cpu" or torch.cuda.is_initialized()):
         raise UserError(
             f"{asked} processes cannot share a model on {sys.platform} and {device.type}, only on a CPU under Linux; "
             "ask for 1."
         )
-    if asked is not None or not forks:
-        return asked or 1
-    room = psutil.virtual_memory().available // (psutil.Process().memory_info().rss + SPARE)
-    return max(1, min(torch.get_num_threads(), MOST, room))
 
 
 def forked(work: Callable[[Item], object], items: Sequence[Item], processes: int) -> Iterator[object]:

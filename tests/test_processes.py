@@ -5,7 +5,6 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -13,7 +12,7 @@ import torch
 
 from kvprobe import processes
 from kvprobe.errors import UserError
-from kvprobe.processes import forked, how_many, peak_bytes
+from kvprobe.processes import check_processes, forked, peak_bytes
 from kvprobe.progress import Bar
 from tests.refusals import refused
 
@@ -93,20 +92,10 @@ def test_memory_of_all_processes_counts():
     assert max(before, together - 2**27) <= peak_bytes() <= max(before, together + 2**28)
 
 
-def test_as_many_as_threads_if_memory_allows_and_one_where_nothing_forks(monkeypatch: pytest.MonkeyPatch):
-    def available(count: int) -> None:
-        memory = SimpleNamespace(available=count * (psutil.Process().memory_info().rss + processes.SPARE + 2**25))
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-
-    available(100)
-    assert (how_many(CPU), how_many(CPU, 3), how_many(torch.device("cuda"))) == (2, 3, 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    assert how_many(CPU) == processes.MOST
-    available(3)
-    assert how_many(CPU) == 3
-    available(0)
-    assert how_many(CPU) == 1
+def test_several_processes_are_refused_where_none_can_be_forked(monkeypatch: pytest.MonkeyPatch):
+    check_processes(1, torch.device("cuda"))
+    check_processes(64, CPU)
+    refused(lambda: check_processes(0, CPU), "0 processes", "from 1")
+    refused(lambda: check_processes(2, torch.device("cuda")), "2 processes", "cuda", "ask for 1")
     monkeypatch.setattr(processes.sys, "platform", "darwin")
-    assert (how_many(CPU), how_many(CPU, 1)) == (1, 1)
-    refused(lambda: how_many(CPU, 2), "2 processes cannot share a model on darwin and cpu", "ask for 1")
-    refused(lambda: how_many(CPU, 0), "0 processes", "from 1")
+    refused(lambda: check_processes(2, CPU), "2 processes cannot share a model on darwin and cpu", "ask for 1")

@@ -17,9 +17,8 @@ from kvprobe.studies import STUDIES, find, study_of
 
 EVERY_STUDY = Group("Every study", sort_key=2)
 PROCESSES = (
-    "Parts of a run that are worked on side by side, each in a process with memory of its own; by default as many as "
-    "there are threads, at most 8, if memory allows, and 1 on a GPU, on another system than Linux, "
-    "or for a study that does not ship with kvprobe."
+    "Parts of the run that are worked on side by side, each in a process with memory of its own that shares the model; "
+    "on a CPU under Linux."
 )
 
 runs_app = App(
@@ -70,7 +69,7 @@ def _add_run_command(command: str, preset: Preset) -> None:
         config: Settings | None = None,
         out: Annotated[Path, Parameter(help="Folder that holds the runs.")] = Path("runs"),
         name: Annotated[str | None, Parameter(help="Name of the run; made from the settings by default.")] = None,
-        processes: Annotated[int | None, Parameter(help=PROCESSES)] = None,
+        processes: Annotated[int, Parameter(help=PROCESSES)] = 1,
         dry_run: Annotated[bool, Parameter(help="Say what would run and how long it would take.", negative="")] = False,
     ) -> None:
         chosen = study.config(**as_mapping(config or flags()))

@@ -14,7 +14,7 @@ from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings, digest_of
 from kvprobe.experiments.study import Study
 from kvprobe.inference.model import Model, load
-from kvprobe.processes import how_many, peak_bytes
+from kvprobe.processes import check_processes, peak_bytes
 from kvprobe.progress import watched
 from kvprobe.report.findings import Findings
 from kvprobe.report.plots import save
@@ -28,7 +28,7 @@ def run_study(
     root: Path = Path("runs"),
     name: str | None = None,
     model: Model | None = None,
-    processes: int | None = 1,
+    processes: int = 1,
 ) -> Run:
     """Run a study (or resume, or find it finished), write its report, and return the run.
 
@@ -36,9 +36,8 @@ def run_study(
         root: folder that holds the runs.
         name: of the run; made from the settings by default.
         model: any loaded model, in place of the one that the config names.
-        processes: parts that are worked on side by side, each in a forked process; None for as many as suit the
-            machine, and for one of a study that does not ship with kvprobe. Numbers are the same but for rounding, as
-            with another number of threads.
+        processes: parts that are worked on side by side, each in a forked process. Numbers are the same but for
+            rounding, as with another number of threads.
 
     Raises:
         UserError: a setting that does not fit the model, a directory that holds another run, or processes where none
@@ -50,9 +49,8 @@ def run_study(
     with watched(measured and measured.timing) as clock:
         inputs = {**study.inputs(config), **study.measuring}
         model, run = begin(study.name, config, root, name, inputs, model)
-        # Nothing shows whether a user's study gathers something outside of its parts, so it must ask.
-        asked = processes if study.ships else processes or 1
-        run = replace(run, processes=how_many(model.lanes.device, asked))
+        check_processes(processes, model.lanes.device)
+        run = replace(run, processes=processes)
         # What a user's study concludes may have changed since it was measured.
         if not run.finished or not study.ships:
             resumed = (run.path / "parts").is_dir()

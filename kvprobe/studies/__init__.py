@@ -50,7 +50,7 @@ class Entry:
         root: Path = Path("runs"),
         name: str | None = None,
         model: "Model | None" = None,
-        processes: int | None = 1,
+        processes: int = 1,
     ) -> "Run":
         """Run it with these settings (or resume) in a directory below `root`; see `experiments.running.run_study`."""
         from kvprobe.experiments.running import run_study

@@ -85,9 +85,9 @@ def test_changed_measuring_is_refused_and_a_changed_conclusion_is_drawn_again(tm
     )
 
 
-@pytest.mark.parametrize(("asked", "given"), [(None, 1), (1, 1), (2, 2)])
+@pytest.mark.parametrize(("asked", "given"), [({}, 1), ({"processes": 2}, 2)])
 def test_its_parts_are_worked_on_one_by_one_unless_it_is_asked_for(
-    tmp_path: Path, tiny_llama: Model, asked: int | None, given: int
+    tmp_path: Path, tiny_llama: Model, asked: dict[str, int], given: int
 ):
     study, seen = read_study(write_skeleton("hidden_thirds", tmp_path)), list[int]()
 
@@ -96,7 +96,7 @@ def test_its_parts_are_worked_on_one_by_one_unless_it_is_asked_for(
         return study.collect(model, config, run)
 
     watched = replace(study, collect=collect)
-    run_study(watched, study.config(prompts=2), tmp_path, model=tiny_llama, processes=asked)
+    run_study(watched, study.config(prompts=2), tmp_path, model=tiny_llama, **asked)
     assert seen == [given]
 
 
