@@ -1,7 +1,7 @@
-"""Processes that share one model: items are worked on side by side, each in one thread.
+"""Processes that share one model: items are worked on side by side, each with its share of torch's threads.
 
-One item at a time leaves cores idle between the many small operations of a small model. Processes are forked, so they
-share the model's weights; neither macOS nor a GPU allows that.
+They are forked, so they share the model's weights; neither macOS nor a GPU allows that. On two cores they save a sixth
+at most, and each needs memory of its own.
 """
 
 import multiprocessing

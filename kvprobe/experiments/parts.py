@@ -44,10 +44,10 @@ def write_parts(
         alone: whether a case suffers from others that are worked on beside it, as a time does.
     """
     parts = {run.part(f"{place:05d}-{name}"): case for place, case in enumerate(cases)}
-    for path in (there := [path for path in parts if path.is_file()]):
+    missing = [path for path in parts if not path.is_file()]
+    for path in parts.keys() - missing:
         refuse_damaged(path)
-    missing = [path for path in parts if path not in there]
-    with Bar(total=len(parts), initial=len(there), desc=doing, unit=unit) as bar:
+    with Bar(total=len(parts), initial=len(parts) - len(missing), desc=doing, unit=unit) as bar:
         for _ in forked(
             lambda path: run.write_part(path.name, lambda partial: write(parts[path], partial)),
             missing,
