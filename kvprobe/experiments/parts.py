@@ -45,7 +45,7 @@ def write_parts(
     """
     parts = {run.part(f"{place:05d}-{name}"): case for place, case in enumerate(cases)}
     missing = [path for path in parts if not path.is_file()]
-    for path in parts.keys() - missing:
+    for path in sorted(parts.keys() - missing):
         refuse_damaged(path)
     with Bar(total=len(parts), initial=len(parts) - len(missing), desc=doing, unit=unit) as bar:
         for _ in forked(
