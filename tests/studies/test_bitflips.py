@@ -251,13 +251,13 @@ def test_a_control_in_which_too_much_was_struck_fails(group: str, struck: int, h
     assert [control.holds for control in conclude(table, MADE_UP, any_model(6)).controls] == holds
 
 
-def test_few_items_and_a_coarse_model_are_warned_of(monkeypatch: pytest.MonkeyPatch):
+def test_few_items_and_a_coarse_model_are_warned_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert made_up(lambda *_: {}, MADE_UP).warnings == []
-    with monkeypatch.context() as patch:
-        patch.setattr(Model, "dtype", "bfloat16")
-        assert "rounded away again" in made_up(lambda *_: {}, MADE_UP).warnings[0]
-    few = made_up(lambda *_: {}, Config(samples=4, dtypes=("bf16",), flips=1, error_rates=(1e-3,)))
-    assert "4 items" in few.warnings[0]
+    config = Config(samples=2, dtypes=("bf16",), flips=1, error_rates=(1e-3,))
+    few = made_up(lambda *_: {}, config, right=lambda sample: sample < 1)
+    assert "2 items" in few.warnings[0]
     assert "tolerated" not in few.findings
-    seldom = made_up(lambda *_: {}, MADE_UP, right=lambda sample: sample < 11)
-    assert "only 11 items are answered rightly" in seldom.warnings[0]
+    assert "flips of exponent bits change answers" in page(few, config, tmp_path)[0]  # one right answer cannot break
+    assert "only 11 items are answered" in made_up(lambda *_: {}, MADE_UP, right=lambda sample: sample < 11).warnings[0]
+    monkeypatch.setattr(Model, "dtype", "bfloat16")
+    assert "rounded away again" in made_up(lambda *_: {}, MADE_UP).warnings[0]

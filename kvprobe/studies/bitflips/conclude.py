@@ -109,7 +109,7 @@ def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
     item = tasks[0].items(1, config.seed)[0]
     facts: dict[str, Any] = {
         "tasks": {
-            name: fact | harm_facts(chosen(rows, {"task": name}), bool(fact["too_hard"]))
+            name: fact | harm_facts(chosen(rows, {"task": name}), breakable=breakable(fact, findings, name))
             for name, fact in about.items()
         },
         "chat": chat_record(item.chat, marked=item.answer),
@@ -158,12 +158,17 @@ def add_tolerated(findings: Findings, task: str) -> None:
             findings.number("tolerated", until_below(losses, "rate")[0], task=task, field=field)
 
 
-def harm_facts(rows: Rows, too_hard: bool) -> dict[str, Any]:
+def breakable(fact: Mapping[str, Any], findings: Findings, task: str) -> bool:
+    """Whether breaks of right answers can be compared; one right answer is no sample of them."""
+    return not fact["too_hard"] and findings.at("right_items", task=task).mean > 1
+
+
+def harm_facts(rows: Rows, *, breakable: bool) -> dict[str, Any]:
     """What became of a task's answers, as tables show it."""
     return {
         "items": rows["sample"].nunique(),
-        "became": list(OF_ALL[:3] if too_hard else OF_RIGHT[:3]),
-        "harm": "changed" if too_hard else "breaks",
+        "became": list(OF_RIGHT[:3] if breakable else OF_ALL[:3]),
+        "harm": "breaks" if breakable else "changed",
         "broken": {group: broken(rows[rows["group"] == group]) for group in ("single", "rate")},
         "examples": examples(rows),
     }
