@@ -52,7 +52,7 @@ class Cell(Brief):
     query_heads: tuple[int, ...] | None = None
     queries: tuple[int, ...] | None = None
     content: str = "full"
-    labels: Mapping[str, int | str] = field(default_factory=dict, compare=False, repr=False)
+    labels: Mapping[str, int | float | str] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence
 from kvprobe.stats import FEWEST
-from kvprobe.studies.idle_rebuild import AVAILABLE_SESSIONS, Config
+from kvprobe.studies.idle_rebuild import AVAILABLE_SESSIONS, MEASURED, Config
 from kvprobe.studies.idle_rebuild import collect as collecting
-from kvprobe.studies.idle_rebuild.collect import AFTER, ARMS, LISTENERS, MEASURED, REFERENCES, SHARED, SPEAKERS
+from kvprobe.studies.idle_rebuild.collect import AFTER, LISTENERS, REFERENCES, SHARED, SPEAKERS
 from kvprobe.studies.idle_rebuild.conclude import conclude
 from kvprobe.studies.idle_rebuild.study import STUDY
 from kvprobe.tasks.sessions import SUMMARISED, Session, conversation, sessions
@@ -52,7 +52,7 @@ CHAT = conversation(SHORT[0])
 @pytest.fixture(scope="module")
 def read(deep: Model) -> Rows:
     """What is measured of two sessions; the turns 4 to 8 of the first are measured again below, one by one."""
-    read = (collecting.read_session(deep, session, SMALL.continuation) for session in SHORT[: SMALL.sessions])
+    read = (collecting.read_session(deep, session, SMALL) for session in SHORT[: SMALL.sessions])
     return pd.concat([rows.assign(sample=session.id) for rows, session in zip(read, SHORT, strict=False)])
 
 
@@ -154,6 +154,7 @@ def test_the_light_cone_of_a_rebuild_in_place(read: Rows):
 
 FIRST = {"in_place": AFTER[0]} | {f"rebuilt{turn}": turn for turn in MEASURED}
 """The first turn of runs that are not there from the beginning."""
+ARMS = ("kept", "compacted", *FIRST)
 SCRIPTED = every(turn=MEASURED, reference=REFERENCES, arm=ARMS, token=(1, 2, 3)).assign(reply="scripted")
 OWN = every(turn=AFTER, reference=SPEAKERS, arm=LISTENERS, token=(1, 2, 3)).assign(reply="own")
 EARLY = every(turn=AFTER, read=range(len(AFTER)), arm=("compacted", "rebuilt"), token=(1, 2, 3)).assign(reply="early")

@@ -74,8 +74,7 @@ def test_a_run_holds_every_table_and_figure_and_its_controls(finished: Run):
 
 def test_no_strength_is_no_edit_and_all_of_it_is_that_of_the_sweep(finished: Run):
     doses = finished.df("doses")
-    none = doses[doses["strength"] == 0]
-    assert (none["margin"] - none["intact_margin"]).abs().max() < 1e-3
+    assert doses.query("strength == 0").eval("margin - intact_margin").abs().max() < 1e-3
     keys = ["context", "view", "place", "band", "part", "kind", "name"]
     both = doses[doses["strength"] == 1].merge(finished.df(), on=keys, suffixes=("", "_swept"))
     assert len(both)

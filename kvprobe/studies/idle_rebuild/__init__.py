@@ -2,10 +2,15 @@
 
 from dataclasses import dataclass
 
+from kvprobe.errors import UserError
 from kvprobe.experiments.settings import Settings, ranged
 from kvprobe.studies import STUDIES
 
 AVAILABLE_SESSIONS = 16
+MEASURED = (2, 3, 4, 5, 6, 7, 8)
+"""The turns of a session at which runs are held against each other."""
+CONTROL, FIRST = 3, 4
+"""The last turn before the compaction, and the first after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,11 +19,21 @@ class Config(Settings):
 
     Attributes:
         sessions: different scripted sessions; intervals are over them.
+        rebuilds: turns before which a run is rebuilt; 3, 4 and a later one among them. After the compaction all such
+            runs are equal (a control), so more of them say no more about the drift.
         continuation: tokens of a run's own reply that the other runs are held against.
     """
 
     sessions: int = ranged(AVAILABLE_SESSIONS, 2, AVAILABLE_SESSIONS)
+    rebuilds: tuple[int, ...] = ranged(MEASURED, MEASURED[0], MEASURED[-1])
     continuation: int = ranged(32, 1, 512)
+
+    def validate(self) -> None:
+        if not {CONTROL, FIRST} <= set(self.rebuilds) or self.rebuilds[-1] == FIRST:
+            raise UserError(
+                f"Setting 'rebuilds' is {', '.join(map(str, self.rebuilds))}; expected {CONTROL}, {FIRST} "
+                "and a later turn among them: the last before the compaction, which is a control, and two after it."
+            )
 
 
 run = STUDIES["idle_rebuild"].run

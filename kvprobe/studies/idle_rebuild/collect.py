@@ -22,18 +22,16 @@ from kvprobe.inference.forward import onwards
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.inference.named_rows import NamedRows, read_on
-from kvprobe.inference.outcomes import divergence, surprise
+from kvprobe.inference.outcomes import relative_entropy
 from kvprobe.policies import MaskSpans, RestartInPlace, RestartRebuilt
-from kvprobe.studies.idle_rebuild import Config
+from kvprobe.studies.idle_rebuild import MEASURED, Config
 from kvprobe.tasks.sessions import SUMMARISED, TURNS, Session, conversation, last_of_header, question, sessions
 from kvprobe.text.tokens import Tokens
 from kvprobe.tidy import crossed
 
-MEASURED = tuple(range(2, TURNS + 1))
 AFTER = tuple(range(len(SUMMARISED) + 1, TURNS + 1))
 """The turns after the compaction."""
 CONTROLS = tuple(turn for turn in MEASURED if turn not in AFTER)
-ARMS = ("kept", "compacted", "in_place", *(f"rebuilt{turn}" for turn in MEASURED))
 REFERENCES = ("compacted", "kept", "in_place")
 SPEAKERS = ("compacted", "kept")
 """Runs whose own replies the others are held against."""
@@ -53,7 +51,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
             run,
             sessions()[: config.sessions],
             "session",
-            lambda session: read_session(model, session, config.continuation).assign(sample=session.id),
+            lambda session: read_session(model, session, config).assign(sample=session.id),
             doing="Reading sessions",
             unit="session",
         )
@@ -74,34 +72,36 @@ def tables_of(read: Any) -> dict[str, pd.DataFrame]:
     return {"tokens": tokens, "samples": samples, "layers": layers}
 
 
-def read_session(model: Model, session: Session, continuation: int) -> pd.DataFrame:
+def read_session(model: Model, session: Session, config: Config) -> pd.DataFrame:
     """All measurements of one session.
 
     Returns:
         One row per `token` of a `reply`, arm and reference: `kl` from the reference, whether both would say the same
         token (`agrees`), and `nll`. Replies are the `scripted` ones of turns 2 to 8, after so many turns `read` since
         the summary (below 0 before it); the reference's `own`, which the arm reads; and, of turns 4 to 8, the scripted
-        ones to questions that were asked `early`, when fewer turns were read. And one row per family, layer and
-        segment: the `distance` of K or V of the run that was rebuilt in place from those of the compacted one, relative
-        to their size.
+        ones to questions that were asked `early`, at every rebuild before their own turn, and at it. And one row per
+        family, layer and segment: the `distance` of K or V of the run that was rebuilt in place from those of the
+        compacted one, relative to their size.
     """
     tokens = conversation(session).tokens(model.tokenizer)
     replies = {turn: tokens.ids[tokens.part(f"reply{turn}")] for turn in MEASURED}
     tables: list[pd.DataFrame] = []
     runs = [NamedRows(("kept",), model.prefill(tokens[: tokens.span(f"T{MEASURED[0]}").start]))]
     waiting: dict[int, list[NamedRows]] = {}
+    fresh = ""
     for turn in MEASURED:
         if turn == AFTER[0]:
             runs, _ = read_on(model, runs, tokens[tokens.span("summary")])
             runs = _compacted(model, runs)
-        fresh, read = f"rebuilt{turn}", turn - AFTER[0]
-        runs[-1] = runs[-1].joined(fresh, rebuilt(model, tokens, runs[0].only("kept").cache, turn))
-        if turn in AFTER:
-            pair = replace(runs[-1].only("compacted", fresh), names=("compacted", "rebuilt"))
-            for later in range(turn + 1, TURNS + 1):
+        if turn in config.rebuilds:
+            fresh = f"rebuilt{turn}"
+            runs[-1] = runs[-1].joined(fresh, rebuilt(model, tokens, runs[0].only("kept").cache, turn))
+            for later in range(turn + 1, TURNS + 1) if turn in AFTER else ():
+                pair = replace(runs[-1].only("compacted", fresh), names=("compacted", "rebuilt"))
                 exchange = tokens[tokens.span(f"T{later}").start : tokens.part(f"reply{later}").stop - 1]
                 _, scores = read_on(model, [pair], exchange, logits=len(replies[later]))
-                tables += compared(("early", later, read), replies[later], scores)
+                tables += compared(("early", later, turn - AFTER[0]), replies[later], scores)
+        read = turn - AFTER[0]
         asked, _ = read_on(model, runs, question(tokens, turn))
         runs, scores = _answered(model, asked, tokens, turn)
         if turn in AFTER:
@@ -112,12 +112,11 @@ def read_session(model: Model, session: Session, continuation: int) -> pd.DataFr
         else:
             scores = {**scores, "compacted": scores["kept"]}
         tables += compared(("scripted", turn, read), replies[turn], scores, REFERENCES)
-    for speaker in SPEAKERS:
-        for turn, reply in _own_replies(model, speaker, waiting, tokens, continuation).items():
-            said = last_of_header(tokens, turn).answered(reply, "own")
-            _, scores = read_on(model, waiting[turn], said, logits=len(reply))
-            heard = {name: scores[name] for name in LISTENERS}
-            tables += compared(("own", turn, turn - AFTER[0]), reply, heard, (speaker,))
+    for (speaker, turn), reply in _own_replies(model, waiting, tokens, config.continuation).items():
+        said = last_of_header(tokens, turn).answered(reply, "own")
+        _, scores = read_on(model, waiting[turn], said, logits=len(reply))
+        heard = {name: scores[name] for name in LISTENERS}
+        tables += compared(("own", turn, turn - AFTER[0]), reply, heard, (speaker,))
     distance = relative_distance(runs[1].only("in_place").cache, runs[1].only("compacted").cache, SHARED)
     keys = {"family": FAMILIES, "layer": range(distance.shape[1]), "segment": SHARED}
     return pd.concat([*tables, crossed(keys, {"distance": distance.cpu().numpy()})], ignore_index=True)
@@ -141,13 +140,15 @@ def compared(
     Args:
         place: the kind of reply, its turn, and how many turns were read since the summary.
     """
-    said, tables = torch.tensor(reply), []
-    for arm, logits in scores.items():
+    tables = []
+    expected = {arm: logits.float().log_softmax(-1) for arm, logits in scores.items()}
+    said = torch.tensor(reply, device=next(iter(expected.values())).device)
+    for arm, mine in expected.items():
+        likeliest, nll = mine.argmax(-1), -mine[range(len(reply)), said]
         for reference in (name for name in references if name in scores):
-            kl, agrees = divergence(scores[reference], logits)
-            if place[0] == "own":
-                agrees = logits.argmax(-1).cpu() == said
-            values = {"kl": kl, "agrees": agrees, "nll": surprise(logits, reply)}
+            agrees = likeliest == said if place[0] == "own" else likeliest == expected[reference].argmax(-1)
+            kl = relative_entropy(expected[reference], mine).clamp(min=0)  # rounding can leave a 0 below 0
+            values = {"kl": kl, "agrees": agrees, "nll": nll}
             table = pd.DataFrame({name: value.double().cpu().numpy() for name, value in values.items()})
             keys = dict(zip(REPLY, (*place, reference, arm), strict=True))
             tables.append(table.assign(**keys, token=range(1, len(table) + 1)))
@@ -157,7 +158,7 @@ def compared(
 def _compacted(model: Model, runs: Sequence[NamedRows]) -> list[NamedRows]:
     """The runs after the summary: `kept` goes on as it is, and what is compacted has lost the summarised turns."""
     kept = runs[0].only("kept")
-    controls = runs[0].only(*(f"rebuilt{turn}" for turn in CONTROLS))
+    controls = runs[0].only(*runs[0].names[1:])
     names = ("compacted", "in_place", *controls.names)
     caches = [
         model.apply(MaskSpans(SUMMARISED), kept.cache),
@@ -176,11 +177,17 @@ def _answered(model: Model, runs: Sequence[NamedRows], tokens: Tokens, turn: int
 
 
 def _own_replies(
-    model: Model, speaker: str, waiting: Mapping[int, list[NamedRows]], tokens: Tokens, continuation: int
-) -> dict[int, tuple[int, ...]]:
-    """What this run, greedily, would reply itself at each turn whose question it has read; turns are rows of one
-    batch."""
-    speaking = [rows.only(speaker).cache for group in waiting.values() for rows in group if speaker in rows.names]
-    past, headers = KVCache.join(speaking), [last_of_header(tokens, turn) for turn in waiting]
+    model: Model, waiting: Mapping[int, list[NamedRows]], tokens: Tokens, continuation: int
+) -> dict[tuple[str, int], tuple[int, ...]]:
+    """What each speaker, greedily, would reply itself at each turn whose question the runs have read; speakers and
+    turns are rows of one batch."""
+    heard = {
+        (speaker, turn): rows.only(speaker).cache
+        for speaker in SPEAKERS
+        for turn, group in waiting.items()
+        for rows in group
+        if speaker in rows.names
+    }
+    past, headers = KVCache.join(list(heard.values())), [last_of_header(tokens, turn) for _, turn in heard]
     said = generate(model.lanes, onwards(past, headers), past, max_new_tokens=continuation).tokens
-    return dict(zip(waiting, said, strict=True))
+    return dict(zip(heard, said, strict=True))

@@ -19,7 +19,7 @@ from kvprobe.tidy import Rows, Where, beside, chosen
 from kvprobe.wording import few_clusters
 
 SHOWN = ("kept", "compacted", "in_place", "rebuilt", "control")
-"""Runs in tables and figures: `rebuilt` went idle right before the turn, `control` last before the compaction."""
+"""Runs in tables and figures: `rebuilt` went idle after the compaction, `control` last before it."""
 TURNS = {"all": AFTER, "new": AFTER[:1], "back": AFTER[1:]}
 """Turns after the compaction: all, the one that opens a new topic, those that ask back."""
 ENOUGH = 0.75
@@ -125,8 +125,7 @@ def findings_of(tables: Mapping[str, Rows]) -> Findings:
     scripted, early, unscripted = (samples[samples["reply"] == reply] for reply in ("scripted", "early", "own"))
     shown = over_compacted(scripted[scripted["run"].isin(SHOWN)])
     early = by_read(over_compacted(early))
-    rebuilds = scripted[scripted["arm"].str.startswith("rebuilt")]
-    rebuilds = rebuilds.assign(before=rebuilds["arm"].str.removeprefix("rebuilt").astype(int))
+    rebuilds = scripted.assign(before=rebuilt_before(scripted)).dropna(subset="before").astype({"before": int})
     grouped = [shown[shown["turn"].isin(turns)].assign(turns=name) for name, turns in TURNS.items()]
     findings = measure(
         # Questions that were asked early have no `turns`, and count in the slopes alone.
@@ -147,9 +146,15 @@ def findings_of(tables: Mapping[str, Rows]) -> Findings:
 
 
 def run_of(rows: Rows) -> Rows:
-    """The arm as SHOWN names it; other rebuilds keep their own name."""
-    fresh = (rows["arm"] == "rebuilt" + rows["turn"].astype(str)) & rows["turn"].isin(AFTER)
-    return rows["arm"].mask(fresh, "rebuilt").replace(f"rebuilt{CONTROLS[-1]}", "control")
+    """The arm as SHOWN names it; other rebuilds keep their own name. `rebuilt` is the run last rebuilt by a turn."""
+    before = rebuilt_before(rows)
+    last = before == before.groupby(rows["turn"]).transform("max")
+    return rows["arm"].mask(last & rows["turn"].isin(AFTER), "rebuilt").replace(f"rebuilt{CONTROLS[-1]}", "control")
+
+
+def rebuilt_before(rows: Rows) -> Rows:
+    """The turn before which an arm was rebuilt; NaN for one that was not, and where it is not told (`rebuilt`)."""
+    return rows["arm"].str.extract(r"^rebuilt(\d+)$", expand=False).astype(float)
 
 
 def over_compacted(rows: Rows) -> Rows:

@@ -15,6 +15,7 @@ class Config(Settings):
         contexts: different conversations; erasers are fitted on one half and tried on the other, and the reverse.
         codes: that each conversation is read with, its own.
         bands: bands that the layers are cut into.
+        apart: edit K alone and V alone, too, not only both.
         randoms: random subspaces beside each eraser.
         batch: conversations that are read side by side.
         seed: of codes and random subspaces.
@@ -23,6 +24,7 @@ class Config(Settings):
     contexts: int = ranged(16, 6, AVAILABLE_CONTEXTS)
     codes: int = ranged(24, 12, 10_000)
     bands: int = ranged(5, 1, 64)
+    apart: bool = True
     randoms: int = ranged(2, 1, 20)
     batch: int = ranged(32, 1)
 

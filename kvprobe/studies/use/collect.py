@@ -10,6 +10,7 @@ import pandas as pd
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kvprobe.cache.cache import KVCache
 from kvprobe.erasing.place_erasers import INLP, LEACE, RANDOM_0, Erasers, check_places, eraser_sizes
 from kvprobe.erasing.variants import Variants
 from kvprobe.experiments.parts import table_of_parts, tensor_parts
@@ -53,7 +54,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
 
     def effects(case: Coded) -> pd.DataFrame:
         scene = scene_of(case)
-        tables = [scene.measure(view, scene.cells(view, bands, config.randoms)) for view in VIEWS]
+        tables = [scene.measure(view, scene.cells(view, bands, config)) for view in VIEWS]
         return pd.concat(tables, ignore_index=True).assign(context=case.number, half=case.number % 2)
 
     samples = table_of_parts(run, cases, "effects", effects, doing="Erasing and exchanging", unit="conversation")
@@ -63,10 +64,9 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
         """The same edits at several strengths, at the place that the other half chose."""
         scene = scene_of(case)
         view, place, band, part = places[case.number % 2]
-        pairs = product((ERASE, SWAP), (LEACE, RANDOM_0, FULL))
-        wanted = [scene.cell(kind, place, name, band, bands[band], part) for kind, name in pairs]
-        tables = [scene.measure(view, wanted, strength).assign(strength=strength) for strength in STRENGTHS]
-        return pd.concat(tables, ignore_index=True).assign(context=case.number, half=case.number % 2)
+        edits = product((ERASE, SWAP), (LEACE, RANDOM_0, FULL), STRENGTHS)
+        wanted = [scene.cell(kind, place, name, band, bands[band], part, much) for kind, name, much in edits]
+        return scene.measure(view, wanted).assign(context=case.number, half=case.number % 2)
 
     return {
         "samples": samples,
@@ -89,14 +89,15 @@ def check(reads: Sequence[Mapping[str, Tensor]], erasers: tuple[Erasers, Erasers
 
 def replies(scene: Scene, case: Coded, layers: Sequence[int]) -> pd.DataFrame:
     """What the model replies, greedily, after edits of all layers, K and V."""
-    edits = product(VIEWS[IN_VIEW], (LEACE, RANDOM_0, FULL))
-    caches = {(place, name): scene.edited(scene.average, place, name, layers) for place, name in edits}
+    edits = [("", NOTHING), *product(VIEWS[IN_VIEW], (LEACE, RANDOM_0, FULL))]
+    caches = [scene.edited(scene.average, place, name, layers) if place else scene.base for place, name in edits]
     asked = scene.suffix[: len(scene.suffix) - scene.codes.shape[1] + 1]
-    rows = []
-    for (place, name), cache in {("", NOTHING): scene.base, **caches}.items():
-        reply = generate(scene.model.lanes, [asked], cache, max_new_tokens=NEW_TOKENS).texts[0]
-        rows.append({"context": case.number, "code": case.pair[0], "place": place, "name": name, "reply": reply})
-    return pd.DataFrame(rows)
+    said = generate(scene.model.lanes, [asked] * len(edits), KVCache.join(caches), max_new_tokens=NEW_TOKENS).texts
+    rows = zip(edits, said, strict=True)
+    return pd.DataFrame(
+        {"context": case.number, "code": case.pair[0], "place": place, "name": name, "reply": reply}
+        for (place, name), reply in rows
+    )
 
 
 def chosen_places(table: Rows) -> tuple[Chosen, Chosen]:

@@ -21,6 +21,7 @@ from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.inference.model import Model
 from kvprobe.patching import Cell
 from kvprobe.patching.code_answers import code_answers
+from kvprobe.studies.use import Config
 from kvprobe.studies.use.places import PLACES, places_of
 from kvprobe.tasks.passcode import Coded, conversation
 from kvprobe.text.tokens import Tokens
@@ -95,18 +96,21 @@ class Scene:
             self.base, source, self.erasers, PLACES, (place, name), slots, layers=layers, strength=strength
         )
 
-    def cell(self, kind: str, place: str, name: str, band: str, layers: tuple[int, ...], part: str) -> Cell:
-        labels = {"kind": kind, "place": place, "name": name, "band": band}
-        return Cell(layers, tuple(self.places[place]), part, content=f"{kind} {place} {name}", labels=labels)
+    def cell(
+        self, kind: str, place: str, name: str, band: str, layers: tuple[int, ...], part: str, strength: float = 1.0
+    ) -> Cell:
+        labels = {"kind": kind, "place": place, "name": name, "band": band, "strength": strength}
+        content = f"{kind} {place} {name} {strength}"
+        return Cell(layers, tuple(self.places[place]), part, content=content, labels=labels)
 
-    def cells(self, view: str, bands: Mapping[str, tuple[int, ...]], randoms: int) -> list[Cell]:
-        """What is edited: at all layers, K, V and both, every eraser and whole vectors, erased and exchanged; in each
-        band, the eraser and one random, erased. And the controls: every slot that a code can reach exchanged for the
-        donor's, and none."""
+    def cells(self, view: str, bands: Mapping[str, tuple[int, ...]], config: Config) -> list[Cell]:
+        """What is edited: at all layers, K and V, each alone and both, every eraser and whole vectors, erased and
+        exchanged; in each band, the eraser and one random, erased. And the controls: every slot that a code can reach
+        exchanged for the donor's, and none."""
         wanted = []
         for place in VIEWS[view]:
-            for part in (*PARTS, BOTH):
-                every = [LEACE, *(f"{RANDOM} {draw}" for draw in range(randoms)), FULL]
+            for part in (*PARTS, BOTH) if config.apart else (BOTH,):
+                every = [LEACE, *(f"{RANDOM} {draw}" for draw in range(config.randoms)), FULL]
                 for kind, names in ((ERASE, [*every, INLP]), (SWAP, every)):
                     wanted += [self.cell(kind, place, name, EVERY_LAYER, bands[EVERY_LAYER], part) for name in names]
                 names = [LEACE, RANDOM_0, *([FULL] if part == BOTH else [])]
@@ -115,19 +119,19 @@ class Scene:
                         wanted += [self.cell(ERASE, place, name, band, layers, part) for name in names]
         reached = tuple(slot for slots in self.places.values() for slot in slots)
         for content in (DONOR, ITSELF):
-            labels = {"kind": CONTROL, "place": "", "name": content, "band": EVERY_LAYER}
+            labels = {"kind": CONTROL, "place": "", "name": content, "band": EVERY_LAYER, "strength": 1.0}
             wanted.append(Cell(bands[EVERY_LAYER], reached, BOTH, content=content, labels=labels))
         return wanted
 
-    def measure(self, view: str, cells: Sequence[Cell], strength: float = 1.0) -> pd.DataFrame:
+    def measure(self, view: str, cells: Sequence[Cell]) -> pd.DataFrame:
         """What is answered with each cell of the cache holding something else; see `code_answers`."""
         contents = {DONOR: self.donor, ITSELF: self.base}
         layers = sorted({layer for cell in cells for layer in cell.layers})
         for cell in cells:
             if cell.content not in contents:
                 source = self.average if cell.labels["kind"] == ERASE else self.donor
-                place, name = str(cell.labels["place"]), str(cell.labels["name"])
-                contents[cell.content] = self.edited(source, place, name, layers, strength)
+                place, name, strength = str(cell.labels["place"]), str(cell.labels["name"]), cell.labels["strength"]
+                contents[cell.content] = self.edited(source, place, name, layers, float(strength))
         base, donor = (self.seen(cache, view) for cache in (self.base, self.donor))
         rows = code_answers(self.model.lanes, base, donor, contents, cells, self.suffix, self.codes)
         return rows.assign(view=view)
