@@ -30,7 +30,7 @@ from tests.refusals import refused
 from tests.studies.runs import every, whole_run
 from tests.tasks.made_up import short_contexts
 
-SMALL = Config(contexts=8, codes=12, bands=2, randoms=2, batch=5)
+SMALL = Config(contexts=8, codes=12, bands=2, randoms=1, batch=5)
 CONTEXTS = short_contexts(8, longer="so ")
 
 

@@ -153,7 +153,7 @@ def run_of(rows: Rows) -> Rows:
 
 
 def rebuilt_before(rows: Rows) -> Rows:
-    """The turn before which an arm was rebuilt; NaN for one that was not, and where it is not told (`rebuilt`)."""
+    """The turn before which an arm was rebuilt; NaN for one that was not, and for `rebuilt`, which does not say."""
     return rows["arm"].str.extract(r"^rebuilt(\d+)$", expand=False).astype(float)
 
 
