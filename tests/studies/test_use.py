@@ -19,7 +19,7 @@ from kvprobe.inference.model import Model
 from kvprobe.studies.use import Config, effects
 from kvprobe.studies.use.collect import chosen_places
 from kvprobe.studies.use.conclude import NEAR, SITES, conclude
-from kvprobe.studies.use.effects import BOTH, CONTROL, DONOR, ERASE, FULL, IN_VIEW, ITSELF, STRENGTHS, SWAP, VIEWS
+from kvprobe.studies.use.effects import BOTH, CONTROL, DONOR, ERASE, FULL, IN_VIEW, ITSELF, SWAP, VIEWS
 from kvprobe.studies.use.places import PLACES, cases_of, places_of, read_case
 from kvprobe.studies.use.study import STUDY
 from kvprobe.tasks import passcode
@@ -30,7 +30,7 @@ from tests.refusals import refused
 from tests.studies.runs import every, whole_run
 from tests.tasks.made_up import short_contexts
 
-SMALL = Config(contexts=8, codes=12, bands=2, randoms=1, batch=5)
+SMALL = Config(contexts=8, codes=12, bands=2, randoms=1, strengths=(0.0, 1.0), batch=5)
 CONTEXTS = short_contexts(8, longer="so ")
 
 
@@ -68,7 +68,7 @@ def test_a_run_holds_every_table_and_figure_and_its_controls(finished: Run):
     samples, conclusion = finished.df(), Conclusion.of(finished.metrics)
     assert set(samples["view"]) == set(VIEWS)
     assert len(conclusion.findings.where("beyond")) == len(SITES) * (SMALL.bands + 1) * 3
-    assert len(finished.df("doses")) == SMALL.contexts * len(STRENGTHS) * 2 * 3
+    assert len(finished.df("doses")) == SMALL.contexts * len(SMALL.strengths) * 2 * 3
     assert len(finished.df("replies")) == len(conclusion.facts["replies"])
 
 
@@ -129,7 +129,7 @@ def made_up(lost: Lost, rng: np.random.Generator, contexts: int = 16, way: float
     replies = every(context=[0], code=["48213"], place=["code"], name=[LEACE, RANDOM_0], reply=["It is the. Well"])
     tables = {
         "samples": edits(pd.concat(samples, ignore_index=True), lost, rng, way),
-        "doses": edits(every(**chosen, name=(LEACE, RANDOM_0, FULL), strength=STRENGTHS), lost, rng, way),
+        "doses": edits(every(**chosen, name=(LEACE, RANDOM_0, FULL), strength=Config().strengths), lost, rng, way),
         "probes": probes.assign(accuracy=rng.binomial(120, reads.where(probes["state"] == LEACE, 0.7)) / 120),
         "erasers": every(**site, name=(LEACE, RANDOM_0, INLP)).assign(rank=26.0, share=0.4, width=192),
         "replies": replies,
@@ -182,7 +182,9 @@ def test_few_conversations_decide_nothing_and_are_warned_of(tmp_path: Path):
 def test_a_step_is_claimed_where_more_erasure_takes_more_and_random_draws_count_once():
     findings = example()[1].findings
     claims = {step.keys["strength"]: STUDY.claim(findings, "step", **step.keys) for step in findings.where("step")}
-    assert claims == dict.fromkeys(STRENGTHS[1:5], "takes more") | dict.fromkeys(STRENGTHS[5:], "not detected")
+    assert claims == dict.fromkeys(Config().strengths[1:5], "takes more") | dict.fromkeys(
+        Config().strengths[5:], "not detected"
+    )
     assert findings.finding("used", site="code").comparisons == len(SITES)
     (drawn,) = findings.where("lost", site="code", edit="random", band=EVERY_LAYER, part=BOTH)
     assert drawn.value.clusters == 16

@@ -17,6 +17,7 @@ class Config(Settings):
         bands: bands that the layers are cut into.
         apart: edit K alone and V alone, too, not only both.
         randoms: random subspaces beside each eraser.
+        strengths: of the edits whose dose and response are measured; 0 is no edit, 1 all that is erased or exchanged.
         batch: conversations that are read side by side.
         seed: of codes and random subspaces.
     """
@@ -26,6 +27,7 @@ class Config(Settings):
     bands: int = ranged(5, 1, 64)
     apart: bool = True
     randoms: int = ranged(2, 1, 20)
+    strengths: tuple[float, ...] = ranged((0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0), 0, 10)
     batch: int = ranged(32, 1)
 
 

@@ -19,7 +19,7 @@ from kvprobe.faults.scope import EVERY_LAYER, named_bands
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.studies.use import Config
-from kvprobe.studies.use.effects import ERASE, FULL, IN_VIEW, STRENGTHS, SWAP, VIEWS, Scene
+from kvprobe.studies.use.effects import ERASE, FULL, IN_VIEW, SWAP, VIEWS, Scene
 from kvprobe.studies.use.places import DIGITS, PLACES, cases_of, fit_halves, read_case
 from kvprobe.tasks.passcode import Coded
 from kvprobe.tidy import Rows
@@ -64,7 +64,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
         """The same edits at several strengths, at the place that the other half chose."""
         scene = scene_of(case)
         view, place, band, part = places[case.number % 2]
-        edits = product((ERASE, SWAP), (LEACE, RANDOM_0, FULL), STRENGTHS)
+        edits = product((ERASE, SWAP), (LEACE, RANDOM_0, FULL), config.strengths)
         wanted = [scene.cell(kind, place, name, band, bands[band], part, much) for kind, name, much in edits]
         return scene.measure(view, wanted).assign(context=case.number, half=case.number % 2)
 

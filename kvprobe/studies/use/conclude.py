@@ -4,7 +4,7 @@ answer, and what probes still read.
 Each conversation is a cluster; its random subspaces are averaged before anything else.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from kvprobe.erasing.place_erasers import INLP, LEACE, RANDOM, RANDOM_0
@@ -17,7 +17,7 @@ from kvprobe.report.findings import Findings
 from kvprobe.stats import SHARE
 from kvprobe.studies.use import Config
 from kvprobe.studies.use.collect import chosen_places
-from kvprobe.studies.use.effects import BOTH, CONTROL, DONOR, ERASE, ITSELF, SITES, STRENGTHS, SWAP
+from kvprobe.studies.use.effects import BOTH, CONTROL, DONOR, ERASE, ITSELF, SITES, SWAP
 from kvprobe.studies.use.places import DIGITS, SHRINKAGE, cases_of
 from kvprobe.tasks.passcode import conversation
 from kvprobe.tidy import Rows, Where, beside
@@ -52,18 +52,6 @@ OF_EDITS = (
 OF_DOSES = (
     Mean(name="dose", of="lost", by=("kind", "edit", "strength"), where=ERASED, unit=NATS),
     Ratio(name="dose", of="moved", over="way", by=("kind", "edit", "strength"), where=SWAPPED),
-    *(
-        Difference(
-            name="step",
-            of="lost",
-            where={**ERASED, **ALONG, "strength": more},
-            less={**ERASED, **ALONG, "strength": less},
-            keys={"strength": more},
-            unit=NATS,
-            together=(),
-        )
-        for less, more in pairwise(STRENGTHS)
-    ),
 )
 OF_PROBES = (
     HeldOut(name="read", of="accuracy", by=PROBED, within=SHARE),
@@ -76,7 +64,8 @@ def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclu
     """Findings, controls and facts of a run."""
     edits, probes = prepared(tables["samples"]), tables["probes"].rename(columns={"context": "sample"})
     probes = probes.assign(state=probes["state"].replace({RANDOM_0: RANDOM}))
-    findings = measure(edits, OF_EDITS, (prepared(tables["doses"]), OF_DOSES), (probes, OF_PROBES))
+    of_doses = (*OF_DOSES, *steps(config.strengths))
+    findings = measure(edits, OF_EDITS, (prepared(tables["doses"]), of_doses), (probes, OF_PROBES))
     # Where two runs hardly differ, a share of their difference means nothing.
     ways = tuple(way.keys["view"] for way in findings.where("way") if way.value.above())
     turned = Ratio(name="turned", of="moved", over="way", by=EDIT, where={**SWAPPED, "view": ways})
@@ -100,6 +89,21 @@ def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclu
     }
     held = list(controls(findings, edits, model.round_off))
     return Conclusion(findings, held, facts, few_clusters(count, "conversations"))
+
+
+def steps(strengths: Sequence[float]) -> Iterator[Difference]:
+    """What LEACE takes at each strength beyond the one before it."""
+    for less, more in pairwise(strengths):
+        erased: Where = {**ERASED, **ALONG}
+        yield Difference(
+            name="step",
+            of="lost",
+            where={**erased, "strength": more},
+            less={**erased, "strength": less},
+            keys={"strength": more},
+            unit=NATS,
+            together=(),
+        )
 
 
 def prepared(table: Rows) -> Rows:

@@ -42,7 +42,6 @@ ERASE, SWAP, CONTROL = "erase", "swap", "control"
 DONOR, ITSELF = "donor", "itself"
 FULL = "full"
 """The whole vectors, beside which any subspace is judged."""
-STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 
 
 @dataclass(frozen=True)
@@ -113,10 +112,9 @@ class Scene:
                 every = [LEACE, *(f"{RANDOM} {draw}" for draw in range(config.randoms)), FULL]
                 for kind, names in ((ERASE, [*every, INLP]), (SWAP, every)):
                     wanted += [self.cell(kind, place, name, EVERY_LAYER, bands[EVERY_LAYER], part) for name in names]
-                names = [LEACE, RANDOM_0, *([FULL] if part == BOTH else [])]
                 for band, layers in bands.items():
                     if band != EVERY_LAYER:
-                        wanted += [self.cell(ERASE, place, name, band, layers, part) for name in names]
+                        wanted += [self.cell(ERASE, place, name, band, layers, part) for name in (LEACE, RANDOM_0)]
         reached = tuple(slot for slots in self.places.values() for slot in slots)
         for content in (DONOR, ITSELF):
             labels = {"kind": CONTROL, "place": "", "name": content, "band": EVERY_LAYER, "strength": 1.0}
