@@ -66,7 +66,7 @@ def test_the_shell_completes_commands_and_presets(tmp_path: Path):
     done = subprocess.run(command, env=place, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (script,) = [path for path in tmp_path.rglob("*") if path.is_file() and path.name == "kvprobe"]
-    asked = f"source {script}; COMP_WORDS=(kvprobe run leakage-q); COMP_CWORD=2; _kvprobe; echo ${{COMPREPLY[@]}}"
+    asked = f"source {script}; COMP_WORDS=(kvprobe run leakage-qui); COMP_CWORD=2; _kvprobe; echo ${{COMPREPLY[@]}}"
     replied = subprocess.run(["bash", "-c", asked], env=place, capture_output=True, text=True, check=False)
     assert replied.stdout.split() == ["leakage-quick"], replied.stderr
 

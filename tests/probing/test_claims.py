@@ -212,6 +212,18 @@ def test_the_same_generator_gives_the_same_claim(probings: dict[str, Probing]):
     assert again.summary.equals(probings["shared"].summary)
 
 
+def test_folds_do_not_depend_on_which_sites_were_chosen():
+    """Where sites tie, rounding chooses, and no machine may have other folds for that."""
+    read = []
+    for seed in range(4):  # of noise, so that each chooses its own sites
+        tensor = torch.randn(len(HOMES), 9, 2, 8, generator=torch.Generator().manual_seed(seed))
+        features = Features.of_read_outs({"v": tensor}, np.arange(len(HOMES)), labels(), HOMES, TARGET)
+        read.append(probe_features(features, {}, folds=3, permutations=0, rng=np.random.default_rng(0)))
+    for split in read[0].picks:
+        assert all((other.right[split, "majority"] == read[0].right[split, "majority"]).all() for other in read)
+    assert len({len(set(probing.picks["random"])) for probing in read}) > 1
+
+
 def test_a_claim_names_what_was_read_and_above_which_floor(probings: dict[str, Probing]):
     said = str(probings["shared"]).splitlines()
     assert [line.split(":")[0] for line in said] == ["random", "leave-context-out", "paired"]
