@@ -1,0 +1,115 @@
+"""How many tokens a second a user may expect: kvprobe beside transformers on the same weights, and beside llama.cpp on
+the same file.
+
+    pip install 'kvprobe[benchmark]'
+    python benchmarks/engines.py --model qwen2.5-coder-0.5b
+
+kvprobe and transformers compute in float32 and must give the same tokens. llama.cpp keeps the weights quantised and
+rounds activations to 8 bits, so its tokens may part from theirs; after how many is printed.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from urllib.request import Request, urlopen
+
+import torch
+
+import kvprobe as kv
+from kvprobe.inference.generate import generate
+from kvprobe.models.catalogue import gguf_of
+from kvprobe.text.tokens import Tokens
+
+READ, SAID = 512, 32
+ROWS = (1, 4, 16)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    threads = len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    model = kv.load(arguments.model)
+    prompt = torch.randint(5, 20_000, (READ,), generator=torch.Generator().manual_seed(0)).tolist()
+    print(f"{model.name}, {threads} threads, best of {arguments.repeats}: {READ} tokens read, {SAID} said\n")
+    print(f"{'':34}{'read, tokens/s':>16}{'said, tokens/s':>16}")
+
+    def row(name: str, read: float, said: float) -> None:
+        print(f"{name:34}{read:16.0f}{said:16.1f}", flush=True)
+
+    ids = torch.tensor([prompt])
+    past = model.prefill(Tokens.of(prompt[:-1]))
+    last = Tokens.of(prompt[-1:]).shifted(READ - 1)
+    said: dict[str, list[int]] = {}
+
+    def ours(rows: int) -> None:
+        said["kvprobe"] = list(
+            generate(model.lanes, [last] * rows, past.fork(rows), max_new_tokens=SAID, stop=()).tokens[0]
+        )
+
+    bare: Any = model.lanes.plain
+
+    def theirs(count: int) -> None:
+        mask = torch.ones_like(ids)
+        how = {"attention_mask": mask, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        said["transformers"] = bare.generate(ids, max_new_tokens=count, **how)[0, READ:].tolist()
+
+    reading = best(lambda: model.prefill(Tokens.of(prompt)), arguments.repeats)
+    for rows in ROWS:
+        taken = best(lambda rows=rows: ours(rows), arguments.repeats)
+        row(f"kvprobe, {rows} row{'s' * (rows > 1)}", READ / reading, rows * SAID / taken)
+    read = best(lambda: theirs(1), arguments.repeats)
+    whole = best(lambda: theirs(SAID), arguments.repeats)
+    row("transformers, 1 row", READ / read, (SAID - 1) / (whole - read))
+    assert said["kvprobe"] == said["transformers"]
+
+    answers = llama(arguments.model, prompt, threads, arguments.repeats)
+    row("llama.cpp, 1 row", *(max(each["timings"][what] for each in answers) for what in SPEEDS))
+    tokens = answers[0]["tokens"]
+    same = [one == other for one, other in zip(tokens, said["kvprobe"], strict=True)]
+    print(f"\nllama.cpp says the same first {[*same, False].index(False)} of {SAID} tokens.")
+
+
+SPEEDS = ("prompt_per_second", "predicted_per_second")
+
+
+def best(run: Callable[[], object], repeats: int) -> float:
+    """Seconds of the fastest of several runs, after one that warms up."""
+    taken = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - start)
+    return min(taken[1:])
+
+
+def llama(name: str, prompt: list[int], threads: int, repeats: int) -> list[dict[str, Any]]:
+    """What llama.cpp answers to each of several requests for the same prompt."""
+    library: Any = import_module("xllamacpp")
+    with TemporaryDirectory() as folder:
+        params = library.CommonParams()
+        params.model.path, params.n_ctx = str(gguf_of(name, Path(folder))), READ + SAID + 8
+        params.verbosity = -1
+        params.n_parallel, params.cpuparams.n_threads = 1, threads
+        server = library.Server(params)
+        asked = {"prompt": prompt, "n_predict": SAID, "temperature": 0, "cache_prompt": False}
+        asked |= {"ignore_eos": True, "return_tokens": True}
+        body = json.dumps(asked).encode()
+        address = f"{server.listening_address}/completion"
+        answers = []
+        for _ in range(repeats):
+            with urlopen(Request(address, body, {"Content-Type": "application/json"})) as reply:
+                answers.append(json.load(reply))
+        return answers
+
+
+if __name__ == "__main__":
+    main()
