@@ -10,27 +10,29 @@ import pytest
 
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
+from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.studies.reliance import Config
-from kvprobe.studies.reliance.collect import Source
+from kvprobe.studies.reliance.collect import EXCHANGED, Source
 from kvprobe.studies.reliance.study import STUDY, conclude
 from kvprobe.tasks.stated_twice import Word
 from tests import models
 from tests.experiments.made_up import answer_of
-from tests.studies.runs import whole_run
+from tests.studies.runs import every, whole_run
 
-SMALL, ALL = Config(contexts=2), Config()
+SMALL, ALL = Config(contexts=2, bands=2), Config()
 CONVERSATIONS = 12
 
 
 @pytest.fixture(scope="module")
 def finished(root: Path) -> Run:
-    return whole_run(STUDY, SMALL, models.any_model(), root, [True])
+    return whole_run(STUDY, SMALL, models.any_model(), root, [True, True])
 
 
 def test_a_run_shows_everything(finished: Run):
     findings = Conclusion.of(finished.metrics).findings
     assert {claim.finding for claim in STUDY.claims} <= set(findings.names)
     assert len(findings.where("logprob")) == 3 * 3 * 2
+    assert len(findings.where("undone")) == (SMALL.bands + 1) * len(EXCHANGED)
 
 
 def test_retained_summaries_differ_by_what_was_in_view_and_recomputed_ones_do_not(finished: Run):
@@ -50,9 +52,9 @@ def made_up(
     shown: Number = lambda case: 1.0 + 0.1 * (case % 2),
     lost: Number = lambda case: -1.0 - 0.1 * (case % 2),
     off: Number = lambda _: 0.0,
-) -> pd.DataFrame:
+) -> dict[str, pd.DataFrame]:
     """What retaining gains: of the summary's answer by source; of the other answer where the turns stated it, and where
-    they stated the summary's."""
+    they stated the summary's. Half of it sits in K of layers 0–1, the other in V of all layers."""
     rows = []
     for case in range(CONVERSATIONS):
         for source, gain in zip(get_args(Source), (own, other, unrelated), strict=True):
@@ -64,14 +66,16 @@ def made_up(
                 for state, value in (("view", 0.0), ("retained", level + more), ("recomputed", alone)):
                     row = {"source": source, "state": state, "word": word, "logprob": value}
                     rows.append({**row, "context": case})
-    return pd.DataFrame(rows)
+    held = every(context=range(CONVERSATIONS), band=("0–1", "2–3", EVERY_LAYER), part=EXCHANGED)
+    parts = (held["part"] != "V").astype(int) * (held["band"] != "2–3") + (held["part"] != "K")
+    return {"samples": pd.DataFrame(rows), "exchanged": held.assign(undone=-parts * held["context"].map(own) / 2)}
 
 
 ALIKE: dict[str, Number] = {"unrelated": lambda _: 0.0, "lost": lambda _: 0.0}
 
 
-def concluded(rows: pd.DataFrame) -> Conclusion:
-    return conclude(rows, ALL, models.any_model())
+def concluded(tables: dict[str, pd.DataFrame]) -> Conclusion:
+    return conclude(tables, ALL, models.any_model())
 
 
 def example() -> tuple[Config, Conclusion]:
@@ -98,7 +102,10 @@ def test_planted_numbers_are_found():
     assert findings.at("general").mean == pytest.approx(-1.05)
     assert findings.at("gain", source="own", word="margin").mean == pytest.approx((own - lost).mean())
     assert findings.at("gain", source="other", word="other").mean == pytest.approx(1.05)
-    assert {findings.finding(claim.finding).comparisons for claim in STUDY.claims} == {4}
+    assert findings.at("undone", band="0–1", part="K").mean == pytest.approx(-own.mean() / 2)
+    assert STUDY.claim(findings, "undone", band="2–3", part="K") == "not detected"
+    assert STUDY.claim(findings, "undone", band=EVERY_LAYER, part="KV") == "gives back"
+    assert {findings.finding(claim.finding).comparisons for claim in STUDY.claims[:4]} == {4}
 
 
 @pytest.mark.parametrize(
@@ -115,5 +122,7 @@ def test_the_answer_follows_the_intervals(rows: dict[str, Number], expected: str
 
 
 def test_the_control_fails_where_it_should():
-    holds = [concluded(made_up(off=off)).controls[0].holds for off in (lambda _: 0.0, lambda case: case / 100)]
-    assert holds == [True, False]
+    sound, off = made_up(), made_up(off=lambda case: case / 100)
+    apart = sound | {"exchanged": sound["exchanged"].assign(undone=0.0)}
+    holds = [[control.holds for control in concluded(tables).controls] for tables in (sound, off, apart)]
+    assert holds == [[True, True], [False, True], [True, False]]

@@ -2,16 +2,23 @@
 
 What a summary states is asked for. The turns that it was read after state it too (`own`), state another answer in
 its place (`other`), or speak of something else (`unrelated`). The words of the summary are the same in all three.
+Where the turns stated it too, K or V of the retained summaries is then exchanged for what was computed again, a band of
+layers at a time.
 """
 
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Literal, get_args
 
 import pandas as pd
 
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
+from kvprobe.faults.scope import named_bands
 from kvprobe.inference.forced import given_answer
 from kvprobe.inference.model import Model
+from kvprobe.patching.metrics import LogProb
+from kvprobe.patching.patch_sweep import patch_sweep
 from kvprobe.policies import RestartInPlace
 from kvprobe.studies.compaction.arms import HIDDEN_SEGMENTS
 from kvprobe.studies.reliance import Config
@@ -19,18 +26,27 @@ from kvprobe.tasks.compaction import unrelated
 from kvprobe.tasks.passcode import contexts
 from kvprobe.tasks.stated_twice import StatedTwice, Word, stated_twice
 
+EXCHANGED = ("K", "V", "KV")
 Source = Literal["own", "other", "unrelated"]
 
 
-def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
-    """Rows of `logprob`, in nats, of each answer (`word`), by what was in view (`source`) and what was done about it
-    (`state`): nothing (`view`), the turns masked (`retained`), or the summaries computed again (`recomputed`)."""
-    cases = stated_twice(config.contexts)
-    doing, unit = "Asking after summaries", "conversation"
-    return table_of_parts(run, cases, "answers", lambda case: measure(model, case), doing=doing, unit=unit)
+def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
+    """Two tables of log-probabilities, in nats.
+
+    `samples`: `logprob` of each answer (`word`), by what was in view (`source`) and what was done about it (`state`):
+    nothing (`view`), the turns masked (`retained`), or the summaries computed again (`recomputed`). `exchanged`: the
+    summary's answer, where the turns stated it too, by `band` and `part`: `undone` is what the exchange adds to it.
+    """
+    bands = named_bands(model.geometry.n_layers, config.bands)
+    cases, doing, unit = stated_twice(config.contexts), "Asking after summaries", "conversation"
+    rows = table_of_parts(run, cases, "answers", lambda case: measure(model, case, bands), doing=doing, unit=unit)
+    whole = rows["band"].isna()
+    samples = rows.loc[whole, ["source", "state", "word", "logprob", "context"]].reset_index(drop=True)
+    return {"samples": samples, "exchanged": rows.loc[~whole, ["band", "part", "undone", "context"]]}
 
 
-def measure(model: Model, case: StatedTwice) -> pd.DataFrame:
+def measure(model: Model, case: StatedTwice, bands: Mapping[str, Sequence[int]]) -> pd.DataFrame:
+    """The rows of both tables of one conversation."""
     number = contexts().index(case.context)
     others = contexts()[number + 1 :] + contexts()[:number]
     rows = []
@@ -52,4 +68,11 @@ def measure(model: Model, case: StatedTwice) -> pd.DataFrame:
                 answer = tokens.ids[begins : tokens.part("answer").stop]
                 logprob = given_answer(model, left, tokens[ask:begins], answer).log_prob
                 rows.append({"source": source, "state": state, "word": word, "logprob": logprob})
+        if source == "own":
+            answer = whole["own"].part("answer")
+            metric, asked = LogProb.of(whole["own"].ids[answer]), whole["own"][ask : answer.stop - 1]
+            caches, over = (states["retained"], states["recomputed"]), {"band": list(bands.values())}
+            swept = patch_sweep(model, *caches, asked, metric, over, parts=EXCHANGED, progress=False)
+            for (band, part), undone in zip(product(bands, EXCHANGED), swept.effect.tolist(), strict=True):
+                rows.append({"band": band, "part": part, "undone": undone})
     return pd.DataFrame(rows).assign(context=number)

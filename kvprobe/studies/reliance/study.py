@@ -1,11 +1,13 @@
 """The reliance study: its estimands and its declaration."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
 
 from kvprobe.experiments.estimands import HEADLINE, Difference, Estimand, Mean, measure
 from kvprobe.experiments.study import Claim, Conclusion, Control, Study
+from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
 from kvprobe.report.plots.lines import Lines, Style
@@ -40,16 +42,24 @@ LEVELS: tuple[Estimand, ...] = (
 )
 
 
-def conclude(rows: Rows, config: Config, model: Model) -> Conclusion:
+UNDONE: tuple[Estimand, ...] = (
+    Mean(name="undone", of="undone", by=("band", "part"), cluster="context", unit="nats", together=()),
+)
+"""What is added to the log-probability of the summary's answer where the turns stated it too."""
+
+
+def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
     """Findings and facts of a run."""
+    rows, exchanged = tables["samples"], tables["exchanged"]
     first = stated_twice(config.contexts)[0]
     shown = {
         "chat": chat_record(first.talk("own", "own"), masked=HIDDEN_SEGMENTS),
         **first.answers,
         "contexts": int(rows["context"].nunique()),
     }
-    findings = measure(rows, LEVELS, (gains(rows), GAINS))
-    return Conclusion(findings, [same_alone(rows, model)], shown, few_clusters(shown["contexts"], "conversations"))
+    findings = measure(rows, LEVELS, (gains(rows), GAINS), (exchanged, UNDONE))
+    controls = [same_alone(rows, model), whole_exchanged(rows, exchanged, model)]
+    return Conclusion(findings, controls, shown, few_clusters(shown["contexts"], "conversations"))
 
 
 def same_alone(rows: Rows, model: Model) -> Control:
@@ -61,6 +71,18 @@ def same_alone(rows: Rows, model: Model) -> Control:
         f"Computed again, the summaries are the same whatever was hidden: log-probabilities differ by at most "
         f"{off:.1e} of the largest (allowed: {model.round_off:.1e}).",
         off <= model.round_off,
+    )
+
+
+def whole_exchanged(rows: Rows, exchanged: Rows, model: Model) -> Control:
+    """Where K and V of all layers are exchanged, the retained summaries are the recomputed ones."""
+    whole = exchanged[(exchanged["band"] == EVERY_LAYER) & (exchanged["part"] == "KV")].set_index("context")["undone"]
+    asked = rows[(rows["source"] == "own") & (rows["word"] == "own")].set_index(["state", "context"])["logprob"]
+    off = float((whole + asked["retained"] - asked["recomputed"]).abs().max() / asked.abs().max())
+    return Control(
+        f"Exchanged in all layers, K and V give what the recomputed summaries give: log-probabilities differ by at "
+        f"most {off:.1e} of the largest (allowed: {10 * model.round_off:.1e}).",
+        off <= 10 * model.round_off,
     )
 
 
@@ -96,6 +118,18 @@ STUDY = Study(
             caption="Log-probability of an answer, and the margin between the two, after the retained summary less "
             "those after the recomputed one. 95 % intervals over conversations.",
         ),
+        Lines(
+            file="undone_by_band",
+            finding="undone",
+            x="band",
+            x_label="layers",
+            y_label="gain by the exchange (nats)",
+            line="part",
+            styles={"K": Style("#0072b2"), "V": Style("#d55e00", "s"), "KV": Style("#009e73", "D")},
+            caption="Log-probability of the summary's answer, where the hidden turns stated it too, after K or V of "
+            "some layers of the retained summaries was exchanged for what was computed again, less that before. 95 % "
+            "intervals over conversations.",
+        ),
     ),
     claims=(
         Claim("worse", above="raises", below="lowers", unclear="does not detectably change"),
@@ -117,10 +151,13 @@ STUDY = Study(
             below="loses too, so that something is at work that is neither",
             unclear="does not detectably lose",
         ),
+        Claim("undone", above="gives back", below="takes more"),
     ),
     labels={
         "source": {"own": "the same answer", "other": "another answer", "unrelated": "something else"},
         "word": {"own": "the summary's answer", "other": "the other answer", "margin": "the margin"},
+        "band": {EVERY_LAYER: "all"},
+        "part": {"KV": "K and V"},
         "state": {"view": "in view", "retained": "hidden, summary retained", "recomputed": "hidden, recomputed"},
     },
 )
