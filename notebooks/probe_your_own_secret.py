@@ -88,7 +88,7 @@ kv.probe(model, design, at="reply", hide=["secret"], families=["v"], folds=4, pe
 
 # %% [markdown]
 # **Reading.** The animal can be read from the values of `recall` in known conversations, and along directions that
-# conversations share. For conversations that the probe has never seen, ten contexts barely decide it. The model makes
+# conversations share. For conversations that the probe has never seen, ten contexts do not decide it. The model makes
 # little use of it: its margin is a small part of what it is with everything in view, and it names the right animal no
 # more often than after a restart. Where nothing can have leaked, nothing is detected.
 #

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import huggingface_hub
+import numpy as np
 import psutil
 import torch
 import transformers
@@ -158,7 +159,6 @@ def _stored(name: str, gguf: Callable[[Path], Path]) -> Path:
 
 def _dequantise(gguf: Path, folder: Path) -> Path:
     """Write the weights and tokenizer of a GGUF file to `folder` as float32 safetensors."""
-    import numpy as np
     from gguf import GGUFReader
 
     class Reader(GGUFReader):

@@ -90,7 +90,6 @@ def test_the_place_of_a_half_is_chosen_on_the_other():
 
 Lost = Callable[[str, str, float], float]
 """Nats that are lost at a site to an edit of this strength."""
-BANDS = (EVERY_LAYER, "0–1", "2–3")
 NAMES = (LEACE, RANDOM_0, "random 1", FULL)
 
 
@@ -118,7 +117,8 @@ def made_up(lost: Lost, rng: np.random.Generator, contexts: int = 16, way: float
     where = {**case, "at": list(SITES), "part": (*PARTS, BOTH)}
     controls = {"at": [(view, "") for view in VIEWS], "kind": [CONTROL], "name": [ITSELF, DONOR]}
     samples = [
-        every(**where, kind=[ERASE], band=BANDS, name=(*NAMES, INLP)),
+        every(**where, kind=[ERASE], band=[EVERY_LAYER], name=(*NAMES, INLP)),
+        every(**where, kind=[ERASE], band=("0–1", "2–3"), name=(LEACE, RANDOM_0)),
         every(**where, kind=[SWAP], band=[EVERY_LAYER], name=NAMES),
         every(**case, **controls, band=[EVERY_LAYER], part=[BOTH]),
     ]
@@ -126,13 +126,12 @@ def made_up(lost: Lost, rng: np.random.Generator, contexts: int = 16, way: float
     site: Any = {"place": list(PLACES), "part": PARTS}
     probes = every(**site, layer=range(3), **case, state=(INTACT, LEACE, RANDOM_0, INLP), probe=(SAME, ANEW))
     reads = probes["probe"].map({SAME: left.get("same", 0.1), ANEW: left.get("anew", 0.4)})
-    replies = every(context=[0], code=["48213"], place=["code"], name=[LEACE, RANDOM_0], reply=["It is the. Well"])
     tables = {
         "samples": edits(pd.concat(samples, ignore_index=True), lost, rng, way),
         "doses": edits(every(**chosen, name=(LEACE, RANDOM_0, FULL), strength=Config().strengths), lost, rng, way),
         "probes": probes.assign(accuracy=rng.binomial(120, reads.where(probes["state"] == LEACE, 0.7)) / 120),
         "erasers": every(**site, name=(LEACE, RANDOM_0, INLP)).assign(rank=26.0, share=0.4, width=192),
-        "replies": replies,
+        "replies": every(context=[0], code=["48213"], place=["code"], name=[LEACE, RANDOM_0], reply=["It is the."]),
     }
     return conclude(tables, Config(), any_model())
 
@@ -182,9 +181,7 @@ def test_few_conversations_decide_nothing_and_are_warned_of(tmp_path: Path):
 def test_a_step_is_claimed_where_more_erasure_takes_more_and_random_draws_count_once():
     findings = example()[1].findings
     claims = {step.keys["strength"]: STUDY.claim(findings, "step", **step.keys) for step in findings.where("step")}
-    assert claims == dict.fromkeys(Config().strengths[1:5], "takes more") | dict.fromkeys(
-        Config().strengths[5:], "not detected"
-    )
+    assert claims == {more: "takes more" if more <= 1 else "not detected" for more in Config().strengths[1:]}
     assert findings.finding("used", site="code").comparisons == len(SITES)
     (drawn,) = findings.where("lost", site="code", edit="random", band=EVERY_LAYER, part=BOTH)
     assert drawn.value.clusters == 16

@@ -17,7 +17,8 @@ class Config(Settings):
         bands: bands that the layers are cut into.
         apart: edit K alone and V alone, too, not only both.
         randoms: random subspaces beside each eraser.
-        strengths: of the edits whose dose and response are measured; 0 is no edit, 1 all that is erased or exchanged.
+        strengths: of the edits whose dose and response are measured; 0 is no edit, 1 all that is
+            erased or exchanged. What LEACE takes at each is held against the one before it.
         batch: conversations that are read side by side.
         seed: of codes and random subspaces.
     """

@@ -1,0 +1,194 @@
+"""Draw the figures of docs/results/sizes.md: the same questions, asked of models of three sizes.
+
+    python figures/sizes.py [FOLDER]
+
+Takes numbers from the finished runs of the presets below in FOLDER (runs by default), each under its preset's name:
+`kvprobe run PRESET --name PRESET`. Where there is none, those of docs/results/runs/sizes.csv stay; its rows of
+`compaction` and `compaction-qwen0.5b` are copied from docs/results/caching-key.md.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import matplotlib
+import pandas as pd
+
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.settings import as_mapping, from_mapping
+from kvprobe.experiments.study import Conclusion
+from kvprobe.policies.catalogue import CATALOGUE
+from kvprobe.presets import presets
+from kvprobe.report.findings import Finding, Findings
+from kvprobe.report.plots import save
+from kvprobe.report.plots.dots import Dots, Panel
+from kvprobe.report.plots.lines import Style
+from kvprobe.stats import Estimate
+from kvprobe.studies import find
+from kvprobe.studies.compaction.reading import PAIRS
+from kvprobe.tidy import Key
+
+GALLERY = Path(__file__).resolve().parent
+TABLE = GALLERY.parent / "docs" / "results" / "runs" / "sizes.csv"
+STYLES = {
+    "SmolLM2 135M": Style("#56b4e9"),
+    "Qwen2.5-Coder 0.5B": Style("#0072b2", "s"),
+    "Qwen2.5-Coder 1.5B": Style("#332288", "D"),
+}
+VALUES = tuple(asdict(Estimate(0.0)))
+"""Columns of the table that hold a number and its interval."""
+SUFFIXES = ("quick", "qwen0.5b", "qwen1.5b")
+"""Of the presets of each of these models, unless SmolLM2 has one of its own."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A panel: what is asked of three models.
+
+    Attributes:
+        preset: the start of the presets' names.
+        label: of the axis.
+        series: by name, the finding that answers, and its keys.
+        small: the preset of SmolLM2, if not the quick one.
+    """
+
+    preset: str
+    label: str
+    series: Mapping[str, tuple[str, Mapping[str, Key]]]
+    small: str | None = None
+
+    def runs(self) -> dict[str, str]:
+        """By model, the name of its preset."""
+        names = [f"{self.preset}-{suffix}" for suffix in SUFFIXES]
+        return dict(zip(STYLES, [self.small or names[0], *names[1:]], strict=True))
+
+
+def leak(preset: str, what: str, **more: str) -> Question:
+    splits = {"in conversations never seen": "leave-context-out", "centred within a conversation": "paired"}
+    series = {name: ("leak", {"arm": "masked", "split": split}) for name, split in splits.items()}
+    return Question(preset, f"{what} read beyond a restart (share)", series, **more)
+
+
+def right(label: str, arms: Mapping[str, str]) -> Question:
+    known = {name: ("outcome", {"outcome": "right_summary", "condition": arm}) for name, arm in arms.items()}
+    return Question("compaction", f"right answers, {label} (share)", known, "compaction")
+
+
+ARMS = ("everything in view", "summary retained", "summary recomputed")
+PLACES = {"first slot": "sink", "later turn": "later", "question, reply": "local", "elsewhere": "elsewhere"}
+QUESTIONS = {
+    "leakage": [
+        leak("leakage", "digits of a code"),
+        leak("leakage-topic", "topics", small="leakage-topic-smollm2"),
+    ],
+    "compaction": [
+        right("the summarised turns hidden", dict(zip(ARMS, ("full", *PAIRS[0]), strict=True))),
+        right("unrelated turns hidden", dict(zip(ARMS[1:], PAIRS[1], strict=True))),
+    ],
+    "patching": [
+        Question(
+            "patching",
+            "share of the way to the other fact",
+            {f"{part} swapped": ("everything", {"part": part}) for part in "KV"},
+        )
+    ],
+    "damage": [
+        Question(
+            "filter_poison",
+            "share of the damage that restoring heads removes, beyond random heads",
+            {
+                "heads that pass it on": ("beyond", {"sort": "poison"}),
+                "heads that keep it away": ("beyond", {"sort": "filter"}),
+            },
+        )
+    ],
+    "attention": [
+        Question(
+            "dangling",
+            "share of the attention that a hidden turn had",
+            {name: ("went", {"arm": "masked", "place": place}) for name, place in PLACES.items()},
+        )
+    ],
+    "policies": [
+        Question(
+            "policies",
+            "KL from the full cache at half of the slots (nats)",
+            {
+                policy.label: ("quality", {"measure": "kl", "kind": kind, "level": 50})
+                for kind, policy in CATALOGUE.items()
+                if not policy.bits
+            },
+            "policies-smollm2",
+        )
+    ],
+}
+"""By figure, its panels."""
+
+
+def main() -> None:
+    matplotlib.use("Agg")
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs")
+    table = pd.concat([pd.read_csv(TABLE), *measured(folder)]).drop_duplicates(
+        ["panel", "series", "preset"], keep="last"
+    )
+    table.to_csv(TABLE, index=False)
+    findings = Findings(
+        Finding(
+            row["panel"], {"series": row["series"], "model": row["model"]}, Estimate(*(row[name] for name in VALUES))
+        )
+        for row in table.to_dict("records")
+    )
+    for figure, questions in QUESTIONS.items():
+        panels = tuple(
+            Panel(
+                finding=f"{figure} {number}",
+                down="series",
+                line="model",
+                styles=STYLES,
+                label=question.label,
+                level=("", "", {}),
+            )
+            for number, question in enumerate(questions)
+        )
+        drawn = Dots(figure, "", panels).draw(findings, lambda _, value: str(value), "")
+        if drawn is not None:
+            save(drawn, GALLERY / f"sizes_{figure}")
+
+
+def measured(folder: Path) -> Iterator[pd.DataFrame]:
+    """A table for each panel and model that was run."""
+    for figure, questions in QUESTIONS.items():
+        for number, question in enumerate(questions):
+            for model, preset in question.runs().items():
+                if (run := finished(folder, preset)) is not None:
+                    rows = pd.DataFrame(answers(run, question))
+                    yield rows.assign(panel=f"{figure} {number}", model=model, preset=preset)
+
+
+def asked(panel: str, series: str, preset: str) -> bool:
+    """Whether a row of the table belongs to a question that is still asked."""
+    figure, number = panel.split()
+    question = QUESTIONS[figure][int(number)]
+    return series in question.series and preset in question.runs().values()
+
+
+def finished(folder: Path, preset: str) -> Run | None:
+    """The finished run of a preset, if there is one."""
+    if not (folder / preset / "metrics.json").is_file():
+        return None
+    run, chosen = Run.load(folder / preset), presets()[preset]
+    if run.config["settings"] != as_mapping(from_mapping(find(chosen.study).config, chosen.settings)):
+        sys.exit(f"{run.path} has other settings than the preset {preset}; run the preset again, or move the run away.")
+    return run
+
+
+def answers(run: Run, question: Question) -> Iterator[dict[str, Key | float]]:
+    findings = Conclusion.of(run.metrics).findings
+    for series, (name, keys) in question.series.items():
+        if (finding := findings.find(name, **keys)) is not None:
+            yield {"series": series, **asdict(finding.value), "comparisons": finding.comparisons}
+
+
+if __name__ == "__main__":
+    main()
