@@ -50,6 +50,7 @@ FIGURES = {
     "poisoning": ("poisoning", "right_by_arm"),
     "poisoning_layers": ("poisoning", "undone_by_layer"),
     "reliance": ("reliance", "answers_by_source"),
+    "reliance_layers": ("reliance", "undone_by_band"),
     "memento": ("memento_toy-seeds", "by_distance"),
     "memento_layers": ("memento_toy-seeds", "by_layer"),
     "memento_training": ("memento_toy-seeds", "by_training"),
