@@ -50,18 +50,19 @@ class Question:
         preset: the start of the presets' names.
         label: of the axis.
         series: by name, the finding that answers, and its keys.
-        small: the preset of SmolLM2, if not the quick one.
+        small, medium: the presets of SmolLM2 and of the 0.5B, if they are named in another way.
     """
 
     preset: str
     label: str
     series: Mapping[str, tuple[str, Mapping[str, Key]]]
     small: str | None = None
+    medium: str | None = None
 
     def runs(self) -> dict[str, str]:
         """By model, the name of its preset."""
-        names = [f"{self.preset}-{suffix}" for suffix in SUFFIXES]
-        return dict(zip(STYLES, [self.small or names[0], *names[1:]], strict=True))
+        small, medium, large = (f"{self.preset}-{suffix}" for suffix in SUFFIXES)
+        return dict(zip(STYLES, (self.small or small, self.medium or medium, large), strict=True))
 
 
 def leak(preset: str, what: str, **more: str) -> Question:
@@ -85,6 +86,20 @@ QUESTIONS = {
     "compaction": [
         right("the summarised turns hidden", dict(zip(ARMS, ("full", *PAIRS[0]), strict=True))),
         right("unrelated turns hidden", dict(zip(ARMS[1:], PAIRS[1], strict=True))),
+    ],
+    "reliance": [
+        Question(
+            "reliance",
+            "retained less recomputed summary (nats)",
+            {
+                "the stated answer": ("worse", {}),
+                "margin, turns stated the same": ("relies", {}),
+                "margin, turns stated the other": ("poisoned", {}),
+                "an answer that nobody stated": ("general", {}),
+            },
+            "reliance",
+            "reliance-qwen-coder",
+        )
     ],
     "patching": [
         Question(
