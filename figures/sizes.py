@@ -145,7 +145,7 @@ def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs")
     table: pd.DataFrame = pd.concat([pd.read_csv(TABLE), *measured(folder)])
     table = table.drop_duplicates(["panel", "series", "preset"], keep="last").sort_values("panel", kind="stable")
-    table: pd.DataFrame = table.loc[list(map(asked, table["panel"], table["series"], table["preset"]))]
+    table = table.loc[list(map(asked, table["panel"], table["series"], table["preset"]))]
     table.to_csv(TABLE, index=False, float_format="%.4g")
     findings = Findings(
         Finding(row["panel"], {key: row[key] for key in ("series", "model")}, Estimate(*(row[name] for name in VALUES)))

@@ -162,8 +162,8 @@ def _dequantise(gguf: Path, folder: Path) -> Path:
     from gguf import GGUFReader
 
     class Reader(GGUFReader):
-        """Reads from a plain view of the mapped file: slices of a `memmap` take three times as long, and the vocabulary
-        needs millions of them."""
+        """Reads from a plain view of the mapped file: slices of a `memmap` take more than twice as long, and the
+        vocabulary needs millions of them."""
 
         def _get(self, *where: Any, **how: Any) -> Any:
             self.data = np.asarray(self.data)

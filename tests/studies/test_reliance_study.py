@@ -1,20 +1,27 @@
 """The reliance study: a whole run on a tiny model, and numbers of made-up tables."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
+from kvprobe.cache.cache import KVCache
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
-from kvprobe.faults.scope import EVERY_LAYER
+from kvprobe.faults.scope import EVERY_LAYER, named_bands
+from kvprobe.inference.forced import given_answer
+from kvprobe.policies import RestartInPlace
+from kvprobe.studies.compaction.arms import HIDDEN_SEGMENTS
 from kvprobe.studies.reliance import Config
-from kvprobe.studies.reliance.collect import EXCHANGED, Source
+from kvprobe.studies.reliance.collect import EXCHANGED, Source, measure
 from kvprobe.studies.reliance.study import STUDY, conclude
-from kvprobe.tasks.stated_twice import Word
+from kvprobe.tasks.stated_twice import Word, stated_twice
 from tests import models
 from tests.experiments.made_up import answer_of
 from tests.studies.runs import every, whole_run
@@ -40,6 +47,35 @@ def test_retained_summaries_differ_by_what_was_in_view_and_recomputed_ones_do_no
     rows = table[table.index[0][0]]
     assert rows["recomputed", "own", "own"] == pytest.approx(rows["recomputed", "unrelated", "own"], abs=1e-5)
     assert rows["retained", "own", "own"] != pytest.approx(rows["retained", "unrelated", "own"], abs=1e-4)
+
+
+@pytest.mark.parametrize("bands", [1, 2])
+def test_an_exchange_is_that_of_its_layers_and_part(bands: int):
+    model, case = models.any_model(), stated_twice(2)[1]
+    named = named_bands(model.geometry.n_layers, bands)
+    rows = measure(model, case, named)
+    tokens = case.talk("own", "own").tokens(model.tokenizer)
+    ask, answer = tokens.span("ask").start, tokens.part("answer")
+    cache = model.prefill(tokens[:ask])
+    retained, again = cache.mask(*HIDDEN_SEGMENTS), model.apply(RestartInPlace(HIDDEN_SEGMENTS), cache)
+
+    # What is computed again has no slots for the hidden turns.
+    in_view = retained.ledger.live_somewhere[0].nonzero()[:, 0]
+
+    def exchanged(kind: str, chosen: bool, layers: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        pairs = enumerate(zip(getattr(retained, kind), getattr(again, kind), strict=True))
+        return tuple(
+            old.index_copy(2, in_view, new) if chosen and layer in layers else old for layer, (old, new) in pairs
+        )
+
+    def asked(left: KVCache) -> float:
+        return given_answer(model, left, tokens[ask : answer.start], tokens.ids[answer]).log_prob
+
+    for (band, layers), part in product(named.items(), EXCHANGED):
+        keys, values = exchanged("keys", "K" in part, layers), exchanged("values", "V" in part, layers)
+        undone = asked(replace(retained, keys=keys, values=values)) - asked(retained)
+        row = rows[(rows["band"] == band) & (rows["part"] == part)]
+        assert row["undone"].item() == pytest.approx(undone, abs=1e-4)
 
 
 Number = Callable[[int], float]
