@@ -48,14 +48,24 @@ def digest_of_preset(preset: Preset) -> str:
 def lines(entries: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
     """The same for people."""
     yield "studies"
-    yield from (f"  {study['name']:26}{study['question']}" for study in entries["studies"])
+    yield from _columns({study["name"]: study["question"] for study in entries["studies"]})
     yield "\npresets (kvprobe run NAME)"
-    for preset in entries["presets"]:
-        took = Duration.from_record(preset["took"]) if preset["took"] else "not measured"
-        settings = ", ".join(f"{key}={value}" for key, value in preset["settings"].items()) or "defaults"
-        yield f"  {preset['name']:26}{preset['study']}: {settings}; {took}"
+    yield from _columns({preset["name"]: _described(preset) for preset in entries["presets"]})
     yield "\nmodels (or any hub id, local folder or .gguf file)"
-    for model in entries["models"]:
-        yield f"  {model['name']:26}{model['title']}; {model['licence']}; {model['megabytes']} MB"
+    yield from _columns(
+        {model["name"]: f"{model['title']}; {model['licence']}; {model['megabytes']} MB" for model in entries["models"]}
+    )
     yield "\npublished probes (kvprobe scan, kv.Probe.load)"
-    yield from (f"  {probe['name']:42}{probe['reads']}" for probe in entries["probes"])
+    yield from _columns({probe["name"]: probe["reads"] for probe in entries["probes"]})
+
+
+def _columns(texts: Mapping[str, str]) -> Iterator[str]:
+    """A line for each name, its text in a second column."""
+    width = max(map(len, texts), default=0)
+    return (f"  {name:{width}}  {text}" for name, text in texts.items())
+
+
+def _described(preset: Mapping[str, Any]) -> str:
+    took = Duration.from_record(preset["took"]) if preset["took"] else "not measured"
+    settings = ", ".join(f"{key}={value}" for key, value in preset["settings"].items()) or "defaults"
+    return f"{preset['study']}: {settings}; {took}"
