@@ -3,9 +3,9 @@
 import dataclasses
 import math
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
 
@@ -42,65 +42,93 @@ def filled(kind: Any, content: object, where: str, limits: Limits) -> Any:
     Raises:
         UserError: a key is unknown or missing, or a value is of the wrong type, too long or out of bounds.
     """
-    if dataclasses.is_dataclass(kind):
-        return _filled_dataclass(kind, content, where, limits)
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin in (tuple, Sequence):
-        if not isinstance(content, list | tuple) or len(content) > limits.entries:
-            raise UserError(f"{where} must be a list of at most {limits.entries:,} entries.")
-        entries = [filled(arguments[0], entry, f"an entry of {where}", limits) for entry in content]
-        return tuple(entries) if origin is tuple else entries
-    if origin is Mapping:
-        if not isinstance(content, Mapping) or len(content) > limits.entries:
-            raise UserError(f"{where} must be a mapping of at most {limits.entries:,} entries.")
-        keys = [filled(arguments[0], key, f"a key of {where}", limits) for key in content]
-        return {
-            key: filled(arguments[1], value, repr(key), limits)
-            for key, value in zip(keys, content.values(), strict=True)
-        }
-    if origin is Literal:
-        if content not in arguments:
-            raise UserError(f"{where} is {shown(content)}; expected one of {', '.join(map(repr, arguments))}.")
-        return content
-    if origin is UnionType:
-        if content is None and NoneType in arguments:
-            return None
-        kinds = [argument for argument in arguments if argument is not NoneType]
-        return filled(type(content) if type(content) in kinds else kinds[-1], content, where, limits)
-    if kind is float and type(content) is int and abs(content) < MOST_WHOLE:
-        content = float(content)
-    if type(content) is not kind:
-        raise UserError(f"{where} is {shown(content)}, a {type(content).__name__}; expected a {kind.__name__}.")
-    if isinstance(content, str) and len(content) > limits.text:
-        raise UserError(f"{where} has {len(content):,} characters; expected at most {limits.text:,}.")
-    if isinstance(content, str) and limits.one_line and not content.isprintable():
-        raise UserError(f"{where} holds characters that cannot be printed; expected one line of text.")
-    if isinstance(content, float) and not math.isfinite(content):
-        raise UserError(f"{where} is {content}; expected a finite number.")
-    if isinstance(content, int) and abs(content) > MOST_WHOLE:
-        raise UserError(f"{where} is beyond {MOST_WHOLE:,}; expected a smaller number.")
-    return content
+    return _reader(kind, limits)(content, where)
 
 
-def _filled_dataclass(kind: Any, content: object, where: str, limits: Limits) -> Any:
-    if not isinstance(content, Mapping):
-        raise UserError(f"{where} must be a mapping, not a {type(content).__name__}.")
-    types, needed = _fields(kind, limits.whole)
-    for key in content:
-        if key not in types:
-            raise UserError(unknown(f"key of {where}", str(key)[:40], types))
-    if missing := [name for name in needed if name not in content]:
-        raise UserError(f"{where} lacks {', '.join(map(repr, missing))}.")
-    return kind(**{key: filled(types[key], value, repr(key), limits) for key, value in content.items()})
+Reader = Callable[[object, str], Any]
+"""Gives the value, from the content and its name in an error sentence."""
 
 
 @cache
-def _fields(kind: Any, whole: bool) -> tuple[dict[str, Any], list[str]]:
-    """The types of a dataclass' fields, and the names of the fields that must be given."""
+def _reader(kind: Any, limits: Limits) -> Reader:
+    """Made once for each type, since a run's page reads thousands of findings."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return partial(_fields, kind, limits)
+    if origin in (tuple, Sequence):
+        return partial(_entries, origin, _reader(arguments[0], limits), limits.entries)
+    if origin is Mapping:
+        return partial(_mapping, _reader(arguments[0], limits), _reader(arguments[1], limits), limits.entries)
+    if origin is Literal:
+        return partial(_choice, arguments)
+    if origin is UnionType:
+        return partial(_either, {argument: _reader(argument, limits) for argument in arguments})
+    return partial(_plain, kind, limits)
+
+
+def _fields(kind: Any, limits: Limits, content: object, where: str) -> Any:
+    if not isinstance(content, Mapping):
+        raise UserError(f"{where} must be a mapping, not a {type(content).__name__}.")
+    readers, needed = _readers(kind, limits)
+    for key in content:
+        if key not in readers:
+            raise UserError(unknown(f"key of {where}", str(key)[:40], readers))
+    if missing := [name for name in needed if name not in content]:
+        raise UserError(f"{where} lacks {', '.join(map(repr, missing))}.")
+    return kind(**{key: readers[key](value, repr(key)) for key, value in content.items()})
+
+
+@cache
+def _readers(kind: Any, limits: Limits) -> tuple[dict[str, Reader], list[str]]:
+    """Of a dataclass' fields, and the names of the fields that must be given."""
     missing = dataclasses.MISSING
     needed = [
         field.name
         for field in dataclasses.fields(kind)
-        if whole or (field.default is missing and field.default_factory is missing)
+        if limits.whole or (field.default is missing and field.default_factory is missing)
     ]
-    return typing.get_type_hints(kind), needed
+    return {name: _reader(hint, limits) for name, hint in typing.get_type_hints(kind).items()}, needed
+
+
+def _entries(origin: Any, reader: Reader, most: int, content: object, where: str) -> Any:
+    if not isinstance(content, list | tuple) or len(content) > most:
+        raise UserError(f"{where} must be a list of at most {most:,} entries.")
+    entries = [reader(entry, f"an entry of {where}") for entry in content]
+    return tuple(entries) if origin is tuple else entries
+
+
+def _mapping(key_reader: Reader, reader: Reader, most: int, content: object, where: str) -> dict[Any, Any]:
+    if not isinstance(content, Mapping) or len(content) > most:
+        raise UserError(f"{where} must be a mapping of at most {most:,} entries.")
+    keys = [key_reader(key, f"a key of {where}") for key in content]
+    return {key: reader(value, repr(key)) for key, value in zip(keys, content.values(), strict=True)}
+
+
+def _choice(choices: tuple[Any, ...], content: object, where: str) -> Any:
+    if content not in choices:
+        raise UserError(f"{where} is {shown(content)}; expected one of {', '.join(map(repr, choices))}.")
+    return content
+
+
+def _either(readers: Mapping[Any, Reader], content: object, where: str) -> Any:
+    if content is None and NoneType in readers:
+        return None
+    last = [kind for kind in readers if kind is not NoneType][-1]
+    return readers.get(type(content), readers[last])(content, where)
+
+
+def _plain(kind: Any, limits: Limits, content: object, where: str) -> Any:
+    if kind is float and type(content) is int and abs(content) < MOST_WHOLE:
+        return float(content)
+    if type(content) is not kind:
+        raise UserError(f"{where} is {shown(content)}, a {type(content).__name__}; expected a {kind.__name__}.")
+    if isinstance(content, str):
+        if len(content) > limits.text:
+            raise UserError(f"{where} has {len(content):,} characters; expected at most {limits.text:,}.")
+        if limits.one_line and not content.isprintable():
+            raise UserError(f"{where} holds characters that cannot be printed; expected one line of text.")
+    elif isinstance(content, float) and not math.isfinite(content):
+        raise UserError(f"{where} is {content}; expected a finite number.")
+    elif isinstance(content, int) and abs(content) > MOST_WHOLE:
+        raise UserError(f"{where} is beyond {MOST_WHOLE:,}; expected a smaller number.")
+    return content
