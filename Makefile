@@ -12,17 +12,23 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: demo test lint docs figures notebooks benchmark clean
+.PHONY: demo test checks suite lint docs figures notebooks benchmark clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/kvprobe run leakage-quick
 
+# Side by side, since the checks keep only one core busy.
 test: $(VENV)/.developed
+	@$(MAKE) --no-print-directory --jobs 2 checks suite
+
+checks: $(VENV)/.developed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
 	$(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/codespell
+
+suite: $(VENV)/.developed
 	PYTHONHASHSEED=0 $(PY) -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.developed

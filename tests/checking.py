@@ -1,8 +1,9 @@
-"""Annotations are checked in every call, fast: types by beartype, shapes by jaxtyping where an annotation has any.
+"""Annotations are checked, fast: types by beartype, shapes by jaxtyping where an annotation has any.
 
 The import hook of jaxtyping decorates each function of kvprobe by `jaxtyping.jaxtyped`. For types alone that costs 7
 microseconds a call, and beartype half a microsecond; for each time that a function is defined in another one's body it
-costs 1.6 milliseconds. `checked` stands in for it.
+costs 1.6 milliseconds. `checked` stands in for it. A function is checked in its first CALLS calls of each test: inner
+loops make thousands, and checking them all was a third of the time that tests took.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from beartype import BeartypeConf, beartype
 from beartype.door import die_if_unbearable
 from jaxtyping import AbstractArray, TypeCheckError, config, install_import_hook, jaxtyped
 
+CALLS = 64
+_tests = 0
 _CONF = BeartypeConf(violation_type=TypeCheckError)
 _by_code: dict[CodeType, tuple[Signature, dict[str, Any]]] = {}
 
@@ -25,6 +28,12 @@ def check_annotations(package: str) -> None:
     """Check the annotations of all functions and dataclasses of a package that is not imported yet."""
     install_import_hook(package, "beartype.beartype")
     jaxtyping.jaxtyped = checked
+
+
+def start_test() -> None:
+    """From here on each function is checked anew."""
+    global _tests
+    _tests += 1
 
 
 def checked(fn: Any = None, *, typechecker: object = None) -> Any:
@@ -42,18 +51,23 @@ def checked(fn: Any = None, *, typechecker: object = None) -> Any:
     if not hints:
         return fn
 
-    @wraps(fn)
-    def of_types(*args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs) if config.jaxtyping_disable else checking(*args, **kwargs)
+    shapes = any(map(_has_axes, hints.values()))
+    test, left = -1, 0
 
     @wraps(fn)
-    def of_shapes(*args: Any, **kwargs: Any) -> Any:
-        if config.jaxtyping_disable:
+    def with_checks(*args: Any, **kwargs: Any) -> Any:
+        nonlocal test, left
+        if test != _tests:
+            test, left = _tests, CALLS
+        left -= 1
+        if left < 0 or config.jaxtyping_disable:
             return fn(*args, **kwargs)
+        if not shapes:
+            return checking(*args, **kwargs)
         with jaxtyped("context"):  # sizes of named axes hold for this call
             return checking(*args, **kwargs)
 
-    return of_shapes if any(map(_has_axes, hints.values())) else of_types
+    return with_checks
 
 
 def _compiled(fn: FunctionType) -> tuple[Callable[..., Any], dict[str, Any]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvprobe.names import one_line
 from kvprobe.stats import Estimate
-from tests.checking import checked
+from tests.checking import CALLS, checked, start_test
 
 Square = Float[Tensor, "side side"]
 ROW, LONGER, SQUARE = torch.zeros(2), torch.zeros(3), torch.zeros(2, 2)
@@ -84,3 +84,13 @@ def test_nothing_is_checked_where_a_test_asks_for_that(unchecked: None):
     assert plain(0) == [0]
     assert len(shaped(ROW, SQUARE)) == 4
     assert len(inner(LONGER, SQUARE)) == 6
+
+
+def test_the_first_calls_of_each_test_are_checked():
+    for _ in range(CALLS):
+        with pytest.raises(TypeCheckError):
+            plain(0)
+    assert plain(0) == [0]
+    start_test()
+    with pytest.raises(TypeCheckError):
+        plain(0)

@@ -1,0 +1,76 @@
+"""What tests of many folders share, with checked annotations, without the hub, and on the cores that torch may use."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import hypothesis
+import pytest
+import torch
+from jaxtyping import config
+
+from tests.checking import check_annotations, start_test
+
+check_annotations("kvprobe")
+
+from kvprobe.inference.model import Model, load  # noqa: E402 - only now are its annotations checked
+from tests.models import ARCHITECTURES, tiny_tokenizer  # noqa: E402
+
+torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+# The same examples in each run: a failure can be repeated, and a pass means the same everywhere.
+hypothesis.settings.register_profile("kvprobe", deadline=None, database=None, derandomize=True)
+hypothesis.settings.load_profile("kvprobe")
+
+
+@pytest.fixture(scope="session")
+def smol() -> Model:
+    """SmolLM2-135M, the way a user gets it."""
+    return load("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def tiny_models() -> dict[str, Model]:
+    """All tiny models by architecture, with the tiny tokenizer."""
+    return {name: build(tokenizer=tiny_tokenizer()) for name, build in ARCHITECTURES.items()}
+
+
+@pytest.fixture(scope="session", params=list(ARCHITECTURES))
+def tiny(request: pytest.FixtureRequest, tiny_models: dict[str, Model]) -> Model:
+    """Each tiny model in turn."""
+    return tiny_models[request.param]
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tiny_models: dict[str, Model]) -> Model:
+    return tiny_models["llama"]
+
+
+@pytest.fixture(scope="session")
+def tiny_gemma(tiny_models: dict[str, Model]) -> Model:
+    return tiny_models["gemma3"]
+
+
+@pytest.fixture
+def namespace(smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the code of a page or notebook shares, in a folder of its own; the model is loaded once for all of them."""
+    monkeypatch.setattr(
+        "kvprobe.inference.model.load", lambda source, **how: smol if source == "smollm2-135m" else load(source, **how)
+    )
+    monkeypatch.chdir(tmp_path)
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def _annotations_are_checked_in_each_test() -> None:
+    start_test()
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """No checking of annotations, so that the library's own refusal is seen, as a user sees it."""
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", False)
