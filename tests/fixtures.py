@@ -1,5 +1,6 @@
 """What tests of many folders share, with checked annotations, without the hub, and on the cores that torch may use."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,3 +75,9 @@ def unchecked() -> Iterator[None]:
     config.update("jaxtyping_disable", True)
     yield
     config.update("jaxtyping_disable", False)
+
+
+def pytest_collection_finish():
+    """Modules and tests outlive all else: the garbage collector need not walk them again and again."""
+    gc.collect()
+    gc.freeze()
