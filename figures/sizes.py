@@ -113,8 +113,9 @@ QUESTIONS = {
             "filter_poison",
             "share of the damage that restoring heads removes, beyond random heads",
             {
-                "heads that pass it on": ("beyond", {"sort": "poison"}),
-                "heads that keep it away": ("beyond", {"sort": "filter"}),
+                "heads that pass on both": ("beyond", {"sort": "poison"}),
+                "… of noise": ("beyond_one", {"family": "gaussian", "sort": "poison"}),
+                "… of a false statement": ("beyond_one", {"family": "false", "sort": "poison"}),
             },
         )
     ],
