@@ -49,9 +49,7 @@ Reader = Callable[[object, str], Any]
 """Gives the value, from the content and its name in an error sentence."""
 
 
-@cache
 def _reader(kind: Any, limits: Limits) -> Reader:
-    """Made once for each type, since a run's page reads thousands of findings."""
     origin, arguments = get_origin(kind), get_args(kind)
     if dataclasses.is_dataclass(kind):
         return partial(_fields, kind, limits)
@@ -80,7 +78,8 @@ def _fields(kind: Any, limits: Limits, content: object, where: str) -> Any:
 
 @cache
 def _readers(kind: Any, limits: Limits) -> tuple[dict[str, Reader], list[str]]:
-    """Of a dataclass' fields, and the names of the fields that must be given."""
+    """Of a dataclass' fields, and the names of the fields that must be given; made once, since a run's page reads
+    thousands of findings."""
     missing = dataclasses.MISSING
     needed = [
         field.name

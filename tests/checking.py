@@ -2,8 +2,9 @@
 
 The import hook of jaxtyping decorates each function of kvprobe by `jaxtyping.jaxtyped`. For types alone that costs 7
 microseconds a call, and beartype half a microsecond; for each time that a function is defined in another one's body it
-costs 1.6 milliseconds. `checked` stands in for it. A function is checked in its first CALLS calls of each test: inner
-loops make thousands, and checking them all was a third of the time that tests took.
+costs 1.6 milliseconds. `checked` stands in for it. A function is checked in its first CALLS calls of each test, those
+of its fixtures and of all its examples among them: inner loops make thousands, and checking them all was a third of the
+time that tests took.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from beartype import BeartypeConf, beartype
 from beartype.door import die_if_unbearable
 from jaxtyping import AbstractArray, TypeCheckError, config, install_import_hook, jaxtyped
 
-CALLS = 64
+CALLS = 256
 _tests = 0
 _CONF = BeartypeConf(violation_type=TypeCheckError)
 _by_code: dict[CodeType, tuple[Signature, dict[str, Any]]] = {}

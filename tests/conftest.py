@@ -1,9 +1,18 @@
-"""Where tests run, their fixtures are loaded."""
+"""Tests run with checked annotations and without the hub; where they run, their fixtures are loaded."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
+
+from tests.checking import check_annotations
+
+check_annotations("kvprobe")  # before any other module imports it
 
 
 def pytest_configure(config: pytest.Config):
     """Not in the process that only hands tests to others, which would wait for torch before it starts them."""
-    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+    handed_out = config.getoption("numprocesses", None) and not config.option.collectonly
+    if hasattr(config, "workerinput") or not handed_out:
         config.pluginmanager.import_plugin("tests.fixtures")

@@ -1,4 +1,4 @@
-"""What tests of many folders share, with checked annotations, without the hub, and on the cores that torch may use."""
+"""What tests of many folders share, on the cores that torch may use."""
 
 import gc
 import os
@@ -6,19 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 import hypothesis
 import pytest
 import torch
 from jaxtyping import config
 
-from tests.checking import check_annotations, start_test
-
-check_annotations("kvprobe")
-
-from kvprobe.inference.model import Model, load  # noqa: E402 - only now are its annotations checked
-from tests.models import ARCHITECTURES, tiny_tokenizer  # noqa: E402
+from kvprobe.inference.model import Model, load
+from tests.checking import start_test
+from tests.models import ARCHITECTURES, tiny_tokenizer
 
 torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 # The same examples in each run: a failure can be repeated, and a pass means the same everywhere.
@@ -64,17 +59,18 @@ def namespace(smol: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> d
     return {}
 
 
-@pytest.fixture(autouse=True)
-def _annotations_are_checked_in_each_test() -> None:
-    start_test()
-
-
 @pytest.fixture
 def unchecked() -> Iterator[None]:
     """No checking of annotations, so that the library's own refusal is seen, as a user sees it."""
     config.update("jaxtyping_disable", True)
     yield
     config.update("jaxtyping_disable", False)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Before the test's fixtures are made."""
+    start_test()
 
 
 def pytest_collection_finish():
