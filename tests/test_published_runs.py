@@ -22,6 +22,8 @@ COLUMNS = [
 
 
 BANDS = {f"layers {first}–{first + 6}": f"quarter {first // 7 + 1}" for first in (0, 7, 14, 21)} | {"all": "all"}
+STRUCK = {"slots, the same in all layers": "slot", "slots, others in each layer": "layer", "single numbers": "number"}
+WHEN = {"once, after the prompt": "once", "anew before each token": "fresh", "anew, and stays": "piling"}
 
 
 def findings_and_cells(run: str, row: str) -> tuple[Findings, list[str]]:
@@ -57,3 +59,12 @@ def test_the_table_of_bands_is_that_of_its_run(layers: str):
 def test_the_sound_cache_of_bands_is_that_of_its_run():
     findings, cells = findings_and_cells("bands-qwen2.5-coder-1.5b", "no layer")
     assert cells == [*(written(*findings.where(name)) for name in ("sound", "published_sound")), "", ""]
+
+
+@pytest.mark.parametrize("struck", STRUCK)
+@pytest.mark.parametrize("when", WHEN)
+def test_the_table_of_readings_is_that_of_its_run(struck: str, when: str):
+    findings, cells = findings_and_cells("gsm8k-qwen2.5-coder-1.5b-readings", f"{struck}: {when}")
+    for cell, fault in zip(cells, ("gaussian", "zeros", "distractor"), strict=True):
+        (finding,) = findings.where("reading", fault=fault, drawn=STRUCK[struck], timing=WHEN[when])
+        assert cell == written(finding), fault
