@@ -19,7 +19,7 @@ from beartype import BeartypeConf, beartype
 from beartype.door import die_if_unbearable
 from jaxtyping import AbstractArray, TypeCheckError, config, install_import_hook, jaxtyped
 
-CALLS = 256
+CALLS = 32
 _tests = 0
 _CONF = BeartypeConf(violation_type=TypeCheckError)
 _by_code: dict[CodeType, tuple[Signature, dict[str, Any]]] = {}
