@@ -36,9 +36,7 @@ suite: $(VENV)/.developed
 lint: $(VENV)/.developed
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
-	$(VENV)/bin/pyright
-	$(VENV)/bin/lint-imports --no-cache
-	$(VENV)/bin/codespell
+	@$(MAKE) --no-print-directory checks
 
 docs: $(VENV)/.documented
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict

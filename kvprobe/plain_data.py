@@ -16,6 +16,10 @@ MOST_WHOLE = 2**53
 """Beyond this, whole numbers are no longer exact as floats."""
 
 
+Reader = Callable[[object, str], Any]
+"""Gives the value, from the content and its name in an error sentence."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """What is accepted.
@@ -45,10 +49,6 @@ def filled(kind: Any, content: object, where: str, limits: Limits) -> Any:
     return _reader(kind, limits)(content, where)
 
 
-Reader = Callable[[object, str], Any]
-"""Gives the value, from the content and its name in an error sentence."""
-
-
 def _reader(kind: Any, limits: Limits) -> Reader:
     origin, arguments = get_origin(kind), get_args(kind)
     if dataclasses.is_dataclass(kind):
@@ -60,7 +60,8 @@ def _reader(kind: Any, limits: Limits) -> Reader:
     if origin is Literal:
         return partial(_choice, arguments)
     if origin is UnionType:
-        return partial(_either, {argument: _reader(argument, limits) for argument in arguments})
+        readers = {argument: _reader(argument, limits) for argument in arguments if argument is not NoneType}
+        return partial(_either, readers, NoneType in arguments)
     return partial(_plain, kind, limits)
 
 
@@ -109,11 +110,11 @@ def _choice(choices: tuple[Any, ...], content: object, where: str) -> Any:
     return content
 
 
-def _either(readers: Mapping[Any, Reader], content: object, where: str) -> Any:
-    if content is None and NoneType in readers:
+def _either(readers: Mapping[Any, Reader], or_none: bool, content: object, where: str) -> Any:
+    if content is None and or_none:
         return None
-    last = [kind for kind in readers if kind is not NoneType][-1]
-    return readers.get(type(content), readers[last])(content, where)
+    *_, last = readers.values()
+    return readers.get(type(content), last)(content, where)
 
 
 def _plain(kind: Any, limits: Limits, content: object, where: str) -> Any:

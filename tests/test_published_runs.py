@@ -35,6 +35,7 @@ def findings_and_cells(run: str, row: str) -> tuple[Findings, list[str]]:
 
 
 def written(finding: Finding) -> str:
+    """As on the page, where 12.5 % is 13 %."""
     share = finding.value
     return f"{100 * share.mean + 1e-9:.0f} % ({100 * share.low:.0f} to {100 * share.high:.0f})"
 

@@ -251,7 +251,7 @@ def test_readings_of_the_articles_procedure_are_held_against_fresh_damage_by_slo
 
 def test_reported_numbers_stand_beside_measured_ones_with_their_own_intervals(tmp_path: Path):
     task = f"gsm8k:{gsm8k_questions(tmp_path, 20)}"
-    config = replace(MADE_UP, tasks=(task,), reported="canarypwn-7b", rates=(10.0, 50.0, 60.0))
+    config = replace(MADE_UP, tasks=(task,), reported="canarypwn-7b", rates=(10.0, 50.0, 60.0), procedure=10.0)
     table = made_up(lambda fault, rate, item: item < 12, config).assign(task=find_task(task).name, score_strict=True)
     conclusion = numbers(table.rename(columns={"score_exact": "score_flexible"}), config)
     run = page_of(STUDY, config, conclusion, tmp_path, drawn=True)
@@ -259,6 +259,7 @@ def test_reported_numbers_stand_beside_measured_ones_with_their_own_intervals(tm
     beside = {(row[0], row[1]): row[2:] for row in rows if len(row) == 5}
     assert beside["zeros", "10 %"] == ["62.0 % (52.2 to 70.9)", "60.0 % (38.7 to 78.1)", "overlap"]
     assert beside["Gaussian (layer)", "50 %"][2] == "apart"
+    assert [row[-1] for row in rows if len(row) == 8 and row[0] == "zeros"] == ["62.0 % (52.2 to 70.9)"] * 9
     assert ("zeros", "60 %") not in beside
     assert "(flexible)" in run.read("report.html")
     assert "<td>strict</td>" in run.read("report.html")
