@@ -77,8 +77,15 @@ CATALOGUE = {
         WRITTEN,
     ),
     "zeros": NamedFault("zeros", "zeros in K and V", Zeros, WRITTEN),
+    "zero-keys": NamedFault("zeros in K", "zeros in K; V stays", Zeros, WRITTEN, "k"),
     "zero-values": NamedFault("zeros in V", "zeros in V; K stays", Zeros, WRITTEN, "v"),
     "distractor": NamedFault("distractor", "the slot of an unrelated conversation", Distractor, WRITTEN),
+    "distractor-keys": NamedFault(
+        "distractor in K", "K of the slot of an unrelated conversation; V stays", Distractor, WRITTEN, "k"
+    ),
+    "distractor-values": NamedFault(
+        "distractor in V", "V of the slot of an unrelated conversation; K stays", Distractor, WRITTEN, "v"
+    ),
     "distractor-matched": NamedFault(
         "distractor (matched)",
         "the slot of an unrelated conversation, each channel moved and scaled to this cache's mean and deviation",

@@ -28,6 +28,8 @@ CONTRASTS = (
     ("zeros", "distractor"),
     ("gaussian", "gaussian-channel"),
     ("zeros", "zero-values"),
+    ("zero-keys", "zero-values"),
+    ("distractor-keys", "distractor-values"),
     ("distractor", "distractor-matched"),
     ("foreign-block", "distractor"),
 )
