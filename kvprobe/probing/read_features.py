@@ -13,6 +13,7 @@ from kvprobe.checks import are_whole
 from kvprobe.errors import UserError
 from kvprobe.inference.capture import Captured, layers_by_family
 from kvprobe.inference.model import Model
+from kvprobe.inference.shared import common_start
 from kvprobe.models.lens import Family, hook_name
 from kvprobe.probing.features import READS, Features, Site, read_outs
 from kvprobe.progress import Bar
@@ -160,11 +161,7 @@ def _read(
     for conversations in (part for group in groups.values() for part in _apart(group, at)):
         distinct = list(conversations)
         starts = [tokens.span(at).start for tokens in distinct]
-        common = 0
-        while (
-            common < min(starts) and len({(tokens.ids[common], tokens.positions[common]) for tokens in distinct}) == 1
-        ):
-            common += 1
+        common = min(common_start(distinct), *starts)
         # A row of a batch cannot be empty.
         common -= common in starts and len(set(starts)) > 1
         prefix = model.prefill(distinct[0][:common]) if common else None

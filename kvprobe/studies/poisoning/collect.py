@@ -14,12 +14,15 @@ from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.fingerprint import digest
 from kvprobe.inference.forced import chances, given_answer
+from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
+from kvprobe.inference.shared import common_start, read_branches, read_common
 from kvprobe.names import full_repr
 from kvprobe.patching.metrics import KL, LogitDiff
 from kvprobe.policies import RestartInPlace
 from kvprobe.studies.poisoning import SUMS, Config
 from kvprobe.tasks.solutions import WorkedProblem, worked_problems
+from kvprobe.tasks.steps import Draft
 from kvprobe.tasks.worded_steps import LATER_STEPS, STEP, Wording
 from kvprobe.tasks.worked_answers import DRAFTS, HISTORY, WorkedAnswer
 from kvprobe.tasks.worked_solutions import draw_solution
@@ -104,8 +107,8 @@ def has_remarks(model: Model, config: Config) -> bool:
 
 def edits(model: Model, worked: WorkedAnswer) -> list[Row]:
     """The margin of the right value over the wrong one (logits), and KL from the sound run (nats), by edit."""
-    drafts, rest = worked.drafts(), worked.rest()
-    ways = list(edited(model, *(model.prefill(drafts[draft] + rest.later) for draft in DRAFTS)))
+    drafts, rest = read_drafts(model, worked), worked.rest()
+    ways = list(edited(model, *(model.extend(drafts[draft], [rest.later])[0] for draft in DRAFTS)))
     logits = torch.cat(
         [
             model.extend(KVCache.join([cache for _, _, cache in some]), [rest.lead] * len(some))[1]
@@ -123,6 +126,13 @@ def edits(model: Model, worked: WorkedAnswer) -> list[Row]:
         }
         for (edit, layer, _), row in zip(ways, logits, strict=True)
     ]
+
+
+def read_drafts(model: Model, worked: WorkedAnswer) -> dict[Draft, KVCache]:
+    """The caches of the drafts, whose common beginning is read once."""
+    drafts = worked.drafts()
+    past, left = read_common(model, list(drafts.values()))
+    return {draft: model.extend(past, [tokens])[0] for draft, tokens in zip(drafts, left, strict=True)}
 
 
 def edited(model: Model, sound: KVCache, slip: KVCache) -> Iterator[tuple[str, int, KVCache]]:
@@ -151,8 +161,8 @@ def attention(model: Model, worked: WorkedAnswer) -> list[Row]:
     """How much of its attention the token before the value spends on the step that may be wrong, by layer: the mean
     over heads."""
     rest, rows = worked.rest(), list[Row]()
-    for draft, tokens in worked.drafts().items():
-        pattern = attend(model, rest.later + rest.lead, model.prefill(tokens))
+    for draft, cache in read_drafts(model, worked).items():
+        pattern = attend(model, rest.later + rest.lead, cache)
         masses = zip(pattern.layers, pattern.mass(STEP).mean((1, 2)).tolist(), strict=True)
         rows += [{"draft": draft, "layer": layer, "mass": mass} for layer, mass in masses]
     return rows
@@ -161,11 +171,18 @@ def attention(model: Model, worked: WorkedAnswer) -> list[Row]:
 def answers(model: Model, worked: WorkedAnswer, new: int) -> list[Row]:
     """What the model makes of each way to go on."""
 
-    def generated(prompts: Sequence[Tokens]) -> tuple[str, ...]:
-        return model.generate(prompts, max_new_tokens=new).texts
-
     arms = worked.arms()
-    texts = [text for some in batched(arms) for text in generated([arm.prompt for arm in some])]
+    past, left = read_common(model, [arm.prompt for arm in arms])
+    start = arms[0].prompt[: -len(left[0])]
+
+    def generated(after: KVCache | None, prompts: Sequence[Tokens]) -> tuple[str, ...]:
+        return generate(model.lanes, prompts, after, max_new_tokens=new).texts
+
+    def answered(prompt: Tokens) -> str:
+        begun = len(start) < len(prompt) and common_start([start, prompt]) == len(start)
+        return generated(past, [prompt[len(start) :]])[0] if begun else generated(None, [prompt])[0]
+
+    texts = [text for some in batched(left) for text in generated(past, some)]
     rows: list[Row] = [
         {
             "arm": arm.name,
@@ -178,8 +195,7 @@ def answers(model: Model, worked: WorkedAnswer, new: int) -> list[Row]:
         for arm, text in zip(arms, texts, strict=True)
     ]
     for draft in DRAFTS:
-        alone = worked.alone(lambda prompt: generated([prompt])[0], draft)
-        rows.append({"arm": "alone", "draft": draft, "main": True, **alone})
+        rows.append({"arm": "alone", "draft": draft, "main": True, **worked.alone(answered, draft)})
     return rows
 
 
@@ -198,9 +214,10 @@ def remarks(model: Model, worked: WorkedAnswer) -> list[Row]:
 
 def results(model: Model, worked: WorkedAnswer, rng: np.random.Generator) -> list[Row]:
     """Whether the result of a step is the likeliest after others of which some are wrong, and how likely it is."""
-    rows: list[Row] = []
-    for history in worked.histories(rng):
-        given = given_answer(model, None, history.prompt, history.result)
+    rows, histories = list[Row](), worked.histories(rng)
+    read = read_branches(model, [history.prompt for history in histories])
+    for history, (past, left) in zip(histories, read, strict=True):
+        given = given_answer(model, past, left, history.result)
         measured = {"right": float(given.likeliest), "log_probability": given.log_prob}
         rows.append({"wrong": history.wrong, **measured})
     return rows
