@@ -34,7 +34,7 @@ ALL = -1
 """Stands for all layers at once."""
 BANDS = ("lower", "middle", "upper")
 """Thirds of the layers."""
-ROWS = 12
+ROWS = 16
 """Caches that are read on from at once."""
 EXAMPLES = 3
 """Worked problems before each, so that answers are short and have the form that is read."""
