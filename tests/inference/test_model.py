@@ -2,6 +2,7 @@ import hashlib
 import json
 import re
 import subprocess
+import warnings
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,6 +121,22 @@ def test_weights_come_in_the_dtype_asked_for(folder: Path, dtype: str | torch.dt
 def test_auto_is_float32_on_the_cpu_and_bfloat16_elsewhere():
     assert pick_dtype("auto", torch.device("cpu")) == torch.float32
     assert pick_dtype("auto", torch.device("cuda")) == torch.bfloat16
+
+
+@pytest.mark.parametrize(("dtype", "capability", "warned"), [
+    ("bfloat16", "AVX2", True), (torch.float16, "AVX2", True), ("float32", "AVX2", False), ("bfloat16", "AVX512", False)
+])  # fmt: skip
+def test_a_dtype_that_is_slow_on_this_cpu_is_warned_of(
+    dtype: str | torch.dtype, capability: str, warned: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pick_dtype(dtype, torch.device("cpu"))
+        assert bool(caught) == warned
+        caught.clear()
+        pick_dtype(dtype, torch.device("cuda"))
+        assert not caught
 
 
 def test_an_unknown_dtype_is_refused():
