@@ -135,3 +135,9 @@ def ragged_mask(cache: KVCache, seed: int) -> KVCache:
             slots = torch.rand(cache.batch, cache.slots, generator=rng) < 0.4
             cache = cache.mask(slots=slots, layers=[layer], heads=[head])
     return cache
+
+
+def assert_close_caches(actual: KVCache, expected: KVCache, tolerance: float = 1e-5) -> None:
+    assert_same_ledger(actual.ledger, expected.ledger)
+    for pair in zip(actual.keys + actual.values, expected.keys + expected.values, strict=True):
+        assert relative_difference(*pair) < tolerance
