@@ -98,7 +98,7 @@ QUESTIONS = {
                 "an answer that nobody stated": ("general", {}),
             },
             "reliance",
-            "reliance-qwen-coder",
+            "reliance-qwen0.5b",
         )
     ],
     "patching": [
