@@ -29,6 +29,7 @@ CONTRASTS = (
     ("gaussian", "gaussian-channel"),
     ("zeros", "zero-values"),
     ("zero-keys", "zero-values"),
+    ("zero-keys", "distractor-keys"),
     ("distractor-keys", "distractor-values"),
     ("distractor", "distractor-matched"),
     ("foreign-block", "distractor"),
