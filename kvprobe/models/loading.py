@@ -129,9 +129,9 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     chosen = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
     if device.type == "cpu" and chosen.itemsize == 2 and torch.backends.cpu.get_cpu_capability() == "AVX2":
         warnings.warn(
-            f"This CPU has no AVX-512, without which torch is slow in {chosen}: prompts and batches take three to five "
-            "times as long as in float32.",
-            stacklevel=3,
+            f"This CPU has no AVX-512, without which torch is slow in {chosen}: prompts and batches take several times "
+            "as long as in float32. Use dtype='float32' if memory allows.",
+            stacklevel=4,
         )
     return chosen
 

@@ -7,6 +7,7 @@ from kvprobe.faults import Scope
 from kvprobe.faults.catalogue import CATALOGUE, REPORTED_FAULTS
 from kvprobe.inference.model import Model
 from kvprobe.inference.trials import struck
+from kvprobe.studies.robustness.conclude import CONTRASTS
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.task import prompt
 
@@ -38,3 +39,7 @@ def test_pages_keep_their_blocks_and_whole_vectors_their_numbers_whatever_the_un
         assert scope(name).unit == ("slot" if unit == "number" else unit)
     for name in (*REPORTED_FAULTS, "fp8-scale", "rounded-2-bit"):
         assert scope(name).unit == unit
+
+
+def test_only_faults_of_the_catalogue_are_compared():
+    assert {name for pair in CONTRASTS for name in pair} <= set(CATALOGUE)

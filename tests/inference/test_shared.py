@@ -9,22 +9,27 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.inference.model import Model
 from kvprobe.inference.shared import common_start, read_branches, read_common
 from kvprobe.text.tokens import Tokens
+from tests.random_caches import assert_close_caches
 
 FORKED = ([1, 2, 3, 4, 5, 6], [1, 2, 7, 8], [1, 2, 3, 4, 9, 6], [1, 2, 7, 8, 5], [1, 2, 3, 4, 9, 7])
 
+LATE = ([1, 2], [1, 2, 3, 4, 5], [1, 2, 3, 4, 6])
+"""The first row ends where others go on together."""
+
 
 def rows_of(*ids: Sequence[int]) -> list[Tokens]:
-    return [Tokens.of(list(row)) for row in ids]
+    return [Tokens.of(row[:1], "T1") + Tokens.of(row[1:], "T2", 1) for row in ids]
 
 
-def test_a_common_start_is_of_the_same_tokens_at_the_same_positions():
+def test_a_common_start_is_of_the_same_tokens_in_the_same_segments_at_the_same_positions():
     assert common_start(rows_of([1, 2, 3], [1, 2, 4])) == 2
     assert common_start(rows_of([1, 2], [1, 2, 4])) == 2
     assert common_start(rows_of([5, 2], [1, 2])) == 0
     assert common_start([Tokens.of([1, 2]), Tokens.of([1, 2], start=1)]) == 0
+    assert common_start([Tokens.of([1, 2]) + Tokens.of([3], "T2", 2), Tokens.of([1, 2, 3])]) == 2
 
 
-@pytest.mark.parametrize("ids", [FORKED, [[1, 2], [1, 2, 3]], [[1, 2], [1, 2]], [[4, 1], [5, 1]], [[1, 2, 3]]])
+@pytest.mark.parametrize("ids", [FORKED, [[1, 2], [1, 2, 3]], [[1, 2], [1, 2]], [[4, 1], [5, 1]], [[1, 2, 3]], LATE])
 def test_rows_that_part_are_read_as_if_each_stood_alone(tiny: Model, ids: Sequence[Sequence[int]]):
     rows = rows_of(*ids)
     for row, (past, left) in zip(rows, read_branches(tiny, rows), strict=True):
@@ -33,7 +38,7 @@ def test_rows_that_part_are_read_as_if_each_stood_alone(tiny: Model, ids: Sequen
         cache, logits = tiny.extend(past, [left])
         alone, expected = tiny.extend(None, [row])
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(cache.values[-1], alone.values[-1], atol=1e-5, rtol=1e-5)
+        assert_close_caches(cache, alone)
 
 
 def test_what_several_rows_share_is_read_once(tiny_llama: Model, monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,19 +11,22 @@ import pytest
 
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
+from kvprobe.inference.forced import given_answer
 from kvprobe.inference.model import Model, load
 from kvprobe.studies import poisoning
 from kvprobe.studies.poisoning import Config
-from kvprobe.studies.poisoning.collect import ALL, answers_of, attention, edits, remarks, results
+from kvprobe.studies.poisoning.collect import ALL, answers, answers_of, attention, edits, read_drafts, remarks, results
 from kvprobe.studies.poisoning.conclude import conclude, slopes
 from kvprobe.studies.poisoning.study import STUDY
 from kvprobe.tasks.steps import LATER, SLIPPED
 from kvprobe.tasks.worked_answers import DRAFTS, HISTORY
 from kvprobe.tasks.worked_solutions import WorkedSolution
 from kvprobe.tasks.worked_sums import WAITED, WorkedSum, with_errors
+from kvprobe.text.tokens import Tokens
 from kvprobe.training.steps import Steps
 from tests import models
 from tests.experiments.made_up import answer_of
+from tests.random_caches import assert_close_caches
 from tests.refusals import refused
 from tests.studies.runs import assert_figures, whole_run
 
@@ -51,6 +55,29 @@ def test_the_same_settings_give_the_same_rows(finished: Run):
     rows, model = finished.df(), tiny()
     again = pd.DataFrame(edits(model, answers_of(model, SMALL)(1))).assign(sample=1)
     pd.testing.assert_frame_equal(rows[rows["sample"] == 1].reset_index(drop=True), again, check_dtype=False)
+
+
+@pytest.mark.parametrize("task", ["sums", "beads"])
+def test_what_prompts_have_in_common_is_read_once_and_nothing_else_changes(wordy: Model, task: str):
+    model = tiny() if task == "sums" else wordy
+    worked = answers_of(model, replace(SMALL, task=task))(0)
+
+    def said(prompt: Tokens) -> str:
+        return model.generate([prompt], max_new_tokens=SMALL.new).text
+
+    arms, rows = worked.arms(), answers(model, worked, SMALL.new)
+    assert [row["text"] for row in rows[: len(arms)]] == [said(arm.prompt) for arm in arms]
+    for draft, row in zip(DRAFTS, rows[len(arms) :], strict=True):
+        assert row.items() >= worked.alone(said, draft).items()
+
+    drafts = worked.drafts()
+    for draft, cache in read_drafts(model, drafts).items():
+        assert_close_caches(cache, model.prefill(drafts[draft]))
+
+    histories = worked.histories(np.random.default_rng(2))
+    for history, row in zip(histories, results(model, worked, np.random.default_rng(2)), strict=True):
+        given = given_answer(model, None, history.prompt, history.result)
+        assert row["log_probability"] == pytest.approx(given.log_prob, rel=1e-4)
 
 
 def test_worked_solutions_are_drawn_or_read_from_a_file(wordy: Model, tmp_path: Path):

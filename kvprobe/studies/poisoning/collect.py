@@ -1,6 +1,6 @@
 """What a slip does to the next prediction and to answers, where in the cache it sits, and what takes it back."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -107,7 +107,8 @@ def has_remarks(model: Model, config: Config) -> bool:
 
 def edits(model: Model, worked: WorkedAnswer) -> list[Row]:
     """The margin of the right value over the wrong one (logits), and KL from the sound run (nats), by edit."""
-    drafts, rest = read_drafts(model, worked), worked.rest()
+    written, rest = worked.drafts(), worked.rest()
+    drafts = read_drafts(model, {draft: written[draft] for draft in DRAFTS})
     ways = list(edited(model, *(model.extend(drafts[draft], [rest.later])[0] for draft in DRAFTS)))
     logits = torch.cat(
         [
@@ -128,11 +129,10 @@ def edits(model: Model, worked: WorkedAnswer) -> list[Row]:
     ]
 
 
-def read_drafts(model: Model, worked: WorkedAnswer) -> dict[Draft, KVCache]:
-    """The caches of the drafts, whose common beginning is read once."""
-    drafts = worked.drafts()
-    past, left = read_common(model, list(drafts.values()))
-    return {draft: model.extend(past, [tokens])[0] for draft, tokens in zip(drafts, left, strict=True)}
+def read_drafts(model: Model, drafts: Mapping[Draft, Tokens]) -> dict[Draft, KVCache]:
+    """Their caches; what drafts have in common is read once."""
+    unread = read_branches(model, list(drafts.values()))
+    return {draft: model.extend(past, [left])[0] for draft, (past, left) in zip(drafts, unread, strict=True)}
 
 
 def edited(model: Model, sound: KVCache, slip: KVCache) -> Iterator[tuple[str, int, KVCache]]:
@@ -161,7 +161,7 @@ def attention(model: Model, worked: WorkedAnswer) -> list[Row]:
     """How much of its attention the token before the value spends on the step that may be wrong, by layer: the mean
     over heads."""
     rest, rows = worked.rest(), list[Row]()
-    for draft, cache in read_drafts(model, worked).items():
+    for draft, cache in read_drafts(model, worked.drafts()).items():
         pattern = attend(model, rest.later + rest.lead, cache)
         masses = zip(pattern.layers, pattern.mass(STEP).mean((1, 2)).tolist(), strict=True)
         rows += [{"draft": draft, "layer": layer, "mass": mass} for layer, mass in masses]
