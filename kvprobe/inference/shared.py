@@ -43,6 +43,6 @@ def read_branches(model: Model, rows: Sequence[Tokens], past: KVCache | None = N
     unread: dict[int, Unread] = {}
     for numbers in branches.values():
         members = [left[number] for number in numbers]
-        forked = read_branches(model, members, past) if len(members) > 1 else [(past, *members)]
+        forked = read_branches(model, members, past) if len(members) > 1 else [(past, members[0])]
         unread.update(zip(numbers, forked, strict=True))
     return [unread[number] for number in range(len(rows))]
