@@ -23,6 +23,7 @@ COLUMNS = [
 
 BANDS = {f"layers {first}–{first + 6}": f"quarter {first // 7 + 1}" for first in (0, 7, 14, 21)} | {"all": "all"}
 STRUCK = {"slots, the same in all layers": "slot", "slots, others in each layer": "layer", "single numbers": "number"}
+FAULTS = {"zeros": ("zero-keys", "zero-values"), "distractor": ("distractor-keys", "distractor-values")}
 WHEN = {"once, after the prompt": "once", "anew before each token": "fresh", "anew, and stays": "piling"}
 
 
@@ -69,3 +70,17 @@ def test_the_table_of_readings_is_that_of_its_run(struck: str, when: str):
     for cell, fault in zip(cells, ("gaussian", "zeros", "distractor"), strict=True):
         (finding,) = findings.where("reading", fault=fault, drawn=STRUCK[struck], timing=WHEN[when])
         assert cell == written(finding), fault
+
+
+@pytest.mark.parametrize(("written_with", "faults"), FAULTS.items())
+@pytest.mark.parametrize("rate", [2, 10])
+def test_the_table_of_k_and_v_apart_is_that_of_its_run(written_with: str, faults: tuple[str, str], rate: int):
+    findings, cells = findings_and_cells("gsm8k-qwen2.5-coder-1.5b-parts", f"{rate} % of the slots, {written_with}")
+    for cell, fault in zip(cells, faults, strict=True):
+        (finding,) = findings.where("accuracy", fault=fault, rate=float(rate))
+        assert cell == written(finding), fault
+
+
+def test_the_sound_cache_of_k_and_v_apart_is_that_of_its_run():
+    findings, cells = findings_and_cells("gsm8k-qwen2.5-coder-1.5b-parts", "no slots")
+    assert cells == [written(*findings.where("sound")), ""]
