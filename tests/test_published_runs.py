@@ -2,12 +2,14 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvprobe.experiments.study import Conclusion
 from kvprobe.report.findings import Finding, Findings
+from kvprobe.wording import percent, plain
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 COLUMNS = [
@@ -24,15 +26,23 @@ COLUMNS = [
 BANDS = {f"layers {first}–{first + 6}": f"quarter {first // 7 + 1}" for first in (0, 7, 14, 21)} | {"all": "all"}
 STRUCK = {"slots, the same in all layers": "slot", "slots, others in each layer": "layer", "single numbers": "number"}
 FAULTS = {"zeros": ("zero-keys", "zero-values"), "distractor": ("distractor-keys", "distractor-values")}
+ARMS = {
+    "gone on with: right": "continue",
+    "the same text in a new conversation": "handed",
+    "reviewed as another's": "other's",
+    "erratum": "erratum",
+    "“wait”": "wait",
+    "each step in a conversation of its own": "alone",
+}
+EDITS = {"undone by V of the right step": "V", "… by K": "K", "… by the upper third of the layers": "upper layers"}
 WHEN = {"once, after the prompt": "once", "anew before each token": "fresh", "anew, and stays": "piling"}
 
 
-def findings_and_cells(run: str, row: str) -> tuple[Findings, list[str]]:
-    """Of a run, and the cells of a row of the page that starts so."""
+def findings_and_cells(run: str, row: str, page: str = "robustness") -> tuple[Findings, list[str]]:
+    """Of a run, and the cells of the last row of a page that starts so."""
     metrics = json.loads((RESULTS / "runs" / run / "metrics.json").read_text())
-    found = re.search(rf"^\| {row} \|(.*)\|$", (RESULTS / "robustness.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert found is not None
-    return Conclusion.of(metrics).findings, [cell.strip(" *") for cell in found[1].split("|")]
+    *_, found = re.findall(rf"^\| {row} \|(.*)\|$", (RESULTS / f"{page}.md").read_text(encoding="utf-8"), re.MULTILINE)
+    return Conclusion.of(metrics).findings, [cell.strip(" *") for cell in found.split("|")]
 
 
 def written(finding: Finding) -> str:
@@ -84,3 +94,28 @@ def test_the_table_of_k_and_v_apart_is_that_of_its_run(written_with: str, faults
 def test_the_sound_cache_of_k_and_v_apart_is_that_of_its_run():
     findings, cells = findings_and_cells("gsm8k-qwen2.5-coder-1.5b-parts", "no slots")
     assert cells == [written(*findings.where("sound")), ""]
+
+
+@pytest.mark.parametrize(("row", "arm"), ARMS.items())
+def test_the_answers_to_poisoned_gsm8k_are_those_of_its_run(row: str, arm: str):
+    findings, cells = findings_and_cells("poisoning-gsm8k", row, "poisoning")
+    assert cells == [percent(findings.at("right", arm=arm, draft=draft)) for draft in ("sound", "slip")]
+
+
+@pytest.mark.parametrize(("row", "edit"), EDITS.items())
+def test_what_undoes_the_poison_of_gsm8k_is_that_of_its_run(row: str, edit: str):
+    findings, cells = findings_and_cells("poisoning-gsm8k", row, "poisoning")
+    assert cells == [percent(findings.at("undone", edit=f"sound step, {edit}")).replace("-", "−")]
+
+
+def test_the_other_numbers_of_poisoned_gsm8k_are_those_of_its_run():
+    findings, fresh = findings_and_cells("poisoning-gsm8k", "the problem from the beginning: right", "poisoning")
+    assert fresh == [percent(findings.at("right", arm="fresh", draft="slip")), ""]
+    for row, name, words in (
+        (r"that the slip takes \(logits\)", "poison", partial(plain, digits=1)),
+        ("left in later steps with the wrong one masked", "ghost", percent),
+        ("slope of errors", "conditioned", plain),
+    ):
+        assert findings_and_cells("poisoning-gsm8k", row, "poisoning")[1] == [
+            words(findings.at(name)).replace("-", "−")
+        ], name
