@@ -47,15 +47,17 @@ def stored_figures(cell: Any) -> int:
 
 
 def is_same(one: str, other: str) -> bool:
-    """Whether two outputs have the same words and whole numbers, and about the same other numbers.
+    """Whether two outputs have the same words and whole numbers, and about the same other numbers outside intervals.
 
-    Another processor may round differently, which can move a probe's prediction of a conversation or two.
+    Another processor may round differently, which can move a probe's prediction of a conversation or two: of ten
+    conversations, that can make an interval another one altogether.
     """
     return all(_is_same_word(*pair) for pair in zip_longest(_words(one), _words(other), fillvalue=""))
 
 
 def _words(text: str) -> list[str]:
     plain = unescape(re.sub(r"<style.*?</style>|<[^>]+>", " ", text, flags=re.DOTALL))
+    plain = re.sub(r"\([+-]?[\d.]+ to [+-]?[\d.]+\)", "(interval)", plain)
     return re.findall(r"[+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?|[^\W\d]\w*|\S", plain)
 
 
