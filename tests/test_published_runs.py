@@ -111,6 +111,10 @@ def test_what_undoes_the_poison_of_gsm8k_is_that_of_its_run(row: str, edit: str)
 def test_the_other_numbers_of_poisoned_gsm8k_are_those_of_its_run():
     findings, fresh = findings_and_cells("poisoning-gsm8k", "the problem from the beginning: right", "poisoning")
     assert fresh == [percent(findings.at("right", arm="fresh", draft="slip")), ""]
+    handed_on = findings_and_cells("poisoning-gsm8k", "… with what follows from the slip", "poisoning")[1]
+    assert handed_on == [percent(findings.at("handed_on", arm="continue", draft=draft)) for draft in ("sound", "slip")]
+    layers = findings_and_cells("poisoning-gsm8k", "… by single layers: 22 and 23 of 28", "poisoning")[1]
+    assert layers == [" and ".join(percent(findings.at("undone_layer", layer=layer)) for layer in (22, 23))]
     for row, name, words in (
         (r"that the slip takes \(logits\)", "poison", partial(plain, digits=1)),
         ("left in later steps with the wrong one masked", "ghost", percent),
