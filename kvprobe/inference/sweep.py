@@ -5,6 +5,7 @@ prompt is part of each pass, so rows are compared within one pass of the same ke
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,6 +25,7 @@ from kvprobe.inference.struck_rows import Asked, Outcome, StruckRows
 from kvprobe.inference.under_policy import tokens_at
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
+from kvprobe.models.packed import is_worth_packing, packed
 from kvprobe.models.unproved import Lane
 from kvprobe.names import unknown
 from kvprobe.text.tokens import GENERATED, Tokens
@@ -124,33 +126,35 @@ def sweep(
     require_whole("A sweep", "rows", rows, 2)
     if not questions:
         return []
-    prepared = [_prepared(lanes, question, max_new_tokens, lane) for question in questions]
-    ends = end_tokens(lanes, stop)
-    rows = min(fitting_rows(rows, context.cache, max_new_tokens) for context in prepared)
-    clean: dict[int, Outcome] = {}
-    outcomes: list[list[Outcome]] = [[] for _ in questions]
-    for pieces in _batches([len(question.trials) for question in questions], rows):
-        asked = [_asked(prepared[number], questions[number], span, seed) for number, span in pieces]
-        batch = StruckRows(lanes, asked, lane, max_new_tokens)
-        answers = batch.answer(ends)
-        compared = [[Outcome((), "", False)] * len(group) for group in answers]
-        if follow:
-            along = [clean.get(number, group[0]) for (number, _), group in zip(pieces, answers, strict=True)]
-            compared = batch.follow([outcome.tokens for outcome in along])
-        for (number, _), said, followed in zip(pieces, answers, compared, strict=True):
-            complete = [
-                replace(
-                    answer,
-                    text=decode_text(lanes.tokenizer, answer.tokens, ends),
-                    kl=comparison.kl,
-                    agreed=comparison.agreed,
-                    broken=answer.broken or comparison.broken,
-                )
-                for answer, comparison in zip(said, followed, strict=True)
-            ]
-            clean.setdefault(number, complete[0])
-            outcomes[number] += complete[1:]
-        done(sum(len(each.faults) for each in asked))
+    packing = lane == "plain" and is_worth_packing(lanes.plain, max_new_tokens)
+    with packed(lanes.plain, rows) if packing else nullcontext():
+        prepared = [_prepared(lanes, question, max_new_tokens, lane) for question in questions]
+        ends = end_tokens(lanes, stop)
+        rows = min(fitting_rows(rows, context.cache, max_new_tokens) for context in prepared)
+        clean: dict[int, Outcome] = {}
+        outcomes: list[list[Outcome]] = [[] for _ in questions]
+        for pieces in _batches([len(question.trials) for question in questions], rows):
+            asked = [_asked(prepared[number], questions[number], span, seed) for number, span in pieces]
+            batch = StruckRows(lanes, asked, lane, max_new_tokens)
+            answers = batch.answer(ends)
+            compared = [[Outcome((), "", False)] * len(group) for group in answers]
+            if follow:
+                along = [clean.get(number, group[0]) for (number, _), group in zip(pieces, answers, strict=True)]
+                compared = batch.follow([outcome.tokens for outcome in along])
+            for (number, _), said, followed in zip(pieces, answers, compared, strict=True):
+                complete = [
+                    replace(
+                        answer,
+                        text=decode_text(lanes.tokenizer, answer.tokens, ends),
+                        kl=comparison.kl,
+                        agreed=comparison.agreed,
+                        broken=answer.broken or comparison.broken,
+                    )
+                    for answer, comparison in zip(said, followed, strict=True)
+                ]
+                clean.setdefault(number, complete[0])
+                outcomes[number] += complete[1:]
+            done(sum(len(each.faults) for each in asked))
     return [
         Sweep(clean[number], tuple(question.trials), tuple(outcomes[number]))
         for number, question in enumerate(questions)
