@@ -1,7 +1,7 @@
 """The poisoning study: whole runs on tiny models, numbers of made-up tables, and the problems that it puts."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,17 +9,20 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from kvprobe.cache.cache import KVCache
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.forced import given_answer
+from kvprobe.inference.generate import Generation, generate
 from kvprobe.inference.model import Model, load
+from kvprobe.models.lanes import Lanes
 from kvprobe.studies import poisoning
 from kvprobe.studies.poisoning import Config
 from kvprobe.studies.poisoning.collect import ALL, answers, answers_of, attention, edits, read_drafts, remarks, results
 from kvprobe.studies.poisoning.conclude import conclude, slopes
 from kvprobe.studies.poisoning.study import STUDY
-from kvprobe.tasks.steps import LATER, SLIPPED
-from kvprobe.tasks.worked_answers import DRAFTS, HISTORY
+from kvprobe.tasks.steps import LATER, SLIPPED, Draft
+from kvprobe.tasks.worked_answers import DRAFTS, HISTORY, Answering, WorkedAnswer
 from kvprobe.tasks.worked_solutions import WorkedSolution
 from kvprobe.tasks.worked_sums import WAITED, WorkedSum, with_errors
 from kvprobe.text.tokens import Tokens
@@ -58,21 +61,38 @@ def test_the_same_settings_give_the_same_rows(finished: Run):
 
 
 @pytest.mark.parametrize("task", ["sums", "beads"])
-def test_what_prompts_have_in_common_is_read_once_and_nothing_else_changes(wordy: Model, task: str):
+def test_what_prompts_have_in_common_is_read_once_and_nothing_else_changes(
+    wordy: Model, task: str, monkeypatch: pytest.MonkeyPatch
+):
     model = tiny() if task == "sums" else wordy
     worked = answers_of(model, replace(SMALL, task=task))(0)
 
     def said(prompt: Tokens) -> str:
         return model.generate([prompt], max_new_tokens=SMALL.new).text
 
-    arms, rows = worked.arms(), answers(model, worked, SMALL.new)
-    assert [row["text"] for row in rows[: len(arms)]] == [said(arm.prompt) for arm in arms]
-    for draft, row in zip(DRAFTS, rows[len(arms) :], strict=True):
-        assert row.items() >= worked.alone(said, draft).items()
+    def reading(lanes: Lanes, prompts: Sequence[Tokens], past: KVCache | None, max_new_tokens: int) -> Generation:
+        before = [] if past is None else past.ledger.tokens[0].tolist()
+        read.extend((*before, *prompt.ids) for prompt in prompts)
+        return generate(lanes, prompts, past, max_new_tokens=max_new_tokens)
 
-    drafts = worked.drafts()
-    for draft, cache in read_drafts(model, drafts).items():
-        assert_close_caches(cache, model.prefill(drafts[draft]))
+    def asking(self: WorkedAnswer, answer: Answering, draft: Draft) -> Mapping[str, float]:
+        def answered(prompt: Tokens) -> str:
+            asked.append(prompt.ids)
+            return answer(prompt)
+
+        return alone(self, answered, draft)
+
+    read, asked, alone = list[tuple[int, ...]](), list[tuple[int, ...]](), type(worked).alone
+    monkeypatch.setattr("kvprobe.studies.poisoning.collect.generate", reading)
+    monkeypatch.setattr(type(worked), "alone", asking)
+    arms, rows = worked.arms(), answers(model, worked, SMALL.new)
+    assert len(asked) >= len(DRAFTS)
+    assert read == [*(arm.prompt.ids for arm in arms), *asked]
+    assert [row["text"] for row in rows[: len(arms)]] == [said(arm.prompt) for arm in arms]
+
+    written = worked.drafts()
+    for draft, cache in read_drafts(model, written).items():
+        assert_close_caches(cache, model.prefill(written[draft]))
 
     histories = worked.histories(np.random.default_rng(2))
     for history, row in zip(histories, results(model, worked, np.random.default_rng(2)), strict=True):
