@@ -51,6 +51,7 @@ benchmark: $(VENV)/.developed
 	$(PY) benchmarks/lanes.py
 	$(PY) benchmarks/policies.py
 	$(PY) benchmarks/faults.py
+	$(PY) benchmarks/packed.py
 	$(PY) benchmarks/patching.py
 	$(PY) benchmarks/attention.py
 	$(PY) benchmarks/probes.py

@@ -24,7 +24,7 @@ class Duration:
 
     Attributes:
         study, preset: their names; no preset for other settings than those of one.
-        machine: such as `Linux x86_64, 2 cores`.
+        machine: such as `Linux x86_64, 2 cores with AVX2`.
         peak_bytes: the most memory that the run held; 0 where the system does not say.
     """
 

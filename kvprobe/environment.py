@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("kvprobe", "torch", "transformers", "transformer-lens", "sae-lens", "numpy")
-MACHINE = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
 
 
 def environment() -> dict[str, Any]:
@@ -19,8 +18,16 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "commit": _commit(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "machine": MACHINE,
+        "machine": machine(),
     }
+
+
+def machine() -> str:
+    """Such as `Linux x86_64, 2 cores with AVX2`; torch's vectors decide how it rounds and how fast it is."""
+    import torch  # heavy, and loaded by then
+
+    vectors = torch.backends.cpu.get_cpu_capability()
+    return f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores with {vectors}"
 
 
 def _version(package: str) -> str | None:

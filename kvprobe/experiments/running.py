@@ -8,7 +8,7 @@ from typing import TypeVar
 import pandas as pd
 
 from kvprobe.durations import Duration, durations
-from kvprobe.environment import MACHINE
+from kvprobe.environment import machine
 from kvprobe.experiments.page import write_page
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings, digest_of
@@ -61,7 +61,7 @@ def run_study(
             conclusion = study.conclude(rows, config, model)
             draw(study, conclusion.findings, model.name, run.path / "figures")
             if not (run.finished or resumed):
-                Duration(study.name, "", MACHINE, peak_bytes(), clock.timing).write(run.path)
+                Duration(study.name, "", machine(), peak_bytes(), clock.timing).write(run.path)
             run.finish(conclusion.record())
     write_page(study, run)
     return run

@@ -17,7 +17,7 @@ from kvprobe.studies.dangling import Config
 TOOK = Duration(
     "dangling",
     "mine",
-    "Linux x86_64, 2 cores",
+    "Linux x86_64, 2 cores with AVX512",
     3 * 10**9,
     Timing(150.0, 290.0, 0.0, (Stage("Hiding", 8, "turn", 50.0),)),
 )
@@ -32,7 +32,7 @@ def test_durations_are_said_with_two_digits(seconds: float, said: str):
 
 def test_a_duration_is_read_back_as_it_was_written():
     assert Duration.from_record(json.loads(json.dumps(TOOK.record()))) == TOOK
-    assert str(TOOK) == "2.5 min on 2 cores (4.8 min of CPU)"
+    assert str(TOOK) == "2.5 min on 2 cores with AVX512 (4.8 min of CPU)"
 
 
 def test_every_duration_that_ships_is_of_a_preset_as_it_is_now():
@@ -49,12 +49,12 @@ def test_a_plan_says_settings_place_and_what_it_took(tmp_path: Path, monkeypatch
     said = "\n".join(plan("dangling", config, tmp_path, None))
     assert "  prompts: 2\n" in said
     assert f"dangling-{digest_of('dangling', config)} would be new." in said
-    assert "It took 2.5 min on 2 cores (4.8 min of CPU) and 3.0 GB of memory" in said
+    assert "It took 2.5 min on 2 cores with AVX512 (4.8 min of CPU) and 3.0 GB of memory" in said
     assert said.endswith("  Hiding: 8 × turn, 1.7 min")
     (tmp_path / "this" / "parts").mkdir(parents=True)
     other = "\n".join(plan("dangling", Config(prompts=3), tmp_path, "this"))
     assert f"{tmp_path / 'this'} would be resumed." in other
-    assert other.endswith("was not measured. Of this study: mine 2.5 min on 2 cores (4.8 min of CPU).")
+    assert other.endswith("was not measured. Of this study: mine 2.5 min on 2 cores with AVX512 (4.8 min of CPU).")
     (tmp_path / "this" / "metrics.json").touch()
     assert "is finished" in "\n".join(plan("dangling", config, tmp_path, "this"))
     assert "Of this study: nothing was." in "\n".join(plan("leakage", config, tmp_path, None))
