@@ -45,30 +45,33 @@ def checked(fn: Any = None, *, typechecker: object = None) -> Any:
         if is_dataclass(fn) and "__init__" in vars(fn):
             fn.__init__ = checked(fn.__init__)
         return fn
-    # Beartype takes longer to compile an inner function than that runs, and what it makes of a generator checks its
-    # arguments only when a value is drawn.
-    inner = "<locals>" in fn.__qualname__
-    checking, hints = _one_by_one(fn) if inner or isgeneratorfunction(fn) else _compiled(fn)
-    if not hints:
-        return fn
-
-    shapes = any(map(_has_axes, hints.values()))
-    test, left = -1, 0
+    test, left, ready = -1, 0, None
 
     @wraps(fn)
     def with_checks(*args: Any, **kwargs: Any) -> Any:
-        nonlocal test, left
+        nonlocal test, left, ready
         if test != _tests:
             test, left = _tests, CALLS
         left -= 1
         if left < 0 or config.jaxtyping_disable:
             return fn(*args, **kwargs)
+        ready = ready or _checking(fn)  # what is never called is never compiled
+        checking, shapes = ready
         if not shapes:
             return checking(*args, **kwargs)
         with jaxtyped("context"):  # sizes of named axes hold for this call
             return checking(*args, **kwargs)
 
     return with_checks
+
+
+def _checking(fn: FunctionType) -> tuple[Callable[..., Any], bool]:
+    """The function with checks, and whether there are shapes among them."""
+    # Beartype takes longer to compile an inner function than that runs, and what it makes of a generator checks its
+    # arguments only when a value is drawn.
+    inner = "<locals>" in fn.__qualname__
+    checking, hints = _one_by_one(fn) if inner or isgeneratorfunction(fn) else _compiled(fn)
+    return checking, any(map(_has_axes, hints.values()))
 
 
 def _compiled(fn: FunctionType) -> tuple[Callable[..., Any], dict[str, Any]]:
