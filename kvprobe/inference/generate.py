@@ -1,6 +1,7 @@
 """The decode loop: greedy or sampled, batched, at explicit positions, with access to the cache at each step."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from kvprobe.inference.forward import extend
 from kvprobe.inference.readable import require_type
 from kvprobe.inference.under_policy import Snapshot, apply, lane_for, read_for, sample_numbers
 from kvprobe.models.lanes import Lanes
+from kvprobe.models.packed import packed_if_faster
 from kvprobe.models.unproved import Lane
 from kvprobe.policies.policy import Policy, Scene
 from kvprobe.text.tokens import GENERATED, Decoder, Tokens
@@ -110,33 +112,41 @@ def generate(
 
     cache, following, trace = past, prompts, list[Snapshot]()
     scene = None if policy is None or past is None else Scene(past)
-    for step in range(max_new_tokens):
-        if policy is None:
-            cache, logits = extend(lanes, cache, following, lane_for(None, lane))
-            cache = _with_ended_rows_padded(cache, stopped)
-        else:
-            scene, logits = read_for(lanes, policy, scene, following, lane)
-            scene = scene.with_cache(_with_ended_rows_padded(scene.cache, stopped))
-            scene = apply(lanes, policy, replace(scene, samples=numbers), step, lane)
-            cache = scene.cache
-            trace.append(Snapshot.of(step, cache))
-        if on_step is not None and (edited := on_step(step, cache)) is not None:
-            require_type("What on_step returns", edited, KVCache, "the edited KVCache, or None")
-            cache, scene = edited, scene and scene.with_cache(edited)
-        chosen = _choose(logits[:, -1], temperature, top_p, generators)
-        scores = logits[:, -1].float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
-        chosen_tokens = entries(chosen, int)
-        for row, (token, score) in enumerate(zip(chosen_tokens, entries(scores, float), strict=True)):
-            if not stopped[row]:
-                tokens[row].append(token)
-                logprobs[row].append(score)
-                stopped[row] = token in ends
-        if all(stopped):
-            break
-        positions = entries(cache.ledger.following, int)
-        following = [
-            Tokens.of([token], GENERATED, position) for token, position in zip(chosen_tokens, positions, strict=True)
-        ]
+    # What on_step does is not known: it may want gradients, or write weights.
+    packing = (
+        packed_if_faster(lanes, lane_for(policy, lane), len(prompts), max_new_tokens)
+        if on_step is None
+        else nullcontext()
+    )
+    with packing:
+        for step in range(max_new_tokens):
+            if policy is None:
+                cache, logits = extend(lanes, cache, following, lane_for(None, lane))
+                cache = _with_ended_rows_padded(cache, stopped)
+            else:
+                scene, logits = read_for(lanes, policy, scene, following, lane)
+                scene = scene.with_cache(_with_ended_rows_padded(scene.cache, stopped))
+                scene = apply(lanes, policy, replace(scene, samples=numbers), step, lane)
+                cache = scene.cache
+                trace.append(Snapshot.of(step, cache))
+            if on_step is not None and (edited := on_step(step, cache)) is not None:
+                require_type("What on_step returns", edited, KVCache, "the edited KVCache, or None")
+                cache, scene = edited, scene and scene.with_cache(edited)
+            chosen = _choose(logits[:, -1], temperature, top_p, generators)
+            scores = logits[:, -1].float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+            chosen_tokens = entries(chosen, int)
+            for row, (token, score) in enumerate(zip(chosen_tokens, entries(scores, float), strict=True)):
+                if not stopped[row]:
+                    tokens[row].append(token)
+                    logprobs[row].append(score)
+                    stopped[row] = token in ends
+            if all(stopped):
+                break
+            positions = entries(cache.ledger.following, int)
+            following = [
+                Tokens.of([token], GENERATED, position)
+                for token, position in zip(chosen_tokens, positions, strict=True)
+            ]
 
     assert cache is not None  # at least one pass was made
     texts = tuple(decode_text(lanes.tokenizer, row, ends) for row in tokens)

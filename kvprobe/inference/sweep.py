@@ -5,7 +5,6 @@ prompt is part of each pass, so rows are compared within one pass of the same ke
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -25,7 +24,7 @@ from kvprobe.inference.struck_rows import Asked, Outcome, StruckRows
 from kvprobe.inference.under_policy import tokens_at
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
-from kvprobe.models.packed import is_worth_packing, packed
+from kvprobe.models.packed import packed_if_faster
 from kvprobe.models.unproved import Lane
 from kvprobe.names import unknown
 from kvprobe.text.tokens import GENERATED, Tokens
@@ -126,8 +125,7 @@ def sweep(
     require_whole("A sweep", "rows", rows, 2)
     if not questions:
         return []
-    packing = lane == "plain" and is_worth_packing(lanes.plain, max_new_tokens)
-    with packed(lanes.plain, rows) if packing else nullcontext():
+    with packed_if_faster(lanes, lane, rows, max_new_tokens):
         prepared = [_prepared(lanes, question, max_new_tokens, lane) for question in questions]
         ends = end_tokens(lanes, stop)
         rows = min(fitting_rows(rows, context.cache, max_new_tokens) for context in prepared)

@@ -1,17 +1,22 @@
 """Packed weights give the same products; when they are used; and that nothing is left of them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from kvprobe.faults import Scope, Zeros
+from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Question, Trial, sweep
-from kvprobe.models.packed import STEPS, _product, is_worth_packing, packed
+from kvprobe.models.lanes import Lanes
+from kvprobe.models.packed import ROWS, STEPS, _product, is_worth_packing, packed
 from tests.models import gpt_neox, llama
 from tests.random_caches import random_tokens
+
+PROMPT = random_tokens(1, {"T1": 9})
 
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN (torch.backends.mkldnn)"
@@ -42,41 +47,69 @@ def test_an_interrupted_model_is_left_as_it_was():
     assert not any("forward" in vars(module) for module in plain.modules())
 
 
-@needs_onednn
-def test_a_sweep_says_the_same_with_packed_weights(monkeypatch: pytest.MonkeyPatch):
-    lanes, rows = llama().lanes, set[int]()
-    question = Question(random_tokens(1, {"T1": 9}), [Trial(Zeros(scope=Scope(rate=0.4)))])
+def swept(lanes: Lanes) -> list[tuple[int, ...]]:
+    trials = [Trial(Zeros(scope=Scope(rate=rate))) for rate in (0.4, 0.9)]
+    (answered,) = sweep(lanes, [Question(PROMPT, trials)], max_new_tokens=6, stop=())
+    return [answered.clean.tokens, *(outcome.tokens for outcome in answered.outcomes)]
+
+
+def generated(lanes: Lanes, **settings: Any) -> list[tuple[int, ...]]:
+    return [*generate(lanes, [PROMPT, PROMPT[:7], PROMPT[:5]], max_new_tokens=6, stop=(), **settings).tokens]
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For each product with packed weights the number of its rows; all models are worth it."""
+    rows = list[int]()
 
     def product(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-        rows.add(len(x))
+        rows.append(len(x))
         return _product(weight, bias, x)
 
-    def asked() -> list[tuple[int, ...]]:
-        (swept,) = sweep(lanes, [question], max_new_tokens=6, stop=())
-        return [swept.clean.tokens, *(outcome.tokens for outcome in swept.outcomes)]
-
     monkeypatch.setattr("kvprobe.models.packed._product", product)
-    as_it_was = asked()
-    assert not rows
-    monkeypatch.setattr("kvprobe.inference.sweep.is_worth_packing", lambda *_: True)
-    assert asked() == as_it_was
-    assert rows == {1, 2}  # the prompt, and then both rows
+    monkeypatch.setattr("kvprobe.models.packed.is_worth_packing", lambda *_: True)
+    return rows
 
 
-def test_only_long_answers_of_large_models_in_float32_on_cpus_without_avx512_are_worth_it(
+@needs_onednn
+@pytest.mark.parametrize("said", [swept, generated])
+def test_batches_say_the_same_with_packed_weights(
+    said: Callable[[Lanes], list[tuple[int, ...]]], products: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    lanes = llama().lanes
+    packed_weights = said(lanes)
+    assert products[-1] == 3  # rows of the batch
+    products.clear()
+    monkeypatch.setattr("kvprobe.models.packed.is_worth_packing", lambda *_: False)
+    assert said(lanes) == packed_weights
+    assert not products
+
+
+@needs_onednn
+def test_what_may_want_gradients_or_write_weights_is_not_given_packed_ones(products: list[int]):
+    lanes = llama().lanes
+    generated(lanes, on_step=lambda step, cache: None)
+    generated(lanes, lane="hooked")
+    assert not products
+
+
+def test_only_long_answers_of_several_rows_of_large_models_in_float32_on_cpus_without_avx512_are_worth_it(
     monkeypatch: pytest.MonkeyPatch,
 ):
     plain = llama().lanes.plain
     size = sum(weight.nbytes for weight in plain.parameters())
 
-    def worth(steps: int = STEPS, smallest: int = size, free: int = 3 * size, cpu: str = "AVX2") -> bool:
+    def worth(
+        rows: int = ROWS, steps: int = STEPS, smallest: int = size, free: int = 3 * size, cpu: str = "AVX2"
+    ) -> bool:
         monkeypatch.setattr("kvprobe.models.packed.SMALLEST", smallest)
         monkeypatch.setattr("kvprobe.models.packed.free_bytes", lambda _: free)
         monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: cpu)
-        return is_worth_packing(plain, steps)
+        return is_worth_packing(plain, rows, steps)
 
     monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: True)
     assert worth()
+    assert not worth(rows=ROWS - 1)
     assert not worth(steps=STEPS - 1)
     assert not worth(smallest=size + 1)
     assert not worth(free=2 * size)
