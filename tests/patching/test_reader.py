@@ -1,9 +1,7 @@
 """Patches that only the suffix sees, against one pass without a cache in which only the suffix sees them."""
 
-import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,46 +11,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import kvprobe as kv
 from kvprobe.cache.cache import KVCache
 from kvprobe.inference.model import Model
-from kvprobe.patching import KL, Cell, LogitDiff, LogProb, PatchMap, patch_sweep
+from kvprobe.patching import KL, Cell, LogitDiff, LogProb, patch_sweep
 from kvprobe.patching import reader as reading
 from kvprobe.text.tokens import Tokens
-from tests.models import N_LAYERS, VOCABULARY, WINDOW, llama
+from tests.models import N_LAYERS, WINDOW
 from tests.patching.oracle import EDITS, Op, Run, Swap, patched_pass, swaps_of, twins
+from tests.patching.pairs import SPANS, TOLERANCE, WEIGHTS, near, swept, two, weighed
 from tests.random_caches import assert_bit_identical, copy_of, random_tokens
 from tests.refusals import refused
 
-TOLERANCE = 1e-5
-"""Of a metric that weighs logits, none of which is above 5; the promise is 1e-4."""
-WEIGHTS = torch.nn.functional.normalize(torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(0)), dim=0)
-SPANS = {"system": 4, "T1": 6, "T2": 3}
 EVERYTHING: list[Op] = [(kind, seed) for seed, kind in enumerate(["read", "read padded", "mask", *EDITS, "read"])]
 seeds = st.integers(0, 2**31)
 few = settings(max_examples=6)
-
-
-def weighed(logits: Tensor) -> Tensor:
-    """A number to which every logit contributes."""
-    return logits[-1] @ WEIGHTS
-
-
-def near(actual: Any, expected: Any) -> bool:
-    actual, expected = (
-        value.float() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
-        for value in (actual, expected)
-    )
-    return actual.shape == expected.shape and bool(((actual - expected).abs() < TOLERANCE).all())
-
-
-def two(model: Model, spans: dict[str, int] = SPANS) -> tuple[Run, Run]:
-    """A base and a donor of these segments, never edited."""
-    return Run(model, 1).read(spans), Run(model, 2).read(spans)
-
-
-def swept(base: Run, donor: Run, suffix: Tokens, metric: Any = weighed, **settings: Any) -> PatchMap:
-    return patch_sweep(base.model, base.cache, donor.cache, suffix, metric, progress=False, **settings)
 
 
 def logits_of(cache: KVCache, model: Model, suffix: Tokens) -> Tensor:
@@ -385,90 +357,6 @@ def test_a_text_suffix_starts_where_the_base_ends(tiny: Model):
     assert near([one.base, one.donor], [other.base, other.donor])
 
 
-# ---- the grid
-
-
-def test_a_grid_is_the_product_of_its_axes_and_unnamed_axes_are_whole(tiny_llama: Model):
-    base, donor = two(tiny_llama)
-    base.read({"T3": 2}, padding=2)
-    donor.read({"T3": 2})
-    base.mask([1])
-    live = [0, *range(2, 15)]
-    segments = {"system": (0, 1, 2, 3), "T1": (4, 5, 6, 7, 8, 9), "T2": (10, 11, 12), "T3": (13, 14)}
-    heads, layers = (0, 1), (0, 1, 2)
-
-    def cells(over: Any, parts: Sequence[str] = ("KV",)) -> list[tuple[Any, ...]]:
-        patched = swept(base, donor, base.suffix(0, 1), over=over, parts=parts)
-        return [
-            (cell.layers, cell.slots, heads if cell.kv_heads is None else cell.kv_heads, cell.part)
-            for cell in patched.cells
-        ]
-
-    assert cells(("layer", "slot")) == [((layer,), (slot,), heads, "KV") for layer in layers for slot in live]
-    assert cells({"slot": [1, 0]}) == [(layers, (slot,), heads, "KV") for slot in (1, 0)]
-    assert cells(("head", "segment"), ("V", "K")) == [
-        (layers, slots, (head,), part) for head in heads for slots in segments.values() for part in "VK"
-    ]
-    assert cells({"band": [range(1, 3), [0, 2]], "segment": ["T3", "T1"]}) == [
-        (band, segments[name], heads, "KV") for band in ((1, 2), (0, 2)) for name in ("T3", "T1")
-    ]
-    assert {layers for layers, *_ in cells(("band",))} == {(0,), (1,), (2,)}
-
-
-def test_parts_named_by_their_hooks_are_these_parts_at_these_layers(tiny_llama: Model):
-    base, donor = two(tiny_llama)
-    suffix = base.suffix(0, 2)
-    names = ["blocks.2.attn.hook_v", "blocks.0.attn.hook_rot_k", "blocks.2.attn.hook_rot_k"]
-    for over in (("segment",), ("layer", "segment"), ("segment", "layer")):
-        hooked = swept(base, donor, suffix, over=over, parts=names)
-        axes = over if "layer" in over else ("layer", *over)
-        known = swept(base, donor, suffix, over=axes, parts=("V", "K")).df()
-        table = hooked.df()
-        assert set(zip(table["layer"], table["part"], strict=True)) == {(2, "V"), (0, "K"), (2, "K")}
-        assert len(table) == 3 * len(SPANS)
-        matched = table.merge(known, on=["layer", "segment", "part"])
-        assert len(matched) == len(table)
-        assert near(matched["value_x"].to_numpy(), matched["value_y"].to_numpy())
-    scores = kv.attribute(
-        tiny_llama, base.cache, donor.cache, suffix, LogitDiff(1, 2), ("segment",), parts=names[:1], check=1
-    )
-    assert scores.df()[["layer", "part"]].drop_duplicates().values.tolist() == [[2, "V"]]
-
-
-def test_a_subspace_may_be_named_by_its_hook(tiny_llama: Model):
-    base, donor = two(tiny_llama)
-    direction = torch.randn(1, tiny_llama.geometry.n_kv_heads * tiny_llama.geometry.d_head)
-    one, other = (
-        swept(base, donor, base.suffix(0, 1), over=("layer",), parts=("V",), along={name: direction})
-        for name in ((1, "V"), "blocks.1.attn.hook_v")
-    )
-    assert near(one.values, other.values)
-
-
-def test_a_table_has_a_row_for_each_cell(tiny_llama: Model):
-    base, donor = two(tiny_llama)
-    patched = swept(
-        base, donor, base.suffix(0, 2), over={"slot": [11, 4], "layer": [2], "head": None}, parts=("V", "K")
-    )
-    table = patched.df()
-    assert table[["slot", "layer", "head", "part"]].values.tolist() == [
-        [slot, 2, head, part] for slot in (11, 4) for head in (0, 1) for part in "VK"
-    ]
-    assert table["segment"].tolist() == ["T2"] * 4 + ["T1"] * 4
-    assert table["token"].tolist() == [base.row.ids[slot] for slot in (11, 4) for _ in range(4)]
-    texts = [tiny_llama.tokenizer.decode([base.row.ids[slot]]) for slot in (11, 4)]
-    assert table["text"].tolist() == [text for text in texts for _ in range(4)]
-    label = f"{json.dumps(texts[0])} at 11 (T2)"
-    assert patched.matrix("slot", "head", "V").index[0] == label
-    figure = kv.plots.patching(patched, "slot", "head")
-    ticks = [[tick.get_text() for tick in axis.get_xticklabels()] for axis in figure.axes[:2]]
-    assert ticks == [["H0", "H1"]] * 2
-    assert figure.axes[0].get_yticklabels()[0].get_text() == label.replace("$", r"\$")
-    assert near(table["value"].to_numpy(), patched.values)
-    assert near(table["effect"].to_numpy(), patched.effect)
-    assert near(table["normalised"].to_numpy(), patched.normalised)
-
-
 # ---- KVCache.patch
 
 
@@ -503,133 +391,3 @@ def test_a_patched_cache_equals_one_overwritten_by_hand(
     assert_bit_identical(patched, expected)
     assert_bit_identical(base, before[0])
     assert_bit_identical(donor, before[1])
-
-
-# ---- refusals
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        ({"over": ("layer", "token")}, "no axis called 'token'"),
-        ({"over": "layer"}, "axis"),
-        ({"over": ("layer", "band")}, "layers or over bands"),
-        ({"over": ("slot", "segment")}, "slots or over segments"),
-        ({"over": {"layer": [99]}}, "no layer 99"),
-        ({"over": {"layer": [-1]}}, "no layer -1"),
-        ({"over": {"layer": [1.5]}}, "1.5"),
-        ({"over": {"layer": []}}, "at least one"),
-        ({"over": {"band": [range(2, 4)]}}, "no layer 3"),
-        ({"over": {"band": [range(0)]}}, "band"),
-        ({"over": {"band": range(2)}}, "band"),
-        ({"over": {"head": [2]}}, "no KV head 2"),
-        ({"over": {"slot": [13]}}, "no slot 13"),
-        ({"over": {"segment": ["T9"]}}, "no segment called 'T9'"),
-        ({"over": {"query": [3]}}, "no suffix token 3"),
-        ({"over": {"query_head": [4]}}, "no query head 4"),
-        ({"parts": ("Q",)}, "no part called 'Q'"),
-        ({"parts": ()}, "no part"),
-        ({"parts": "KV"}, "part"),
-        ({"parts": ("resid_pre",)}, "total"),
-        ({"parts": ("blocks.0.hook_resid_pre",)}, "total"),
-        ({"parts": ("blocks.0.attn.hook_z",)}, "no site at the hook 'blocks.0.attn.hook_z'"),
-        ({"parts": ("blocks.0.attn.hook_k",)}, "'blocks.0.attn.hook_rot_k'"),
-        ({"parts": ("blocks.9.attn.hook_v",)}, "no layer 9"),
-        ({"parts": ("blocks.0.attn.hook_v", "K")}, "'K' does not"),
-        ({"parts": ("blocks.0.attn.hook_v",), "over": {"layer": [0]}}, "name their layers"),
-        ({"parts": ("blocks.0.attn.hook_v",), "over": ("band",)}, "name their layers"),
-        ({"along": {"blocks.0.hook_resid_pre": torch.ones(1, 4)}}, "no 'resid_pre'"),
-        ({"along": {"V": torch.ones(1, 4)}}, "'V' is no layer and part"),
-        ({"reads": "everyone"}, "'everyone'"),
-        ({"align": "middle"}, "'middle'"),
-        ({"rows": 0}, "rows"),
-        ({"suffix": Tokens.of([])}, "suffix"),
-        ({"suffix": ""}, "suffix"),
-        ({"metric": lambda logits: logits[-1]}, "64 numbers"),
-        ({"metric": lambda logits: None}, "NoneType"),
-        ({"metric": lambda logits: "high"}, "str"),
-        ({"metric": lambda logits: logits[-1, 0] * torch.nan}, "nan"),
-        ({"metric": lambda logits: logits[-1, 0] / 0}, "inf"),
-        ({"metric": LogProb.of(range(4))}, "suffix"),
-        ({"metric": LogitDiff(right=64, wrong=0)}, "64"),
-        ({"metric": LogitDiff(right=0, wrong=-1)}, "-1"),
-        ({"metric": LogProb.of([64])}, "64"),
-    ],
-)
-def test_impossible_sweeps_are_refused(tiny_llama: Model, change: dict[str, Any], part: str):
-    base, donor = two(tiny_llama)
-    asked: dict[str, Any] = {"suffix": base.suffix(0, 3), "metric": weighed, "over": ("layer",), "progress": False}
-    refused(lambda: patch_sweep(tiny_llama, base.cache, donor.cache, **asked | change), part)
-
-
-def foreign(changes: dict[str, Any]) -> KVCache:
-    return llama(**changes).prefill(random_tokens(2, SPANS))
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("changes", [{"num_hidden_layers": 2}, {"num_key_value_heads": 4}, {"head_dim": 16}])
-def test_a_cache_of_another_model_is_refused(tiny_llama: Model, changes: dict[str, Any]):
-    base, _ = two(tiny_llama)
-    other, suffix = foreign(changes), base.suffix(0, 3)
-    for pair in ((base.cache, other), (other, base.cache), (other, other)):
-        refused(lambda pair=pair: patch_sweep(tiny_llama, *pair, suffix, weighed, progress=False), "model")
-    refused(lambda: base.cache.patch(other, "T1"), "donor")
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_donors_that_cannot_stand_in_for_the_base_are_refused(tiny_llama: Model):
-    base, donor = two(tiny_llama)
-    suffix = base.suffix(0, 3)
-
-    def pair_refused(ours: KVCache, theirs: KVCache, *words: str, over: Any = ("segment",)) -> None:
-        refused(lambda: patch_sweep(tiny_llama, ours, theirs, suffix, weighed, over=over, progress=False), *words)
-
-    longer = Run(tiny_llama, 2).read(SPANS | {"T1": 7}).cache
-    pair_refused(base.cache, longer, "'T1'", "6", "7", "align")
-    pair_refused(base.cache, donor.cache.evict("T1"), "'T1'")
-    pair_refused(base.cache, Run(tiny_llama, 2).read({"system": 4, "T1": 6, "T3": 3}).cache, "segment 'T2'")
-    pair_refused(base.cache.fork(2), donor.cache, "2 rows")
-    pair_refused(base.cache, donor.cache.fork(2), "2 rows")
-    pair_refused(base.cache.evict("T1"), donor.cache, "'T1'", over={"segment": ["T1"]})
-    keys, values = (tuple(map(Tensor.double, tensors)) for tensors in (donor.cache.keys, donor.cache.values))
-    double = replace(donor.cache, keys=keys, values=values)
-    pair_refused(base.cache, double, "float64")
-    refused(lambda: base.cache.patch(double, "T1"), "float64")
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_padding_cannot_be_patched(tiny_llama: Model):
-    base = Run(tiny_llama, 1).read({"T1": 3}, padding=2)
-    donor = Run(tiny_llama, 2).read({"T1": 3})
-    suffix = base.suffix(0, 3)
-    over = {"slot": [4]}
-    refused(
-        lambda: patch_sweep(tiny_llama, base.cache, donor.cache, suffix, weighed, over=over, progress=False), "padding"
-    )
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_keys_with_learned_positions_cannot_be_rotated(tiny_models: dict[str, Model]):
-    model = tiny_models["gpt2"]
-    base = Run(model, 1).read({"system": 4, "T1": 3})
-    donor = Run(model, 2).read({"system": 3, "T1": 3})
-    over = {"segment": ["T1"]}
-    refused(lambda: swept(base, donor, base.suffix(0, 3), over=over, parts=("K",), align="start"), "learned positions")
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_impossible_patches_of_a_cache_are_refused(tiny_llama: Model):
-    base, donor = (side.cache for side in two(tiny_llama))
-    calls: list[tuple[str, Callable[[], KVCache]]] = [
-        ("no layer 3", lambda: base.patch(donor, "T1", layers=[3])),
-        ("no KV head 2", lambda: base.patch(donor, "T1", heads=[2])),
-        ("no part called 'Q'", lambda: base.patch(donor, "T1", part="Q")),  # pyright: ignore[reportArgumentType]
-        ("no segment called 'T4'", lambda: base.patch(donor, "T4")),
-        ("both", lambda: base.patch(donor)),
-        ("shape", lambda: base.patch(donor, slots=torch.ones(1, 4, dtype=torch.bool))),
-        ("slots", lambda: base.patch(donor.evict("T1"), "T1")),
-        ("donor", lambda: base.patch(donor.fork(2), "T1")),
-    ]
-    for part, call in calls:
-        refused(call, part)
