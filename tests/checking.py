@@ -71,7 +71,7 @@ def _checking(fn: FunctionType) -> tuple[Callable[..., Any], bool]:
     # arguments only when a value is drawn.
     inner = "<locals>" in fn.__qualname__
     checking, hints = _one_by_one(fn) if inner or isgeneratorfunction(fn) else _compiled(fn)
-    return checking, any(map(_has_axes, hints.values()))
+    return checking if hints else fn, any(map(_has_axes, hints.values()))
 
 
 def _compiled(fn: FunctionType) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -80,7 +80,7 @@ def _compiled(fn: FunctionType) -> tuple[Callable[..., Any], dict[str, Any]]:
     copy = FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
     copy.__kwdefaults__, copy.__qualname__, copy.__module__ = fn.__kwdefaults__, fn.__qualname__, fn.__module__
     copy.__annotations__ = hints
-    return beartype(copy, conf=_CONF) if hints else fn, hints
+    return beartype(copy, conf=_CONF), hints
 
 
 def _one_by_one(fn: FunctionType) -> tuple[Callable[..., Any], dict[str, Any]]:

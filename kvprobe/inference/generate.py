@@ -1,7 +1,6 @@
 """The decode loop: greedy or sampled, batched, at explicit positions, with access to the cache at each step."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -112,13 +111,7 @@ def generate(
 
     cache, following, trace = past, prompts, list[Snapshot]()
     scene = None if policy is None or past is None else Scene(past)
-    # What on_step does is not known: it may want gradients, or write weights.
-    packing = (
-        packed_if_faster(lanes, lane_for(policy, lane), len(prompts), max_new_tokens)
-        if on_step is None
-        else nullcontext()
-    )
-    with packing:
+    with packed_if_faster(lanes, lane_for(policy, lane), len(prompts), max_new_tokens):
         for step in range(max_new_tokens):
             if policy is None:
                 cache, logits = extend(lanes, cache, following, lane_for(None, lane))

@@ -125,12 +125,13 @@ def sweep(
     require_whole("A sweep", "rows", rows, 2)
     if not questions:
         return []
-    with packed_if_faster(lanes, lane, rows, max_new_tokens):
-        prepared = [_prepared(lanes, question, max_new_tokens, lane) for question in questions]
-        ends = end_tokens(lanes, stop)
-        rows = min(fitting_rows(rows, context.cache, max_new_tokens) for context in prepared)
-        clean: dict[int, Outcome] = {}
-        outcomes: list[list[Outcome]] = [[] for _ in questions]
+    prepared = [_prepared(lanes, question, max_new_tokens, lane) for question in questions]
+    ends = end_tokens(lanes, stop)
+    rows = min(fitting_rows(rows, context.cache, max_new_tokens) for context in prepared)
+    clean: dict[int, Outcome] = {}
+    outcomes: list[list[Outcome]] = [[] for _ in questions]
+    together = min(rows, sum(1 + len(question.trials) for question in questions))
+    with packed_if_faster(lanes, lane, together, max_new_tokens):
         for pieces in _batches([len(question.trials) for question in questions], rows):
             asked = [_asked(prepared[number], questions[number], span, seed) for number, span in pieces]
             batch = StruckRows(lanes, asked, lane, max_new_tokens)

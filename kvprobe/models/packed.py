@@ -5,6 +5,7 @@ the dozens of rows of a decode batch that costs more than the product itself on 
 which torch has on board, takes weights in its own order; `benchmarks/packed.py` has what that gains.
 """
 
+import multiprocessing
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -14,33 +15,34 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kvprobe.models.loading import free_bytes
-from kvprobe.models.unproved import UnprovedLanes
+from kvprobe.models.unproved import Lane, UnprovedLanes
 
-ROWS = 4
-"""With fewer, the weights are read from memory as slowly as they are packed."""
-STEPS = 64
-"""Fewer are not worth the packing, which takes as long as about ten steps save."""
-SMALLEST = 1 << 30
-"""Bytes of weights; models with fewer are fast enough as they are."""
+FEWEST_ROWS = 2
+"""A single row takes as long as its weights take to be read from memory, in whatever order they are."""
+FEWEST_STEPS = 64
+"""Packing takes as long as about ten steps save, and answers may end early."""
+FEWEST_BYTES = 1 << 30
+"""Of weights; models with fewer are fast enough as they are."""
 
 
-def packed_if_faster(lanes: UnprovedLanes, lane: str, rows: int, steps: int) -> AbstractContextManager[None]:
-    """`packed` for a batch that is decoded, where that saves time."""
-    faster = lane != "hooked" and is_worth_packing(lanes.plain, rows, steps)
+def packed_if_faster(lanes: UnprovedLanes, lane: Lane, rows: int, steps: int) -> AbstractContextManager[None]:
+    """`packed` for a batch of so many rows that is decoded for so many steps, where that saves time."""
+    faster = lane == "plain" and is_worth_packing(lanes.plain, rows, steps)
     return packed(lanes.plain, rows) if faster else nullcontext()
 
 
 @contextmanager
 def packed(plain: nn.Module, rows: int) -> Generator[None]:
-    """The model multiplies with packed copies of its weights, for batches of about `rows` rows.
+    """The model multiplies with packed copies of its weights, which are made for batches of about `rows` rows.
 
-    Results are the same but for rounding. Nothing is differentiated, and weights must not be written meanwhile.
+    Results are the same but for rounding. A module whose `forward` was replaced is left alone. So is a product that is
+    to be differentiated, and one with weights that were written meanwhile, other than through `.data`.
     """
-    linear = [module for module in plain.modules() if type(module) is nn.Linear]
+    linear = [module for module in plain.modules() if type(module) is nn.Linear and "forward" not in vars(module)]
     try:
         for module in linear:
             weight = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), rows)
-            module.forward = partial(_product, weight, module.bias)
+            module.forward = partial(_product, module, weight, _state(module))
         yield
     finally:
         for module in linear:
@@ -48,18 +50,33 @@ def packed(plain: nn.Module, rows: int) -> Generator[None]:
 
 
 def is_worth_packing(plain: nn.Module, rows: int, steps: int) -> bool:
-    """Whether this many steps of a decode batch take less time with packed weights, and memory has room for them."""
+    """Whether a batch takes less time with packed weights, and memory has room for them.
+
+    Worker processes do not pack: each would see the same free memory.
+    """
     weights = list(plain.parameters())
     size = sum(weight.nbytes for weight in weights)
     return (
         {(weight.device.type, weight.dtype) for weight in weights} == {("cpu", torch.float32)}
         and torch.backends.cpu.get_cpu_capability() == "AVX2"
         and torch.backends.mkldnn.is_available()
-        and rows >= ROWS
-        and steps >= STEPS
-        and SMALLEST <= size < free_bytes(weights[0].device) / 2
+        and all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
+        and multiprocessing.parent_process() is None
+        and rows >= FEWEST_ROWS
+        and steps >= FEWEST_STEPS
+        and FEWEST_BYTES <= size < free_bytes(weights[0].device) / 2
     )
 
 
-def _product(weight: Tensor, bias: Tensor | None, x: Float[Tensor, "*rows inner"]) -> Float[Tensor, "*rows outer"]:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+def _product(
+    module: nn.Linear, weight: Tensor, state: tuple[int, int], x: Float[Tensor, "*rows inner"]
+) -> Float[Tensor, "*rows outer"]:
+    few = x.shape[:-1].numel() < FEWEST_ROWS
+    if few or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or _state(module) != state:
+        return nn.Linear.forward(module, x)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, module.bias, "none", [], "")
+
+
+def _state(module: nn.Linear) -> tuple[int, int]:
+    """Where the weights are, and how often they were written."""
+    return module.weight.data_ptr(), module.weight._version

@@ -1,18 +1,19 @@
 """Packed weights give the same products; when they are used; and that nothing is left of them."""
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvprobe.faults import Scope, Zeros
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Question, Trial, sweep
 from kvprobe.models.lanes import Lanes
-from kvprobe.models.packed import ROWS, STEPS, _product, is_worth_packing, packed
+from kvprobe.models.packed import FEWEST_ROWS, FEWEST_STEPS, is_worth_packing, packed
 from tests.models import gpt_neox, llama
 from tests.random_caches import random_tokens
 
@@ -23,28 +24,104 @@ needs_onednn = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For each product with packed weights the number of its rows; all models are worth it."""
+    rows, product = list[int](), torch.ops.mkldnn._linear_pointwise
+
+    def counted(x: Tensor, *others: Any) -> Tensor:
+        rows.append(x.shape[:-1].numel())
+        return product(x, *others)
+
+    monkeypatch.setattr("torch.ops.mkldnn._linear_pointwise", counted)
+    monkeypatch.setattr("kvprobe.models.packed.is_worth_packing", lambda *_: True)
+    return rows
+
+
+def linear_modules(plain: nn.Module) -> list[nn.Linear]:
+    return [module for module in plain.modules() if type(module) is nn.Linear]
+
+
 @needs_onednn
 @pytest.mark.parametrize("model", [gpt_neox, llama])  # with biases and without
-def test_products_are_the_same_but_for_rounding_and_the_model_is_left_as_it_was(model: Callable[[], Model]):
+@torch.no_grad()
+def test_products_are_the_same_but_for_rounding_and_the_model_is_left_as_it_was(
+    model: Callable[[], Model], products: list[int]
+):
     plain = model().lanes.plain
-    ids = torch.randint(0, plain.config.vocab_size, (3, 5), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        before = plain(ids).logits
-        with packed(plain, rows=3):
-            first, *_ = [module for module in plain.modules() if type(module) is torch.nn.Linear]
-            first.weight.mul_(2)  # packed already: a product that changes was not made with the packed weights
-            inside = plain(ids).logits
-            first.weight.div_(2)
-        torch.testing.assert_close(inside, before)
-        assert torch.equal(plain(ids).logits, before)
+    ids = torch.arange(15).view(3, 5)
+    before = plain(ids).logits
+    with packed(plain, rows=3):
+        torch.testing.assert_close(plain(ids).logits, before)
+        assert products == [15] * len(linear_modules(plain))
+    assert torch.equal(plain(ids).logits, before)
+    assert len(products) == len(linear_modules(plain))
 
 
 @needs_onednn
-def test_an_interrupted_model_is_left_as_it_was():
-    plain = llama().lanes.plain
+@pytest.mark.parametrize("at", [0, 2])
+def test_an_interrupted_model_is_left_as_it_was(at: int, monkeypatch: pytest.MonkeyPatch):
+    plain, calls, pack = llama().lanes.plain, count(), torch.ops.mkldnn._reorder_linear_weight
+
+    def interrupted(*weight: Any) -> Tensor:
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return pack(*weight)
+
+    monkeypatch.setattr("torch.ops.mkldnn._reorder_linear_weight", interrupted)
     with pytest.raises(KeyboardInterrupt), packed(plain, rows=3):
-        raise KeyboardInterrupt
+        pass
     assert not any("forward" in vars(module) for module in plain.modules())
+
+
+def written(module: nn.Linear) -> None:
+    module.weight.mul_(2)
+
+
+def exchanged(module: nn.Linear) -> None:
+    module.weight.data = 2 * module.weight.data
+
+
+@needs_onednn
+@pytest.mark.parametrize("change", [written, exchanged])
+@torch.no_grad()
+def test_weights_that_change_meanwhile_are_used_as_they_are(change: Callable[[nn.Linear], None]):
+    plain, ids = llama().lanes.plain, torch.arange(15).view(3, 5)
+    with packed(plain, rows=3):
+        change(linear_modules(plain)[0])
+        inside = plain(ids).logits
+    torch.testing.assert_close(inside, plain(ids).logits)
+
+
+@needs_onednn
+def test_gradients_and_autocast_are_those_of_the_model(products: list[int]):
+    plain, ids = llama().lanes.plain, torch.arange(15).view(3, 5)
+    weight = linear_modules(plain)[0].weight
+    (expected,) = torch.autograd.grad(plain(ids).logits.sum(), weight)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        rounded = plain(ids).logits
+    with packed(plain, rows=3):
+        (actual,) = torch.autograd.grad(plain(ids).logits.sum(), weight)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(plain(ids).logits, rounded)
+    assert torch.equal(actual, expected)
+    assert not products
+
+
+@needs_onednn
+@torch.no_grad()
+def test_a_module_whose_forward_was_replaced_keeps_it_and_so_does_a_model_that_is_packed_twice(products: list[int]):
+    plain, ids = llama().lanes.plain, torch.arange(15).view(3, 5)
+    first, *others = linear_modules(plain)
+    first.forward = lambda x: torch.zeros(*x.shape[:-1], first.out_features)
+    steered = plain(ids).logits
+    with packed(plain, rows=3):
+        with packed(plain, rows=3):
+            torch.testing.assert_close(plain(ids).logits, steered)
+        products.clear()
+        torch.testing.assert_close(plain(ids).logits, steered)
+        assert len(products) == len(others)
+    assert torch.equal(plain(ids).logits, steered)
 
 
 def swept(lanes: Lanes) -> list[tuple[int, ...]]:
@@ -55,20 +132,6 @@ def swept(lanes: Lanes) -> list[tuple[int, ...]]:
 
 def generated(lanes: Lanes, **settings: Any) -> list[tuple[int, ...]]:
     return [*generate(lanes, [PROMPT, PROMPT[:7], PROMPT[:5]], max_new_tokens=6, stop=(), **settings).tokens]
-
-
-@pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """For each product with packed weights the number of its rows; all models are worth it."""
-    rows = list[int]()
-
-    def product(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-        rows.append(len(x))
-        return _product(weight, bias, x)
-
-    monkeypatch.setattr("kvprobe.models.packed._product", product)
-    monkeypatch.setattr("kvprobe.models.packed.is_worth_packing", lambda *_: True)
-    return rows
 
 
 @needs_onednn
@@ -86,9 +149,10 @@ def test_batches_say_the_same_with_packed_weights(
 
 
 @needs_onednn
-def test_what_may_want_gradients_or_write_weights_is_not_given_packed_ones(products: list[int]):
+def test_a_single_row_and_the_hooked_lane_are_left_as_they_are(products: list[int]):
     lanes = llama().lanes
-    generated(lanes, on_step=lambda step, cache: None)
+    assert lanes.masks_by_head  # the gate reads several rows
+    generate(lanes, [PROMPT[:1]], max_new_tokens=6, stop=())
     generated(lanes, lane="hooked")
     assert not products
 
@@ -100,19 +164,26 @@ def test_only_long_answers_of_several_rows_of_large_models_in_float32_on_cpus_wi
     size = sum(weight.nbytes for weight in plain.parameters())
 
     def worth(
-        rows: int = ROWS, steps: int = STEPS, smallest: int = size, free: int = 3 * size, cpu: str = "AVX2"
+        rows: int = FEWEST_ROWS, steps: int = FEWEST_STEPS, fewest: int = size, free: int = 3 * size, cpu: str = "AVX2"
     ) -> bool:
-        monkeypatch.setattr("kvprobe.models.packed.SMALLEST", smallest)
+        monkeypatch.setattr("kvprobe.models.packed.FEWEST_BYTES", fewest)
         monkeypatch.setattr("kvprobe.models.packed.free_bytes", lambda _: free)
         monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: cpu)
         return is_worth_packing(plain, rows, steps)
 
     monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: True)
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: None)
     assert worth()
-    assert not worth(rows=ROWS - 1)
-    assert not worth(steps=STEPS - 1)
-    assert not worth(smallest=size + 1)
+    assert not worth(rows=FEWEST_ROWS - 1)
+    assert not worth(steps=FEWEST_STEPS - 1)
+    assert not worth(fewest=size + 1)
     assert not worth(free=2 * size)
     assert not worth(cpu="AVX512")
+    with monkeypatch.context() as other:
+        other.setattr("multiprocessing.parent_process", lambda: "another")
+        assert not worth()
+    with monkeypatch.context() as other:
+        other.setattr("torch.backends.mkldnn.is_available", lambda: False)
+        assert not worth()
     plain.bfloat16()
-    assert not worth(smallest=0)
+    assert not worth(fewest=0)

@@ -15,7 +15,8 @@ from kvprobe.patching import LogProb
 from kvprobe.patching.grid import ACTIVATIONS
 from tests.models import N_LAYERS, WINDOW
 from tests.patching.oracle import Run, hooked_pass, patched_pass, swaps_of, twins
-from tests.patching.test_reader import SPANS, TOLERANCE, WEIGHTS, logits_of, near, seeds, swept, two, weighed
+from tests.patching.pairs import SPANS, TOLERANCE, WEIGHTS, near, swept, two, weighed
+from tests.patching.test_reader import logits_of, seeds
 from tests.refusals import refused
 
 KEYS_AND_VALUES = ("K", "V", "KV")
