@@ -1,4 +1,4 @@
-"""A decode step of many rows with weights that are packed once, beside one that leaves it to torch.
+"""A decode step of many rows with weights that are packed once, beside torch's own products. One row is left to those.
 
 Both must first give the same logits. On processors with AVX-512 kvprobe does not pack (`kvprobe.models.packed`).
 

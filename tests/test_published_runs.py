@@ -59,6 +59,16 @@ def test_the_table_of_gsm8k_is_that_of_its_run(rate: int):
         assert cell == written(finding), (fault, name)
 
 
+@pytest.mark.parametrize("rate", [5, 8, 15, 20, 25, 40, 50])
+def test_the_table_of_other_rates_is_that_of_its_runs(rate: int):
+    findings, cells = findings_and_cells("gsm8k-qwen2.5-coder-1.5b-rates", f"{rate} %")
+    noise, _ = findings_and_cells("gsm8k-qwen2.5-coder-1.5b-rates-gaussian", f"{rate} %")
+    columns = [column for column in COLUMNS if column[0] != "gaussian-channel"]
+    for cell, (fault, name) in zip(cells, columns, strict=True):
+        (finding,) = (noise if fault == "gaussian" else findings).where(name, fault=fault, rate=float(rate))
+        assert cell == written(finding), (fault, name)
+
+
 @pytest.mark.parametrize("layers", BANDS)
 def test_the_table_of_bands_is_that_of_its_run(layers: str):
     findings, cells = findings_and_cells("bands-qwen2.5-coder-1.5b", layers)

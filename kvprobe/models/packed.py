@@ -20,7 +20,7 @@ from kvprobe.models.unproved import Lane, UnprovedLanes
 FEWEST_ROWS = 2
 """A single row takes as long as its weights take to be read from memory, in whatever order they are."""
 FEWEST_STEPS = 64
-"""Packing takes as long as about ten steps save, and answers may end early."""
+"""Packing takes as long as a few steps save, and answers may end early."""
 FEWEST_BYTES = 1 << 30
 """Of weights; models with fewer are fast enough as they are."""
 
