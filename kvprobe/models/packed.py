@@ -42,7 +42,7 @@ def packed(plain: nn.Module, rows: int) -> Generator[None]:
     try:
         for module in linear:
             weight = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), rows)
-            module.forward = partial(_product, module, weight, _state(module))
+            module.__dict__["forward"] = partial(_product, module, weight, _state(module))
         yield
     finally:
         for module in linear:
