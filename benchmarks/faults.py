@@ -6,13 +6,11 @@ Both strike the same slots with the same noise, and must first give the same ans
     make benchmark          or          python benchmarks/faults.py --repeats 2
 """
 
-import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from timing import header, paired, report
+from timing import asked, header, paired, report
 from transformers import DynamicCache
 
 import kvprobe as kv
@@ -72,11 +70,7 @@ def model_cache(past: DynamicCache, ids: Sequence[int]) -> kv.KVCache:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--model", default="smollm2-135m")
-    arguments = parser.parse_args()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    arguments = asked(__doc__, 2)
     model = kv.load(arguments.model)
     draw = torch.Generator().manual_seed(0)
     ids, other = (torch.randint(5, 20_000, (LENGTH,), generator=draw).tolist() for _ in range(2))

@@ -6,12 +6,10 @@ machine's speed touches both sides; the ratio is the median of the paired ratios
     make benchmark          or          python benchmarks/lanes.py --repeats 15
 """
 
-import argparse
 import gc
-import os
 
 import torch
-from timing import header, paired, report
+from timing import asked, header, paired, report
 from transformers import DynamicCache
 
 import kvprobe as kv
@@ -22,11 +20,7 @@ LENGTH, NEW_TOKENS = 512, 32
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--model", default="smollm2-135m")
-    arguments = parser.parse_args()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    arguments = asked(__doc__, 11)
     model = kv.load(arguments.model)
     ids = torch.randint(5, 20_000, (1, LENGTH), generator=torch.Generator().manual_seed(0)).to(model.lanes.device)
     header(model.name, LENGTH, arguments.repeats)

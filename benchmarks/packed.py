@@ -1,30 +1,24 @@
-"""A decode step of many rows with weights that are packed once, beside torch's own products. One row is left to those.
+"""A decode step of many rows with weights that are packed once, beside torch's own products.
 
 Both must first give the same logits. On processors with AVX-512 kvprobe does not pack (`kvprobe.models.packed`).
 
     make benchmark          or          python benchmarks/packed.py --model qwen2.5-coder-1.5b
 """
 
-import argparse
-import os
 import time
 from functools import partial
 
 import torch
-from timing import header, paired, report
+from timing import asked, header, paired, report
 
 import kvprobe as kv
 from kvprobe.models.packed import packed
 
-ROWS = (1, 16, 60)
+ROWS = (2, 4, 16, 60)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--model", default="qwen2.5-coder-0.5b")
-    arguments = parser.parse_args()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    arguments = asked(__doc__, 5, "qwen2.5-coder-0.5b")
     plain, quick = (kv.load(arguments.model, dtype="float32").lanes for _ in range(2))
     header(plain.name, 1, arguments.repeats)
     draw = torch.Generator().manual_seed(0)

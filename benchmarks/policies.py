@@ -6,11 +6,8 @@ must equal the ledger's count, byte for byte.
     make benchmark          or          python benchmarks/policies.py --repeats 7
 """
 
-import argparse
-import os
-
 import torch
-from timing import header, paired, report
+from timing import asked, header, paired, report
 
 import kvprobe as kv
 from kvprobe.inference.generate import Generation, generate
@@ -21,11 +18,7 @@ LENGTH, NEW_TOKENS, BUDGET = 2048, 16, 256
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--model", default="smollm2-135m")
-    arguments = parser.parse_args()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    arguments = asked(__doc__, 7)
     model = kv.load(arguments.model)
     ids = torch.randint(5, 20_000, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
     cache = model.prefill(Tokens.of(ids))

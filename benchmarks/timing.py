@@ -1,10 +1,21 @@
 """Paired timings: runs alternate, so that a drift of the machine's speed touches both sides."""
 
+import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
+
+
+def asked(about: str | None, repeats: int, model: str = "smollm2-135m") -> argparse.Namespace:
+    """`repeats` and `model` as the command line has them, or these; torch gets all cores."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--model", default=model)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    return parser.parse_args()
 
 
 def header(model: str, length: int, repeats: int) -> None:

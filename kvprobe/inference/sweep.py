@@ -130,8 +130,8 @@ def sweep(
     rows = min(fitting_rows(rows, context.cache, max_new_tokens) for context in prepared)
     clean: dict[int, Outcome] = {}
     outcomes: list[list[Outcome]] = [[] for _ in questions]
-    together = min(rows, sum(1 + len(question.trials) for question in questions))
-    with packed_if_faster(lanes, lane, together, max_new_tokens):
+    largest = min(rows, sum(1 + len(question.trials) for question in questions))
+    with packed_if_faster(lanes, lane, largest, max_new_tokens):
         for pieces in _batches([len(question.trials) for question in questions], rows):
             asked = [_asked(prepared[number], questions[number], span, seed) for number, span in pieces]
             batch = StruckRows(lanes, asked, lane, max_new_tokens)

@@ -14,8 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from kvprobe.models.lanes import Lanes
 from kvprobe.models.loading import free_bytes
-from kvprobe.models.unproved import Lane, UnprovedLanes
+from kvprobe.models.unproved import Lane
 
 FEWEST_ROWS = 2
 """A single row takes as long as its weights take to be read from memory, in whatever order they are."""
@@ -25,10 +26,12 @@ FEWEST_BYTES = 1 << 30
 """Of weights; models with fewer are fast enough as they are."""
 
 
-def packed_if_faster(lanes: UnprovedLanes, lane: Lane, rows: int, steps: int) -> AbstractContextManager[None]:
+def packed_if_faster(lanes: Lanes, lane: Lane, rows: int, steps: int) -> AbstractContextManager[None]:
     """`packed` for a batch of so many rows that is decoded for so many steps, where that saves time."""
-    faster = lane == "plain" and is_worth_packing(lanes.plain, rows, steps)
-    return packed(lanes.plain, rows) if faster else nullcontext()
+    if lane != "plain" or not is_worth_packing(lanes.plain, rows, steps):
+        return nullcontext()
+    _ = lanes.masks_by_head  # the gate, if it has not been passed yet, proves the model with its own products
+    return packed(lanes.plain, rows)
 
 
 @contextmanager
@@ -36,7 +39,7 @@ def packed(plain: nn.Module, rows: int) -> Generator[None]:
     """The model multiplies with packed copies of its weights, which are made for batches of about `rows` rows.
 
     Results are the same but for rounding. A module whose `forward` was replaced is left alone. So is a product that is
-    to be differentiated, and one with weights that were written meanwhile, other than through `.data`.
+    to be differentiated, and one with weights that were written meanwhile, other than in place through `.data`.
     """
     linear = [module for module in plain.modules() if type(module) is nn.Linear and "forward" not in vars(module)]
     try:

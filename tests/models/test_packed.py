@@ -12,6 +12,7 @@ from kvprobe.faults import Scope, Zeros
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Question, Trial, sweep
+from kvprobe.models.gate import prove_plain
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.packed import FEWEST_ROWS, FEWEST_STEPS, is_worth_packing, packed
 from tests.models import gpt_neox, llama
@@ -149,9 +150,25 @@ def test_batches_say_the_same_with_packed_weights(
 
 
 @needs_onednn
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("said", [swept, generated])
+def test_the_gate_proves_a_model_with_its_own_products(
+    said: Callable[[Lanes], list[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
+):
+    packed_meanwhile = list[bool]()
+
+    def proved(lanes: Lanes) -> bool:
+        packed_meanwhile.append(any("forward" in vars(module) for module in lanes.plain.modules()))
+        return prove_plain(lanes)
+
+    monkeypatch.setattr("kvprobe.models.lanes.prove_plain", proved)
+    said(llama().lanes)
+    assert packed_meanwhile == [False]
+
+
+@needs_onednn
 def test_a_single_row_and_the_hooked_lane_are_left_as_they_are(products: list[int]):
     lanes = llama().lanes
-    assert lanes.masks_by_head  # the gate reads several rows
     generate(lanes, [PROMPT[:1]], max_new_tokens=6, stop=())
     generated(lanes, lane="hooked")
     assert not products
