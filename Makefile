@@ -3,7 +3,8 @@
 # make docs   the documentation as a site that opens from a folder: site/index.html
 # make notebooks   run notebooks/*.py and write them as .ipynb with what they show
 #
-# A GPU user chooses another build of torch:  make demo TORCH=torch
+# TORCH is what pip installs first; the build without CUDA, where PyPI's has it:
+#   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -76,7 +77,7 @@ $(VENV)/.torch: $(VENV)/.choice
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "kvprobe needs Python 3.11 or newer; choose one with PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet "$$(cat $(VENV)/.choice)"
+	$(PIP) install --quiet $$(cat $(VENV)/.choice)
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml

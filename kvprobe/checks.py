@@ -26,9 +26,11 @@ def is_mapping(value: object) -> TypeGuard[Mapping[Any, Any]]:
     return isinstance(value, Mapping)
 
 
-def are_whole(values: object) -> TypeGuard[Iterable[int]]:
-    """Whether this is a list, or another iterable, of whole numbers."""
-    return isinstance(values, Iterable) and all(map(is_whole, cast(Iterable[object], values)))
+def whole_numbers(values: object) -> tuple[int, ...] | None:
+    """The whole numbers of a list, tensor or another iterable, which is gone through once; None if it is another."""
+    listed: object = cast(Any, values).tolist() if hasattr(values, "tolist") else values
+    numbers = tuple(cast(Iterable[object], listed)) if isinstance(listed, Iterable) else (None,)
+    return tuple(map(int, cast(Iterable[int], numbers))) if all(map(is_whole, numbers)) else None
 
 
 def is_text(value: object) -> TypeGuard[str]:

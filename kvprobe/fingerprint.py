@@ -88,12 +88,13 @@ def digest_of_code(module: str, without: Collection[str] = ()) -> str:
 
 
 class Maker:
-    """The model that made a cache, known by its fingerprint.
+    """The model that made a cache, with the weights that it had then, known by its fingerprint.
 
     The fingerprint is computed when first needed, because hashing weights takes time. Caches keep no model in memory.
 
     Attributes:
         name: to be read by people; the beginning of the fingerprint where nothing else is known.
+        written: how often each weight had been written.
     """
 
     def __init__(self, model: Any) -> None:
@@ -102,20 +103,22 @@ class Maker:
             f"the model {model[:8]}" if isinstance(model, str) else str(getattr(model, "name", type(model).__name__))
         )
         self._model = (lambda: model) if isinstance(model, str) else weakref.ref(model)
+        self.written: tuple[int, ...] = getattr(model, "written", ())
 
     @cached_property
     def fingerprint(self) -> str:
         """See `kvprobe.fingerprint.fingerprint`.
 
         Raises:
-            UserError: the model is no longer in memory, and the fingerprint was not computed before.
+            UserError: the model is no longer in memory or its weights were written since, and the fingerprint was not
+                computed before.
         """
         model = self._model()
-        if model is None:
+        if model is None or getattr(model, "written", ()) != self.written:
+            what = "is no longer in memory" if model is None else "has other weights now"
             raise UserError(
-                "The model that made this cache or routing is no longer in memory, so its fingerprint cannot be "
-                "computed; use or save it earlier, or give up the check of a cache with dataclasses.replace(cache, "
-                "made_by=None)."
+                f"The model that made this cache or routing {what}, so its fingerprint cannot be computed; use or save "
+                "it earlier, or give up the check of a cache with dataclasses.replace(cache, made_by=None)."
             )
         return model if isinstance(model, str) else model.fingerprint
 

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from kvprobe.cache.cache import KVCache
 from kvprobe.fingerprint import PARTS, differing, fingerprint
 from kvprobe.inference.model import Model, load
 from tests.models import llama, tiny_tokenizer
+from tests.refusals import refused
 
 
 def test_a_model_that_is_saved_and_loaded_again_has_the_same_fingerprint(tiny: Model, tmp_path: Path):
@@ -78,6 +80,23 @@ def test_a_write_to_the_weights_changes_the_fingerprint():
     _weight(model.lanes.plain, None)
     assert differing(before, model.fingerprint) == "weights"
     assert differing(rounded, model.lanes.rounded_fingerprint) == "weights"
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_cache_of_other_weights_of_the_same_model_is_refused(tmp_path: Path, known: bool):
+    model = llama(tokenizer=tiny_tokenizer())
+    before = model.prefill("abc")
+    if known:
+        before.save(tmp_path / "before")
+    _weight(model.lanes.plain, None)
+    after = model.prefill("abc")
+    after.save(tmp_path / "after")
+    words = "it differs in weights" if known else "has other weights now"
+    refused(lambda: model.extend(before, "d"), words)
+    refused(lambda: KVCache.join([before, after]), "several models" if known else words)
+    model.extend(KVCache.load(tmp_path / "after"), "d")
+    if known:
+        refused(lambda: model.extend(KVCache.load(tmp_path / "before"), "d"), words)
 
 
 def test_a_fingerprint_of_an_older_format_differs_in_its_format():

@@ -236,8 +236,10 @@ class KVCache(Brief):
                 frequencies, queries). By default only the row's own clean cache.
 
         Raises:
-            UserError: the fault needs more than its context has; or see `Scope`.
+            UserError: it is no fault, or needs more than its context has; or see `Scope`.
         """
+        if not isinstance(fault, Damages):  # pyright: ignore[reportUnnecessaryIsInstance] - from Python, anything
+            raise UserError(f"The fault is {str(fault)[:40]!r}; give one of kvprobe.faults, such as Zeros().")
         return fault.corrupt(self, draws, contexts)
 
     def patch(
@@ -319,7 +321,8 @@ class KVCache(Brief):
         """Write the cache to one safetensors file, bit for bit, with a digest of it and the fingerprint of its model.
 
         Raises:
-            UserError: the model is no longer in memory, and its fingerprint was not computed before.
+            UserError: there is no such folder; or the model is no longer in memory or has other weights now, and its
+                fingerprint was not computed before.
         """
         save_cache(Path(path), self.keys, self.values, self.ledger, self.made_by)
 
@@ -360,7 +363,7 @@ class KVCache(Brief):
                 f"`slots` has shape {tuple(slots.shape)}, but the cache has {self.batch} rows of {self.slots} slots; "
                 f"give a boolean for each, or a list of slot indices for all rows."
             )
-        return slots
+        return slots.to(self.ledger.tokens.device)
 
     def _facts(self) -> Iterable[str]:
         yield from shown.facts(self.ledger)

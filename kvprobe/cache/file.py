@@ -27,7 +27,13 @@ _LEDGER_FIELDS = (*COLUMNS, "live", "following")
 def save_cache(
     path: Path, keys: Sequence[Tensor], values: Sequence[Tensor], ledger: Ledger, made_by: Maker | None
 ) -> None:
-    """Write a cache to `path`; if writing fails, an older file there stays whole."""
+    """Write a cache to `path`; if writing fails, an older file there stays whole.
+
+    Raises:
+        UserError: there is no such folder, or the fingerprint of its maker cannot be computed.
+    """
+    if not path.parent.is_dir():
+        raise UserError(f"There is no folder {path.parent} to write the cache into; make it first.")
     tensors = {f"keys.{layer}": tensor.contiguous() for layer, tensor in enumerate(keys)}
     tensors |= {f"values.{layer}": tensor.contiguous() for layer, tensor in enumerate(values)}
     # Cloned, because columns may share storage, which safetensors refuses.

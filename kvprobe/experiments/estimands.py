@@ -88,7 +88,8 @@ class Share(Estimand):
     """The share of clusters, each of which is one trial however often it was measured (Wilson's interval)."""
 
     def cells(self, rows: Rows) -> "list[Cell]":
-        return [self.cell(keys, values[np.isfinite(values)]) for keys, values in by_cluster(rows, self, self.where)]
+        known = ((keys, values[np.isfinite(values)]) for keys, values in by_cluster(rows, self, self.where))
+        return [self.cell(keys, values) for keys, values in known if len(values)]
 
     def cell(self, keys: Mapping[str, Key], values: Values) -> "Cell":
         return Cell(self, keys, len(values), lambda _: wilson(min(float(values.sum()), len(values)), len(values)))

@@ -203,7 +203,7 @@ class Run:
             changed = " and ".join(environment["inputs"])
             return f"{self.path} was begun when its {changed} held something else; {way_out}"
         # A finished run of another version is still that version's answer.
-        for key in ("device",) if self.finished else ("device", "versions"):
+        for key in ("device",) if self.finished else ("device", "versions", "commit"):
             if before[key] != environment[key]:
                 return f"{self.path} was begun with another {key} ({before[key]}, now {environment[key]}); {way_out}"
         return None

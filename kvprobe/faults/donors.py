@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.faults.context import FaultContext
 from kvprobe.faults.fault import Fault
@@ -103,8 +104,7 @@ class Splice(Fault):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.above < 0:
-            raise UserError(f"Splice has above={self.above}; it must be a layer, 0 or more.")
+        require_whole("Splice", "above", self.above, 0)
 
     def reaches(self, layer: int) -> bool:
         return layer >= self.above

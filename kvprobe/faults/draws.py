@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.errors import UserError
+from kvprobe.checks import require_whole
 
 _STREAM = 0x6661
 """Separates faults from everything else that is drawn from the same seed and sample."""
@@ -35,8 +35,7 @@ class Draws:
 
     def __post_init__(self) -> None:
         for name in ("seed", "sample", "repeat"):
-            if getattr(self, name) < 0:
-                raise UserError(f"Draws has {name}={getattr(self, name)}; it must be 0 or more.")
+            require_whole("Draws", name, getattr(self, name), 0)
 
     def uniform(self, shape: tuple[int, ...], *purpose: int) -> Float[Tensor, "..."]:
         """Numbers from 0 to 1 in float64, so that none are equal; on the CPU. Each `purpose` has draws of its own.

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.faults.context import FaultContext
 from kvprobe.faults.fault import Fault
@@ -31,8 +32,7 @@ class Paged(Fault):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block < 1:
-            raise UserError(f"{type(self).__name__} has block={self.block}; it must be at least 1.")
+        require_whole(type(self).__name__, "block", self.block, 1)
         object.__setattr__(self, "scope", replace(self.scope, block=self.block))
 
 

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.ledger import QuantisationFormat
+from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.faults.fault import Fault
 from kvprobe.faults.scope import Part
@@ -85,8 +86,8 @@ class QuantisationNoise(Fault):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.bits <= 8 or self.group < 1:
-            raise UserError(f"{self} cannot round so; give bits from 1 to 8 and a group of at least 1.")
+        require_whole("QuantisationNoise", "bits", self.bits, 1, 8)
+        require_whole("QuantisationNoise", "group", self.group, 1)
 
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
         vectors = struck.of(part)

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvprobe.cache.ledger import Ledger
+from kvprobe.checks import is_text, require_share, require_whole, whole_numbers
 from kvprobe.errors import UserError
 from kvprobe.faults.draws import Draws
 from kvprobe.names import short_repr, unknown
@@ -45,7 +46,8 @@ class Scope:
 
     Attributes:
         rate: share of the units in scope that is struck.
-        count: or, number of struck units (all, if there are fewer).
+        count: or, number of struck units (all, if there are fewer): in all; or of each layer or head that draws its
+            own; or, with `unit="number"`, of each layer's K and of its V.
         layers: a band, or single layers; all by default.
         heads: KV heads; all by default.
         parts: keys and values, or one of them.
@@ -68,23 +70,29 @@ class Scope:
     block: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("layers", "heads", "segments", "slots"):
+        for name in ("layers", "heads", "slots"):
             if (chosen := getattr(self, name)) is not None:
-                chosen = (chosen,) if isinstance(chosen, str) else chosen
-                object.__setattr__(self, name, tuple(chosen))
-                if not getattr(self, name):
-                    raise UserError(f"Scope has no {name}; give at least one, or None for all.")
-        if not 0 <= self.rate <= 1:
-            raise UserError(f"Scope has rate={self.rate}; it must be 0 to 1.")
-        if self.count is not None and (self.count < 0 or self.rate != 1.0):
-            raise UserError(
-                f"Scope has count={self.count} and rate={self.rate}; give one of the two, and a count of 0 or more."
-            )
+                numbers = whole_numbers(chosen)
+                if not numbers:
+                    raise UserError(
+                        f"Scope has {name}={str(chosen)[:40]}; give at least one in a list, or None for all."
+                    )
+                object.__setattr__(self, name, numbers)
+        if self.segments is not None:
+            object.__setattr__(self, "segments", (self.segments,) if is_text(self.segments) else tuple(self.segments))
+            if not self.segments:
+                raise UserError("Scope has no segments; give at least one, or None for all.")
+        require_share("Scope", "rate", self.rate)
+        if self.count is not None:
+            require_whole("Scope", "count", self.count, 0)
+            if self.rate != 1.0:
+                raise UserError(f"Scope has count={self.count} and rate={self.rate}; give one of the two.")
+        require_whole("Scope", "block", self.block, 1)
         for name, kind in (("parts", Parts), ("among", Among), ("unit", Unit)):
             if getattr(self, name) not in get_args(kind):
                 raise UserError(unknown(name, getattr(self, name), get_args(kind)))
-        if self.block < 1 or (self.block > 1 and self.unit == "number"):
-            raise UserError(f"Scope has block={self.block} and unit={self.unit!r}; a block is 1 or more whole slots.")
+        if self.block > 1 and self.unit == "number":
+            raise UserError(f"Scope has block={self.block} and unit={self.unit!r}; a block is of whole slots.")
 
     def __str__(self) -> str:
         return short_repr(self)

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kvprobe.brief import Brief, brief
 from kvprobe.cache.cache import KVCache
-from kvprobe.checks import is_whole
+from kvprobe.checks import is_whole, whole_numbers
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import at_slots, cache_of, forward_pass, one_row_each, taps
 from kvprobe.models.lanes import Lanes
@@ -103,6 +103,7 @@ def capture(
     for name, values in lists.items():
         if values is not None and not isinstance(values, Iterable):
             raise UserError(f"{name} is {str(values)[:40]!r}; give a list.")
+    families = tuple(families)
     wanted = layers_by_family(families, layers, lanes.geometry.n_layers)
     layers = sorted({layer for of_family in wanted.values() for layer in of_family})
     past = one_row_each(lanes, past, len(tokens))
@@ -265,6 +266,8 @@ def _picked(
     """Indices of the chosen slots among the new ones, row by row, and which of them are not padding."""
     if segments is not None and slots is not None:
         raise UserError("Give `segments` or `slots`, not both.")
+    chosen = None if slots is None else whole_numbers(slots)
+    segments = None if segments is None else tuple(segments)
     rows: list[list[int]] = []
     for row in tokens:
         if segments is not None:
@@ -272,9 +275,9 @@ def _picked(
                 row.span(name)  # refuses an unknown one
             rows.append([index for index, name in enumerate(row.segments) if name in segments])
         elif slots is not None:
-            if any(not is_whole(slot) or not -len(row) <= slot < len(row) for slot in slots):
-                raise UserError(f"Slots {list(slots)} reach outside the {len(row)} new tokens.")
-            rows.append([slot % len(row) for slot in slots])
+            if chosen is None or not all(-len(row) <= slot < len(row) for slot in chosen):
+                raise UserError(f"Slots {str(chosen or slots)[:40]} reach outside the {len(row)} new tokens.")
+            rows.append([slot % len(row) for slot in chosen])
         else:
             rows.append(list(range(len(row))))
     longest = max(map(len, rows))

@@ -13,7 +13,7 @@ from kvprobe.brief import Brief, Table, brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
 from kvprobe.cache.ledger import PADDING
-from kvprobe.checks import are_whole, require_whole
+from kvprobe.checks import require_whole, whole_numbers
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend
 from kvprobe.inference.readable import require_type
@@ -92,7 +92,8 @@ def generate(
         top_p: sample only from the most probable tokens that together reach this probability.
         stop: ids that end a row; the model's own end tokens by default.
         generators: for sampling, one per row, so that a row does not depend on the rows beside it.
-        policy: acts on the cache after the prompt, and then after every `policy.every` tokens.
+        policy: acts on the cache after the prompt, and then after every `policy.every` tokens. If it needs attention,
+            slots of `past` count as never attended to before.
         samples: numbers of the rows' samples, for policies that draw; 0, 1, … by default.
         on_step: called after each pass with the number of tokens generated so far and the cache; may return
             an edited cache to continue with.
@@ -119,7 +120,8 @@ def generate(
             else:
                 scene, logits = read_for(lanes, policy, scene, following, lane)
                 scene = scene.with_cache(_with_ended_rows_padded(scene.cache, stopped))
-                scene = apply(lanes, policy, replace(scene, samples=numbers), step, lane)
+                ended = tuple(row for row, over in enumerate(stopped) if over)
+                scene = apply(lanes, policy, replace(scene, samples=numbers, ended=ended), step, lane)
                 cache = scene.cache
                 trace.append(Snapshot.of(step, cache))
             if on_step is not None and (edited := on_step(step, cache)) is not None:
@@ -164,9 +166,10 @@ def end_tokens(lanes: Lanes, stop: Sequence[int] | None) -> frozenset[int]:
     """
     if stop is None:
         return frozenset(stop_tokens(lanes))
-    if not are_whole(stop):
+    ids = whole_numbers(stop)
+    if ids is None:
         raise UserError(f"stop is {str(stop)[:40]!r}; give a list of token ids, whole numbers.")
-    return frozenset(stop)
+    return frozenset(ids)
 
 
 def stop_tokens(lanes: Lanes) -> list[int]:
@@ -223,7 +226,8 @@ def _check(
         raise UserError(f"temperature is {temperature}; it must be 0 (greedy) or more.")
     if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
         raise UserError(f"top_p is {top_p}; it must be above 0 and at most 1.")
-    if temperature > 0 and (not isinstance(generators, Sequence) or len(generators) != rows):
+    given = list(generators) if isinstance(generators, Sequence) else []
+    if temperature > 0 and (len(given) != rows or not all(isinstance(one, torch.Generator) for one in given)):
         raise UserError(f"Sampling needs one torch.Generator per row ({rows}); make them with kvprobe.row_generators.")
 
 

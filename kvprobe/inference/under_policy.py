@@ -12,7 +12,7 @@ from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
 from kvprobe.cache.ledger import Ledger
-from kvprobe.checks import are_whole, require_whole
+from kvprobe.checks import require_whole, whole_numbers
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend, new_slots
 from kvprobe.inference.readable import refuse_unknown_lane, refuse_unreadable, require_type
@@ -49,13 +49,14 @@ def sample_numbers(samples: Sequence[int] | None) -> tuple[int, ...] | None:
     """The rows' sample numbers, for `Scene.samples`.
 
     Raises:
-        UserError: something else than whole numbers.
+        UserError: something else than whole numbers from 0 on.
     """
     if samples is None:
         return None
-    if not are_whole(samples):
-        raise UserError(f"samples is {str(samples)[:40]!r}; give a list of whole numbers, one per row.")
-    return tuple(samples)
+    numbers = whole_numbers(samples)
+    if not numbers or min(numbers) < 0:
+        raise UserError(f"samples is {str(samples)[:40]!r}; give a list of whole numbers from 0 on, one per row.")
+    return numbers
 
 
 def lane_for(policy: Policy | None, lane: Lane | Literal["auto"]) -> Lane:
@@ -213,7 +214,7 @@ def _recomputed(lanes: Lanes, before: Ledger, scene: Scene, lane: Lane) -> Scene
     cache, _ = extend(lanes, None, rows, lane)
     # The names of removed segments stay known, as in a masked cache.
     renamed = replace(cache.ledger, segments=cache.ledger.numbered(ledger.names), names=ledger.names)
-    return Scene(replace(cache, ledger=renamed), None, scene.samples)
+    return replace(scene, cache=replace(cache, ledger=renamed), attention=None)
 
 
 def _first_change(before: Ledger, after: Ledger, row: int) -> int:
@@ -247,22 +248,13 @@ def _with_placeholders(lanes: Lanes, policy: PruneToolResults, scene: Scene) -> 
         raise UserError("A placeholder is text, but the model has no tokenizer; give one to `load`.")
     assert policy.placeholder is not None
     ids = lanes.tokenizer(policy.placeholder, add_special_tokens=False)["input_ids"]
-    names = [
-        name
-        for name in policy.pruned(scene.cache.ledger.names)
-        if bool(
-            (
-                scene.cache.ledger.in_segments([name])
-                & ~scene.cache.ledger.delimiters
-                & scene.cache.ledger.live_somewhere
-            ).any()
-        )
-    ]
+    names = policy.pruned(scene.cache.ledger, 0)
+    for row in range(1, scene.cache.batch):
+        if policy.pruned(scene.cache.ledger, row) != names:
+            raise UserError("Rows hold different tool results; prune rows of different conversations one by one.")
     for name in names:
         ledger = scene.cache.ledger
         text = ledger.in_segments([name]) & ~ledger.delimiters & ledger.live_somewhere
-        if not bool(text.any(1).all()):
-            raise UserError(f"Only some rows hold {name!r}; prune rows of different conversations one by one.")
         if policy.mode == "gapped" and len(ids) > int(text.sum(1).min()):
             raise UserError(
                 f"The placeholder has {len(ids)} tokens and does not fit the positions of {name!r}; "
@@ -287,4 +279,4 @@ def _replaced(lanes: Lanes, scene: Scene, text: Bool[Tensor, "batch slots"], ids
     key = torch.cat([index.expand(cache.batch, -1) * 2, (first * 2 - 1)[:, None].expand(-1, len(ids))], 1)
     order = key.argsort(dim=1, stable=True)
     moved = replace(longer, ledger=ledger).take(order, torch.zeros_like(order, dtype=torch.bool))
-    return Scene(moved, None, scene.samples)
+    return replace(scene, cache=moved, attention=None)

@@ -35,6 +35,8 @@ HOOKS: dict[Family, str] = {
     "attn_out": "hook_attn_out",
     "mlp_out": "hook_mlp_out",
 }
+_LEVEL = -1
+"""Level of the hooks that kvprobe adds and removes; TransformerLens counts from 0, so a user's own hooks stay."""
 _FAMILIES: dict[str, Family] = {hook: family for family, hook in HOOKS.items()}
 PER_HEAD: tuple[Family, ...] = ("k_pre", "k", "v")
 
@@ -182,12 +184,12 @@ class Hooked:
                     raise UserError(f"TransformerLens has no hook {name} for this model; choose another.")
                 point = self.bridge.hook_dict[name]
                 # add_hook on the point itself: run_with_hooks costs several forward passes on a small model.
-                point.add_hook(hook_of(name))
+                point.add_hook(hook_of(name), level=_LEVEL)
                 points.append(point)
             yield
         finally:
             for point in points:
-                point.remove_hooks()
+                point.remove_hooks(level=_LEVEL)
         if silent := set(observers) - fired:
             raise UserError(
                 f"TransformerLens did not reach what was asked for: {', '.join(sorted(silent))} never fired; leave it "

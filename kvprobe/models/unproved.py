@@ -36,7 +36,6 @@ class UnprovedLanes:
         plain: the Hugging Face model.
         tokenizer: its tokenizer, or None.
         geometry: the shape of its cache.
-        maker: what its caches know it by.
     """
 
     def __init__(self, plain: PreTrainedModel, tokenizer: Any = None) -> None:
@@ -56,7 +55,7 @@ class UnprovedLanes:
                 "ones.",
                 stacklevel=3,
             )
-        self.maker = Maker(self)
+        self._maker = Maker(self)
         self._hooked: tuple[tuple[int, ...], Hooked] | None = None
         self._fingerprints: dict[torch.dtype | None, tuple[tuple[int, ...], str]] = {}
 
@@ -69,10 +68,17 @@ class UnprovedLanes:
         Raises:
             UserError: TransformerLens does not support the model.
         """
-        written = self._written()
+        written = self.written
         if self._hooked is None or self._hooked[0] != written:
             self._hooked = (written, Hooked(self.plain))
         return self._hooked[1]
+
+    @property
+    def maker(self) -> Maker:
+        """What its caches know it by; another one after weights were written."""
+        if self._maker.written != self.written:
+            self._maker = Maker(self)
+        return self._maker
 
     @property
     def fingerprint(self) -> str:
@@ -85,12 +91,13 @@ class UnprovedLanes:
         return self._fingerprint(torch.bfloat16)
 
     def _fingerprint(self, rounded: torch.dtype | None) -> str:
-        written = self._written()
+        written = self.written
         if rounded not in self._fingerprints or self._fingerprints[rounded][0] != written:
             self._fingerprints[rounded] = (written, fingerprint(self.plain, self.tokenizer, rounded))
         return self._fingerprints[rounded][1]
 
-    def _written(self) -> tuple[int, ...]:
+    @property
+    def written(self) -> tuple[int, ...]:
         """How often each weight was written."""
         return tuple(parameter._version for parameter in self.plain.parameters())
 

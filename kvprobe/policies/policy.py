@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
@@ -33,16 +34,24 @@ class Scene(Brief):
         attention: the attention that its slots have received, if it was recorded.
         samples: number of each row's sample, for policies that draw at random, so that a row's draw does not depend on
             the rows beside it. By default the row's own number.
+        ended: rows that are complete; policies leave them as they are, so that they end as they would alone.
     """
 
     cache: KVCache
     attention: Attention | None = None
     samples: tuple[int, ...] | None = None
+    ended: tuple[int, ...] = ()
 
     @property
     def live(self) -> Live:
         """Liveness of each slot in every layer and KV head."""
         return self.cache.ledger.live.expand(self.cache.n_layers, -1, self.cache.n_kv_heads, -1)
+
+    @property
+    def complete(self) -> Bool[Tensor, "batch"]:
+        """Which rows have ended."""
+        rows = [row in self.ended for row in range(self.cache.batch)]
+        return torch.tensor(rows, device=self.cache.ledger.tokens.device)
 
     def with_cache(self, cache: KVCache) -> "Scene":
         """The scene with an edited cache of the same slots.
@@ -84,6 +93,19 @@ class Policy(ABC):
             raise UserError(unknown("provenance", self.provenance, get_args(Provenance)))
         if self.every is not None:
             self._whole("every", 1)
+        repeated = [part for part in self.parts if part.every is not None]
+        drawing = [part for part in repeated if part.draws_by_origin]
+        closing = [part for part in repeated if part.mode != "gapped"]
+        if drawing and closing:
+            raise UserError(
+                f"{drawing[0]} would draw old numbers again for new slots, since positions are closed up between its "
+                "acts; give every=None, so that it acts after the prompt only, or mode='gapped' for all policies."
+            )
+
+    @property
+    def draws_by_origin(self) -> bool:
+        """Whether random numbers are drawn for the origins of slots, which must then differ."""
+        return False
 
     @property
     def observes(self) -> int | None:
@@ -121,7 +143,7 @@ class Policy(ABC):
         """
         if self.observes is not None:
             self._refuse_unwatched(scene.attention, self.observes)
-        live = scene.live & self.keep(scene)
+        live = scene.live & (self.keep(scene) | scene.complete[:, None, None])
         self._refuse_empty(live, scene.live)
         return settle(scene, live, self.mode)
 

@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass, field
 
+import torch
+
+from kvprobe.cache.entries import entries
+from kvprobe.cache.ledger import Ledger
 from kvprobe.errors import UserError
 from kvprobe.policies.policy import Live, Policy, Scene
 
@@ -10,7 +14,8 @@ from kvprobe.policies.policy import Live, Policy, Scene
 class PruneToolResults(Policy):
     """Drop the text of all tool results but the last `keep_last`; the delimiters of their messages stay.
 
-    Tool results are the segments whose name starts with `prefix`, in order of first appearance. With a `placeholder`,
+    Tool results are the segments whose name starts with `prefix` and whose text a row still holds, in order. With a
+    `placeholder`,
     its tokens are read in place of the text and attend to everything before (this needs a model: `Model.apply`).
 
     By default the other slots are retained, as in the pruning by `cache_edits` of the Goldberg/Papailiopoulos exchange
@@ -29,12 +34,15 @@ class PruneToolResults(Policy):
         if self.placeholder is not None and not self.placeholder.strip():
             raise UserError("PruneToolResults has an empty placeholder; give a text, or None for none.")
 
-    def pruned(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """The segments, of these, whose text is dropped."""
-        results = tuple(name for name in names if name.startswith(self.prefix))
-        return results[: len(results) - self.keep_last] if self.keep_last < len(results) else ()
+    def pruned(self, ledger: Ledger, row: int) -> tuple[str, ...]:
+        """The segments of a row whose text is dropped."""
+        text = ledger.live_somewhere[row] & ~ledger.delimiters[row]
+        held = dict.fromkeys(ledger.names[segment] for segment in entries(ledger.segments[row, text], int))
+        results = tuple(name for name in held if name.startswith(self.prefix))
+        return results[: max(0, len(results) - self.keep_last)]
 
     def keep(self, scene: Scene) -> Live:
         ledger = scene.cache.ledger
-        gone = ledger.in_segments(self.pruned(ledger.names)) & ~ledger.delimiters
+        rows = [ledger.in_segments(self.pruned(ledger, row))[row] for row in range(ledger.batch)]
+        gone = torch.stack(rows) & ~ledger.delimiters
         return (~gone)[None, :, None, :].expand_as(scene.live)

@@ -53,19 +53,19 @@ class Quantise(Policy):
                 f"The cache was quantised at {cache.ledger.quantisation}, which {self} cannot continue; use the same "
                 f"bits and group."
             )
-        leaving = [self._leaving(cache, row) for row in range(cache.batch)]
+        leaving = {row: self._leaving(cache, row) for row in range(cache.batch) if row not in scene.ended}
         quantised = cache.ledger.quantised.clone()
-        for row, slots in enumerate(leaving):
+        for row, slots in leaving.items():
             if slots.numel():
                 numbers = int(quantised[row].max()) + 1 + torch.arange(len(slots), device=slots.device)
                 quantised[row, slots.flatten()] = numbers.repeat_interleave(self.group)
 
         def rounded(tensor: Tensor, codes_of: Callable[[Tensor, QuantisationFormat], Codes]) -> Tensor:
-            if not any(slots.numel() for slots in leaving):
+            if not any(slots.numel() for slots in leaving.values()):
                 return tensor
             # A copy of its own: rows of a fork share storage, and so do caches.
             written = tensor.clone(memory_format=torch.contiguous_format)
-            for row, slots in enumerate(leaving):
+            for row, slots in leaving.items():
                 if slots.numel():
                     written[row][:, slots] = codes_of(tensor[row][:, slots], quantisation).numbers().to(tensor.dtype)
             return written

@@ -25,7 +25,7 @@ class RandomEviction(Scored):
     Each slot has one random number, drawn from `seed`, its row's sample and its origin, and the highest numbers stay.
     At every step this is a uniform draw from all slots so far, whichever rows are in the batch. Where positions are
     closed up between acts, new slots would take the origins of old ones, and their numbers. So with another mode than
-    `gapped` it acts once.
+    `gapped`, its own or that of a policy in the same chain, it acts once.
     """
 
     seed: int
@@ -35,12 +35,11 @@ class RandomEviction(Scored):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._whole("seed", 0)
-        if self.mode != "gapped" and self.every is not None:
-            raise UserError(
-                f"RandomEviction with mode={self.mode!r} would draw old numbers again for new slots; give every=None, "
-                "so that it acts after the prompt only, or mode='gapped'."
-            )
         self._whole("sinks", 0, self.budget)
+
+    @property
+    def draws_by_origin(self) -> bool:
+        return True
 
     @property
     def protected(self) -> int:

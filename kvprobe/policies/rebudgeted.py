@@ -41,6 +41,10 @@ class Rebudgeted(Scored):
         return self.policy.observes
 
     @property
+    def draws_by_origin(self) -> bool:
+        return self.policy.draws_by_origin
+
+    @property
     def protected(self) -> int:
         return self.policy.protected
 

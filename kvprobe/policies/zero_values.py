@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from kvprobe.cache.indices import indices
 from kvprobe.cache.slots import Evicts
-from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
 from kvprobe.policies.policy import Live, Policy, Scene
 
@@ -40,10 +40,8 @@ class ZeroValues(Policy):
     def act(self, scene: Scene) -> Scene:
         cache = scene.cache
         names = (self.segments,) if isinstance(self.segments, str) else self.segments
-        zeroed = cache.ledger.in_segments(names)[:, None, :, None]
-        layers = range(cache.n_layers) if self.layers is None else self.layers
-        if any(not is_whole(layer) or not 0 <= layer < cache.n_layers for layer in layers):
-            raise UserError(f"{self} names a layer beyond the cache's 0 to {cache.n_layers - 1}; name one of those.")
+        zeroed = (cache.ledger.in_segments(names) & ~scene.complete[:, None])[:, None, :, None]
+        layers = indices("layer", self.layers, cache.n_layers)
         values = tuple(
             tensor.masked_fill(zeroed, 0.0) if layer in layers else tensor for layer, tensor in enumerate(cache.values)
         )

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.checks import are_whole
+from kvprobe.checks import whole_numbers
 from kvprobe.errors import UserError
 from kvprobe.inference.capture import Captured, layers_by_family
 from kvprobe.inference.model import Model
@@ -80,9 +80,13 @@ def read_features(
             outside what is read.
     """
     n_heads, wanted = model.geometry.n_kv_heads, layers_by_family(families, layers, model.geometry.n_layers)
-    if heads is not None and not (are_whole(heads) and heads and all(0 <= head < n_heads for head in heads)):
-        raise UserError(f"heads is {str(heads)[:40]!r}; give a list of KV heads, 0 to {n_heads - 1}.")
-    heads = range(n_heads) if heads is None and per_head else None if heads is None else sorted(set(heads))
+    if heads is not None:
+        chosen = whole_numbers(heads)
+        if not chosen or not all(0 <= head < n_heads for head in chosen):
+            raise UserError(f"heads is {str(heads)[:40]!r}; give a list of KV heads, 0 to {n_heads - 1}.")
+        heads = sorted(set(chosen))
+    elif per_head:
+        heads = range(n_heads)
     groups = _by_context(model, design, at, hide)
     vectors: dict[Family, list[Float[Tensor, "1 sites dim"]]] = {family: [] for family in wanted}
     sites: dict[Family, tuple[Site, ...]] = {}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvprobe.brief import Brief, Table, frame_table
 from kvprobe.cache.cache import KVCache
-from kvprobe.checks import are_whole
+from kvprobe.checks import whole_numbers
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker
 from kvprobe.inference.forward import extend, new_slots
@@ -190,12 +190,13 @@ def _held(known: Sequence[int], layers: Sequence[int] | None, routing: Routing |
         return set(known)
     if routing is None:
         raise UserError("`layers` says where a given routing holds; give `routing` too, or leave it out.")
-    if not are_whole(layers):
+    held = whole_numbers(layers)
+    if held is None:
         raise UserError(f"layers is {str(layers)[:40]!r}; give a list of layers.")
-    for layer in layers:
+    for layer in held:
         if layer not in known:
             raise UserError(f"Layer {layer} has no router; the layers that have one are {', '.join(map(str, known))}.")
-    return set(layers)
+    return set(held)
 
 
 def _texts(model: Model, ids: Sequence[int]) -> Iterable[str]:

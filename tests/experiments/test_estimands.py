@@ -61,6 +61,11 @@ def test_a_share_has_as_many_trials_as_clusters():
     assert same(findings.at("right"), wilson(values.sum(), 12))
 
 
+def test_a_share_of_nothing_measured_is_no_finding():
+    table = rows().assign(right=np.nan)
+    assert not len(measure(table, [Share(name="right", of="right", by=("fault",))]))
+
+
 def test_a_difference_is_paired_by_cluster():
     table = rows()
     less = Difference(name="more", of="x", by=("rate",), where={"fault": "noise"}, less={"fault": "zeros"})

@@ -51,6 +51,15 @@ def test_an_unfinished_run_refuses_to_go_on_with_other_weights(tmp_path: Path):
     )
 
 
+def test_an_unfinished_run_refuses_to_go_on_with_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = Run.open("study", Config(), MODEL, "cpu, float32", tmp_path)
+    run.part("piece").write_text("kept")
+    monkeypatch.setattr("kvprobe.environment._commit", lambda: "another")
+    refused(lambda: Run.open("study", Config(), MODEL, "cpu, float32", tmp_path), "begun with another commit (")
+    run.finish({})
+    assert Run.open("study", Config(), MODEL, "cpu, float32", tmp_path).finished
+
+
 def test_a_run_refuses_to_go_on_when_what_its_settings_name_holds_something_else(tmp_path: Path):
     run = Run.open("study", Config(), MODEL, "cpu, float32", tmp_path, inputs={"tasks": "one"})
     run.part("piece").write_text("kept")

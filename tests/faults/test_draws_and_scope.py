@@ -239,14 +239,19 @@ def test_28_layers_are_cut_into_the_four_reported_bands():
 @pytest.mark.parametrize(
     ("scope", "sentence"),
     [
-        ({"rate": 1.5}, "rate=1.5; it must be 0 to 1"),
-        ({"rate": -0.1}, "rate=-0.1; it must be 0 to 1"),
-        ({"rate": float("nan")}, "rate=nan; it must be 0 to 1"),
+        ({"rate": 1.5}, "rate=1.5; it must be a number from 0 to 1"),
+        ({"rate": -0.1}, "rate=-0.1; it must be a number from 0 to 1"),
+        ({"rate": float("nan")}, "rate=nan; it must be a number from 0 to 1"),
         ({"rate": 0.5, "count": 2}, "count=2 and rate=0.5; give one of the two"),
         ({"count": -1}, "count=-1"),
-        ({"layers": []}, "Scope has no layers"),
-        ({"heads": []}, "Scope has no heads"),
-        ({"slots": []}, "Scope has no slots"),
+        ({"rate": "0.1"}, "rate='0.1'; it must be a number from 0 to 1"),
+        ({"count": 0.5}, "count=0.5; it must be a whole number"),
+        ({"layers": []}, "Scope has layers=[]"),
+        ({"layers": 3}, "Scope has layers=3; give at least one in a list"),
+        ({"layers": [1.0]}, "Scope has layers=[1.0]"),
+        ({"heads": []}, "Scope has heads=[]"),
+        ({"slots": []}, "Scope has slots=[]"),
+        ({"block": 1.5}, "block=1.5"),
         ({"block": 0}, "block=0"),
         ({"block": 4, "unit": "number"}, "block=4 and unit='number'"),
         ({"parts": "x"}, "no parts called 'x'"),
@@ -289,5 +294,6 @@ def test_a_scope_of_no_segments_is_refused_as_one_of_no_layers_is():
 
 
 @pytest.mark.parametrize("name", ["seed", "sample", "repeat"])
-def test_draws_below_0_are_refused(name: str):
-    refused(lambda: Draws(**{name: -1}), f"{name}=-1; it must be 0 or more")
+@pytest.mark.parametrize("value", [-1, 1.5, None])
+def test_draws_of_anything_but_whole_numbers_from_0_are_refused(unchecked: None, name: str, value: Any):
+    refused(lambda: Draws(**{name: value}), f"Draws has {name}={value}; it must be a whole number, at least 0.")

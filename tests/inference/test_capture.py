@@ -6,8 +6,10 @@ import torch
 
 from kvprobe.inference.capture import Captured, _observing, capture, plain_ports
 from kvprobe.inference.forward import extend, prefill
+from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import PER_HEAD, Family
+from kvprobe.policies import H2O
 from tests.models import ARCHITECTURES
 from tests.random_caches import assert_bit_identical, assert_close, random_tokens, relative_difference
 from tests.refusals import refused
@@ -282,6 +284,17 @@ def test_a_pass_that_fails_leaves_no_hook_behind(tiny: Model):
         broken.remove()
     assert not any(point.fwd_hooks for point in lanes.hooked.bridge.hook_dict.values())
     assert hooks() == before
+
+
+def test_a_users_own_hook_acts_before_and_after_kvprobe_reads(tiny: Model):
+    seen: list[int] = []
+
+    def counting(tensor: torch.Tensor, hook: object) -> None:
+        seen.append(1)
+
+    with tiny.lanes.hooked.bridge.hooks(fwd_hooks=[("blocks.1.attn.hook_pattern", counting)]):
+        generation = generate(tiny.lanes, ROWS[:1], max_new_tokens=4, stop=(), policy=H2O(4))
+    assert len(seen) == len(generation.tokens[0]) == 4
 
 
 def test_a_change_of_the_plain_weights_is_a_change_of_both_lanes(architecture: str):

@@ -1,6 +1,7 @@
 """Policies on a conversation with tool results: restarted, with spans masked or valueless, and with results pruned."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -256,8 +257,26 @@ def test_a_placeholder_needs_a_tokenizer_and_a_result_in_every_row(tiny_llama: M
     refused(lambda: bare.apply(PruneToolResults(0, "a."), tiny_llama.prefill(chat)), "no tokenizer")
     rows = [chat, chat.without("tool one")]
     refused(
-        lambda: tiny_llama.apply(PruneToolResults(0, "a."), tiny_llama.prefill(rows)), "Only some rows hold 'tool one'"
+        lambda: tiny_llama.apply(PruneToolResults(0, "a."), tiny_llama.prefill(rows)),
+        "Rows hold different tool results",
     )
+
+
+def test_rows_with_other_results_are_pruned_as_each_alone(tiny_llama: Model, chat: Transcript):
+    rows = [chat.without("tool one"), chat.without("tool three"), chat.without("tool one", "tool two")]
+    together = tiny_llama.apply(PruneToolResults(1), tiny_llama.prefill(rows))
+    for row, conversation in enumerate(rows):
+        alone = tiny_llama.apply(PruneToolResults(1), tiny_llama.prefill(conversation))
+        assert torch.equal(together.ledger.tokens[row, ~together.ledger.padding[row]], alone.ledger.tokens[0])
+
+
+@pytest.mark.parametrize("hide", [KVCache.mask, KVCache.evict])
+def test_results_that_are_gone_do_not_count(tiny_llama: Model, chat: Transcript, hide: Callable[..., KVCache]):
+    cache = hide(tiny_llama.prefill(chat), "tool three")
+    for count, left in ((2, ["tool one", "tool two"]), (1, ["tool two"]), (0, [])):
+        ledger = tiny_llama.apply(PruneToolResults(count), cache).ledger
+        text = ledger.segments[0, ~ledger.delimiters[0] & ledger.live_somewhere[0]]
+        assert [name for name in NAMES if "tool" in name and ledger.names.index(name) in text] == left
 
 
 @pytest.mark.parametrize("placeholder", [None, "a."])

@@ -190,7 +190,14 @@ REFUSED: list[tuple[str, Callable[[Model], Any]]] = [
     ("Quantise has bits=4.5", lambda model: Quantise(4.5)),
     ("RandomEviction has seed=1.5", lambda model: RandomEviction(4, 1.5)),
     ("PruneToolResults has keep_last=1.5", lambda model: PruneToolResults(1.5)),
-    ("ZeroValues(segments=m0,", lambda model: model.apply(ZeroValues("m0", layers=[True]), model.prefill(CHAT))),
+    ("'[True]' is not a list", lambda model: model.apply(ZeroValues("m0", layers=[True]), model.prefill(CHAT))),
+    ("'3' is not a list of layers", lambda model: model.apply(ZeroValues("m0", layers=3), model.prefill(CHAT))),
+    ("samples is '[-1]'", lambda model: model.prefill(IDS, policy=RandomEviction(3, 0), samples=[-1])),
+    ("samples is '[]'", lambda model: model.prefill(IDS, policy=RandomEviction(3, 0), samples=[])),
+    ("Sampling needs one", lambda model: model.generate(IDS, temperature=1.0, generators=[0])),
+    ("Draws has seed=None", lambda model: model.sweep(CHAT, [kv.faults.Zeros()], seed=None)),
+    ("The fault is 'zeros'", lambda model: model.prefill(IDS).corrupt("zeros")),
+    ("There is no folder nowhere", lambda model: model.prefill(IDS).save("nowhere/cache")),
     ("There is no position mode called 'foo'", lambda model: Transcript.from_messages(CHAT).without("m1", mode="foo")),
     ("row_generators has rows=0", lambda model: kv.row_generators(0, 0)),
     ("row_generators has seed=1.5", lambda model: kv.row_generators(1.5, 2)),
@@ -221,6 +228,19 @@ def test_whole_numbers_of_other_libraries_are_accepted(model: Model, dtype: Any)
     ids = torch.tensor([1, 2, 3], dtype=dtype) if isinstance(dtype, torch.dtype) else np.array([1, 2, 3], dtype=dtype)
     assert Tokens.of(list(ids)) == Tokens.of([1, 2, 3])
     assert SlidingWindow(np.int64(3)).act(kv.Scene(model.prefill(IDS))).cache.slots == 3
+
+
+@pytest.mark.parametrize("kind", [list, iter, torch.tensor, np.array])
+@pytest.mark.usefixtures("unchecked")
+def test_whole_numbers_are_taken_from_anything_that_holds_them(model: Model, kind: Callable[[list[int]], Any]):
+    cache = model.prefill(IDS)
+    assert cache.evict(slots=kind([1, 3])).slots == 4
+    masked = cache.mask(slots=kind([1, 3]), layers=kind([0]))
+    assert masked.ledger.live[0, 0, 0].tolist() == [True, False, True, False, True, True]
+    assert model.capture(IDS, iter(["k"]), slots=kind([0, 2])).present.shape == (1, 2)
+    first = model.generate(IDS, stop=[], max_new_tokens=3).tokens[0][:1]
+    assert model.generate(IDS, stop=kind(list(first)), max_new_tokens=3).stopped == (True,)
+    assert kv.faults.Scope(layers=kind([1])).layers == (1,)
 
 
 def repeated(count: int, **changes: Any) -> Tokens:

@@ -536,7 +536,7 @@ def test_settings_out_of_range_are_refused(tiny_llama: Model):
     sweep_refused("no donor called 'distractor'; there are none here", tiny_llama, [Distractor()], donors={})
     sweep_refused("There is no layer 99", tiny_llama, [Zeros(scope=Scope(layers=[99]))])
     sweep_refused("There is no segment called 'T3'", tiny_llama, [Zeros(scope=Scope(segments=("T3",)))])
-    refused(lambda: swept(tiny_llama, [Trial(Zeros(), -1)]), "repeat=-1; it must be 0 or more")
+    refused(lambda: swept(tiny_llama, [Trial(Zeros(), -1)]), "repeat=-1; it must be a whole number, at least 0")
 
 
 def test_a_segment_of_another_prompt_of_the_batch_is_refused_too(tiny_llama: Model):
@@ -547,7 +547,11 @@ def test_a_segment_of_another_prompt_of_the_batch_is_refused_too(tiny_llama: Mod
 
 def test_a_donor_of_another_model_is_refused(tiny_llama: Model, tiny_models: dict[str, Model]):
     foreign = tiny_models["gpt2"].prefill(OTHER)
-    sweep_refused("Donor 'distractor' has 1 rows of shape", tiny_llama, [Distractor()], donors={"distractor": foreign})
+    sweep_refused("a cache can only be read by the model", tiny_llama, [Distractor()], donors={"distractor": foreign})
+    other = llama(seed=8)
+    like = other.prefill(OTHER)
+    sweep_refused("it differs in weights", tiny_llama, [Distractor()], donors={"distractor": like})
+    swept(tiny_llama, [Distractor()], donors={"distractor": replace(like, made_by=None)})
 
 
 def test_learned_positions_cannot_be_shifted(tiny_models: dict[str, Model]):

@@ -196,6 +196,9 @@ BATCHED: list[Policy] = [
     HeadBudgets(H2O(4)),
     LayerBudgets(H2O(5)),
     Quantise(4, group=4, tail=2),
+    TOVA(5, every=3),
+    SlidingWindow(5, every=3),
+    Quantise(4, group=1, tail=2, every=3),
     SlidingWindow(5, mode="contiguous", provenance="recomputed"),
 ]
 
@@ -218,6 +221,11 @@ def assert_rows_are_as_alone(model: Model, policy: Policy) -> None:
             shape = (3, 1, model.geometry.n_kv_heads, -1)
             live = kept.ledger.live[:, row : row + 1][..., held].expand(shape)
             assert torch.equal(live, kept_alone.ledger.live.expand(shape))
+        kept, kept_alone = together.cache.ledger, alone.cache.ledger
+        held, held_alone = ~kept.padding[row] & kept.live_somewhere[row], ~kept_alone.padding[0]
+        for column in ("positions", "tokens", "quantised", "recomputed"):
+            ours, theirs = getattr(kept, column)[row, held], getattr(kept_alone, column)[0, held_alone]
+            assert torch.equal(ours, theirs), column
 
 
 @pytest.mark.parametrize("policy", BATCHED, ids=str)

@@ -47,6 +47,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True, "attn_layers": ["local", "lsh"] * 2, "axial_pos_embds": False,
                  "feed_forward_size": 48, "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "num_buckets": 2},
     "zaya": {"num_experts_per_tok": 1},
+    "lfm2": {"layer_types": ["full_attention", "conv"] * 2},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"] * 2},
     "modernbert-decoder": {"local_attention": WINDOW},
     "roc_bert": {"enable_pronunciation": False, "enable_shape": False},

@@ -193,7 +193,9 @@ def spans_by_loop(policy: Any, scene: Scene, place: Place) -> Slots:
 
 def tools_by_loop(policy: PruneToolResults, scene: Scene, place: Place) -> Slots:
     ledger, row = scene.cache.ledger, place[1]
-    results = [name for name in NAMES if name.startswith(policy.prefix)]
+    text = [slot for slot in live_at(scene, place) if not bool(ledger.delimiters[row, slot])]
+    held = dict.fromkeys(NAMES[int(ledger.segments[row, slot])] for slot in text)
+    results = [name for name in held if name.startswith(policy.prefix)]
     gone = results[: max(0, len(results) - policy.keep_last)]
     return {
         slot

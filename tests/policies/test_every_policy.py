@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvprobe import policies
+from kvprobe.cache.cache import KVCache
 from kvprobe.inference.forward import prefill
 from kvprobe.inference.model import Model
 from kvprobe.inference.under_policy import apply
@@ -75,6 +76,20 @@ def test_spans_are_dropped_as_by_a_loop_over_slots(policy: Policy, loop: Loop, s
     assert_acted(policy, scene, expected_kept(policy, loop, scene))
 
 
+@pytest.mark.parametrize(("policy", "loop"), [*POLICIES, *SPANS], ids=named)
+def test_rows_that_have_ended_stay_as_they_are(policy: Policy, loop: Loop):
+    scene = random_scene(0, slots=12)
+
+    def held(cache: KVCache, row: int) -> list[torch.Tensor]:
+        live = cache.ledger.live.expand(cache.n_layers, -1, cache.n_kv_heads, -1)[:, row]
+        pairs = zip((*cache.keys, *cache.values), (*live, *live), strict=True)
+        return [tensor[row][at] for tensor, at in pairs] + [cache.ledger.positions[row, live.any((0, 1))]]
+
+    acted, ended = (policy.act(replace(scene, ended=rows)).cache for rows in ((), (1,)))
+    assert all(map(torch.equal, held(ended, 0), held(acted, 0)))
+    assert all(map(torch.equal, held(ended, 1), held(scene.cache, 1)))
+
+
 @given(scene=scenes(), count=st.integers(1, 6), mode=st.sampled_from(["gapped", "contiguous", "naive"]))
 @few
 def test_the_record_of_attention_follows_its_slots(scene: Scene, count: int, mode: str):
@@ -130,5 +145,5 @@ def test_a_head_that_was_empty_before_does_not_stop_a_policy():
 def test_acting_does_not_change_the_scene(tiny_llama: Model):
     cache = prefill(tiny_llama.lanes, [Tokens.of(list(range(9)), "T1")])
     before = cache.reindex("gapped")
-    apply(tiny_llama.lanes, SinkWindow(1, 3) | RandomEviction(2, 0), Scene(cache))
+    apply(tiny_llama.lanes, SinkWindow(1, 3) | RandomEviction(2, 0, every=None), Scene(cache))
     assert_bit_identical(cache, before)
