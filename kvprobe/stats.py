@@ -7,12 +7,12 @@ Fewer than `FEWEST` clusters give a range and no interval. docs/results/coverage
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isfinite, isnan, nan
 
 import numpy as np
 from jaxtyping import Float, Int, Num, Shaped
-from scipy.special import stdtrit
+from scipy.special import ndtri, stdtrit
 
 from kvprobe.errors import UserError
 
@@ -200,6 +200,8 @@ def pooled(
 ) -> Estimate:
     """The mean over samples, all counted alike; or, of two kinds of samples, that of the first less that of the second.
 
+    There is no interval where a kind has fewer than `FEWEST` clusters.
+
     Args:
         kinds: the values of each kind, and the cluster of each value. A cluster may have samples of one kind.
     """
@@ -211,7 +213,9 @@ def pooled(
         mean += sign * sums.sum() / sizes.sum()
         without += sign * (sums.sum() - sums) / (sizes.sum() - sizes)
         weights += sizes / sizes.sum()
-    return jackknife(float(mean), without, within, comparisons, weights)
+    whole = jackknife(float(mean), without, within, comparisons, weights)
+    least = min(len(np.unique(members)) for _, members in kinds)
+    return whole if least >= FEWEST else replace(whole, low=nan, high=nan, clusters=least)
 
 
 def means(
@@ -261,10 +265,11 @@ def statistic(
     return jackknife(float(numbers[0]), numbers[1:], within, comparisons, shares)
 
 
-def wilson(successes: int | float, trials: int) -> Estimate:
+def wilson(successes: int | float, trials: int, comparisons: int = 1) -> Estimate:
     """A share of independent trials with its 95 % Wilson interval, which stays inside 0 to 1; a range below `FEWEST`.
 
     Args:
+        comparisons: number of intervals that are to hold together (Bonferroni).
         successes: also a mean over repetitions times the number of independent trials; the interval is then
             conservative.
 
@@ -273,7 +278,7 @@ def wilson(successes: int | float, trials: int) -> Estimate:
     """
     if not 0 <= successes <= trials or trials < 1:
         raise UserError(f"Successes must lie in 0 to {trials}, the number of trials; got {successes} of {trials}.")
-    z, share = 1.959963984540054, successes / trials
+    z, share = -float(ndtri(0.025 / comparisons)), successes / trials
     if trials < FEWEST:
         return Estimate(share, clusters=trials, smallest=float(successes == trials), largest=float(successes > 0))
     centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)

@@ -7,6 +7,8 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float, Shaped
 
+from kvprobe.errors import UserError
+
 Key = str | int | float
 Rows = Any
 """A table; pandas says too little of what selecting from one gives."""
@@ -38,10 +40,17 @@ def chosen(rows: Rows, where: Where) -> Rows:
 
 
 def groups(rows: Rows, by: tuple[str, ...], where: Where) -> list[tuple[dict[str, Key], Rows]]:
-    """The chosen rows for each combination of values of some columns, in the order in which they come."""
+    """The chosen rows for each combination of values of some columns, in the order in which they come.
+
+    Raises:
+        UserError: a column holds True and False, which are no keys of findings.
+    """
     rows = chosen(rows, where)
     if not by:
         return [({}, rows)] if len(rows) else []
+    for column in by:
+        if rows[column].dtype == bool:
+            raise UserError(f"Findings are by {column!r}, a column of True and False; make it one of words.")
     return [(_plain(by, values), group) for values, group in rows.groupby(list(by), sort=False)]
 
 

@@ -162,6 +162,10 @@ def test_wilson_is_the_textbooks_interval_and_stays_inside():
     ):
         estimated = wilson(successes, trials)
         assert (estimated.low, estimated.high) == pytest.approx((low, high), abs=5e-5)
+        # Of two that hold together each leaves out 2.5 %; both ends p solve (share − p)² = z² p (1 − p) / n.
+        for end in (wilson(successes, trials, 2).low, wilson(successes, trials, 2).high):
+            share = successes / trials
+            assert (share - end) ** 2 == pytest.approx(2.241403**2 * end * (1 - end) / trials, rel=1e-5, abs=1e-12)
         mirrored = wilson(trials - successes, trials)
         assert (mirrored.low, mirrored.high) == pytest.approx((1 - estimated.high, 1 - estimated.low))
     refused(lambda: wilson(3, 2), "must lie in 0 to 2")

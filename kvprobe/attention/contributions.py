@@ -54,7 +54,7 @@ def written(
     Over all slots and heads it sums to the layer's attention output before bias, and before any norm after it (Gemma).
 
     Raises:
-        UserError: the patterns do not have this layer, or there is no such slot.
+        UserError: the patterns do not have this layer, there is no such slot, or see `Lanes.output_weights`.
     """
     if layer not in patterns.layers:
         raise UserError(f"The patterns are of layers {list(patterns.layers)}, not of {layer}; ask `attend` for it.")

@@ -120,7 +120,7 @@ def lift(
 def _places(before: Patterns, after: Patterns, hidden: Sequence[str]) -> Int[Tensor, "slots_after"]:
     """The slot of `before` for each slot of `after`, where only hidden slots may be missing."""
     ledger = before.cache.ledger
-    visible, places = ~ledger.in_segments(hidden)[0], aligned(ledger, after.cache.ledger)
+    visible, places = ~(ledger.in_segments(hidden) | ledger.padding)[0], aligned(ledger, after.cache.ledger)
     if places is None or int(visible[places].sum()) < int(visible.sum()):
         raise UserError(
             f"The patterns after are not of the slots before without {', '.join(hidden)}; read the same text after "

@@ -6,7 +6,7 @@ queries. On the hooked lane TransformerLens computes whole patterns, and the cho
 long text is read in chunks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from kvprobe.brief import Brief, Table
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.visibility import visible
+from kvprobe.checks import whole_numbers
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import cache_of, forward_pass, new_slots, one_row_each, taps
 from kvprobe.inference.model import Model, Readable
@@ -243,11 +244,11 @@ def _softmax(
 
 def _layers(model: Model, layers: Sequence[int] | None) -> tuple[int, ...]:
     n_layers = model.geometry.n_layers
-    wanted = tuple(range(n_layers)) if layers is None else tuple(dict.fromkeys(layers))
+    wanted = tuple(range(n_layers)) if layers is None else tuple(dict.fromkeys(whole_numbers(layers) or ()))
     if not wanted or not set(wanted) <= set(range(n_layers)):
         raise UserError(
-            f"There are no layers {list(wanted)}; the model has layers 0 to {n_layers - 1}, so give at least one of "
-            "them."
+            f"There are no layers {str(layers)[:40]}; the model has layers 0 to {n_layers - 1}, so give at least one "
+            "of them."
         )
     return wanted
 
@@ -256,6 +257,8 @@ def _chosen(tokens: Tokens, queries: str | Sequence[str] | Sequence[int]) -> lis
     """Indices of the chosen queries among the tokens, in order."""
     if queries == "last":
         return [len(tokens) - 1]
+    if not isinstance(queries, Iterable):
+        raise UserError(f"queries is {queries!r}; give 'last', a segment, or a list of tokens by index.")
     asked = [queries] if isinstance(queries, str) else list(queries)
     indices = set()
     for query in asked:

@@ -92,7 +92,8 @@ class Share(Estimand):
         return [self.cell(keys, values) for keys, values in known if len(values)]
 
     def cell(self, keys: Mapping[str, Key], values: Values) -> "Cell":
-        return Cell(self, keys, len(values), lambda _: wilson(min(float(values.sum()), len(values)), len(values)))
+        right = min(float(values.sum()), len(values))
+        return Cell(self, keys, len(values), lambda count: wilson(right, len(values), count))
 
 
 @dataclass(frozen=True, kw_only=True)

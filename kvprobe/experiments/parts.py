@@ -76,7 +76,13 @@ def table_of_parts(
     unit: str,
     alone: bool = False,
 ) -> pd.DataFrame:
-    """The tables of all cases, one below the other, each kept as a parquet file; see `write_parts`."""
+    """The tables of all cases, one below the other, each kept as a parquet file; see `write_parts`.
+
+    Raises:
+        UserError: there is no case.
+    """
+    if not cases:
+        raise UserError(f"There is no {unit} to measure; ask for at least one.")
 
     def write(case: Case, path: Path) -> None:
         measure(case).to_parquet(path, index=False)

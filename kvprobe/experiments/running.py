@@ -9,6 +9,7 @@ import pandas as pd
 
 from kvprobe.durations import Duration, durations
 from kvprobe.environment import machine
+from kvprobe.errors import UserError
 from kvprobe.experiments.page import write_page
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings, digest_of
@@ -55,6 +56,8 @@ def run_study(
         if not run.finished or not study.ships:
             resumed = (run.path / "parts").is_dir()
             rows = run.tables() if run.finished else study.collect(model, config, run)
+            if not isinstance(rows, pd.DataFrame) and set(rows) == {"samples"}:
+                raise UserError(f"The study {study.name!r} gives its only table by name; let it return the table.")
             if not run.finished:
                 for name, table in ({"samples": rows} if isinstance(rows, pd.DataFrame) else rows).items():
                     run.save_table(name, table)
@@ -91,5 +94,7 @@ def draw(study: Study[Config], findings: Findings, title: str, folder: Path) -> 
 
     matplotlib.use("Agg")
     for figure in study.figures:
+        for ending in ("png", "svg"):  # of an earlier conclusion
+            (folder / f"{figure.file}.{ending}").unlink(missing_ok=True)
         if (drawn := figure.draw(findings, study.label, title)) is not None:
             save(drawn, folder / figure.file)

@@ -160,7 +160,7 @@ def forward_pass(
     """
     refuse_unreadable(lanes, past, tokens, lane)
     new = new_slots(tokens, lanes.device)
-    _warn_of_taken_positions(past, new)
+    warn_of_taken_positions(past, new)
     ledger = new if past is None else past.ledger.append(new)
     shortest = min(map(len, tokens))
     if not is_whole(logits) or not 1 <= logits <= shortest:
@@ -237,7 +237,7 @@ def one_row_each(lanes: Lanes, past: KVCache | None, rows: int) -> KVCache | Non
     )
 
 
-def _warn_of_taken_positions(past: KVCache | None, new: Ledger) -> None:
+def warn_of_taken_positions(past: KVCache | None, new: Ledger) -> None:
     """Warn of new tokens at positions of live slots, as when positions are counted by the cache's length."""
     if past is None or not past.slots:
         return

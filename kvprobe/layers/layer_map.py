@@ -143,11 +143,12 @@ def restored_together(
         UserError: as `layer_map`; or a group is empty or names a component that the model does not have.
     """
     shape = model.geometry
+    heads = {"attn": (None,), "mlp": (None,), "head": range(shape.n_heads)}
     for component in (component for group in groups for component in group):
-        head = component.head if component.kind == "head" else 0
-        if not (0 <= component.layer < shape.n_layers and head is not None and 0 <= head < shape.n_heads):
+        if component.layer not in range(shape.n_layers) or component.head not in heads.get(component.kind, ()):
             raise UserError(
-                f"There is no {component}; choose layers 0 to {shape.n_layers - 1} and heads 0 to {shape.n_heads - 1}."
+                f"There is no {component}; choose 'attn' or 'mlp' of layers 0 to {shape.n_layers - 1}, or 'head' and "
+                f"heads 0 to {shape.n_heads - 1}."
             )
     if not all(groups):
         raise UserError("A group is empty; give at least one component to restore.")
@@ -206,6 +207,8 @@ def _rows(
         for head in range(heads):
             yield (Component("head", layer, head),), {"kind": "head", "layer": layer, "head": head}
     for band in even_bands(layers) if bands is None else bands:
+        if not isinstance(band, Sequence):
+            raise UserError(f"A band is a range of layers; got {band!r}, so write it as in range(0, 8).")
         members = tuple(Component(kind, layer) for layer in band for kind in ("attn", "mlp"))
         if not members or not 0 <= min(band) <= max(band) < layers:
             raise UserError(f"A band must be a range of layers 0 to {layers - 1}; got {band}.")

@@ -11,17 +11,19 @@ from kvprobe.patching.metrics import LEAST
 from kvprobe.stats import Estimate, interval, ratio
 
 LEAST_FAMILIES = 2
+COMPONENT = ("kind", "layer", "head", "band")
+"""The columns of `LayerMap.df` that name a component or band."""
 
 
 def verdicts(
     maps: Any,
-    by: Sequence[str] = ("kind", "layer", "head"),
+    by: Sequence[str] | None = None,
     *,
     family: str = "family",
     cluster: str = "prompt",
     least: int = LEAST_FAMILIES,
 ) -> pd.DataFrame:
-    """One row per component: π in each family with a 95 % interval over clusters, and what the component may be called.
+    """One row per component or band: π in each family with a 95 % interval over clusters, and what it may be called.
 
     π of several prompts is 1 − Σ restored / Σ damage, so that a prompt that was hardly damaged hardly counts. The
     `verdict` is
@@ -35,10 +37,12 @@ def verdicts(
 
     Args:
         maps: tables of `LayerMap.df`, one below the other, with columns for the family of the damage and the prompt.
+        by: the columns that name a component; of `COMPONENT` those that there are by default.
 
     Raises:
         UserError: fewer families than a verdict needs, or one that does hardly any damage.
     """
+    by = list(maps.columns.intersection(COMPONENT)) if by is None else list(by)
     families = list(dict.fromkeys(maps[family]))
     if len(families) < least:
         raise UserError(f"A verdict needs {least} families of damage, but there are {len(families)}; run more faults.")
@@ -50,7 +54,7 @@ def verdicts(
                 "its rate, or leave it out."
             )
     rows = []
-    for names, component in maps.groupby(list(by), sort=False, dropna=False):
+    for names, component in maps.groupby(by, sort=False, dropna=False):
         by_family = {name: component[component[family] == name].groupby(cluster) for name in families}
         pis = {name: _pi(clusters[["damage", "restored"]].sum()) for name, clusters in by_family.items()}
         rows.append(dict(zip(by, names, strict=True)) | _row(pis, least))
@@ -59,7 +63,7 @@ def verdicts(
 
 def by_chance(
     maps: Any,
-    by: Sequence[str] = ("kind", "layer", "head"),
+    by: Sequence[str] | None = None,
     *,
     family: str = "family",
     cluster: str = "prompt",
@@ -74,13 +78,14 @@ def by_chance(
     The effects of a prompt change sign at random, in all families and components together, so that their correlation
     stays: families damage the same prompts and components see the same damage, so verdicts by chance come in clusters.
     """
+    by = list(maps.columns.intersection(COMPONENT)) if by is None else list(by)
     rng = np.random.default_rng([seed, 1])
     damage = maps.drop_duplicates([family, cluster]).pivot(index=cluster, columns=family, values="damage").fillna(0)
     index = [maps[family], maps[cluster], *(maps[name] for name in by)]
     gained = (maps["damage"] - maps["restored"]).groupby(index, dropna=False, sort=False).sum()
     gained = gained.unstack([0, *range(2, 2 + len(by))]).fillna(0)
     keys = gained.columns.to_frame(index=False)
-    components = pd.MultiIndex.from_frame(keys[list(by)]).factorize()[0]
+    components = pd.MultiIndex.from_frame(keys[by]).factorize()[0]
     kinds = keys.assign(component=components).drop_duplicates("component").sort_values("component")[by[0]].to_numpy()
     effects, places = gained.loc[damage.index].to_numpy(float), damage.columns.get_indexer(keys[family])
     total = damage.to_numpy(float)[:, places]

@@ -188,13 +188,15 @@ class Needs:
 
     @property
     def generated(self) -> list[int]:
-        """Bytes of each layer that are held for generated tokens; they are the newest, so they leave a window last."""
-        sizes = []
-        for layer, size in zip(self.layers, self.allocated, strict=True):
+        """Bytes of each layer that are held for generated tokens; they are the newest, so they leave a window last, and
+        are counted as what a policy evicts last."""
+        sizes, request = [], self.request
+        for number, (layer, size) in enumerate(zip(self.layers, self.allocated, strict=True)):
             reach = layer.attention.reach if layer.attention is not None else None
-            held = min(self.request.context, reach or self.request.context)
+            kept = request.plan.kept(request.prompt, request.new, number, len(self.layers))
+            held = min(request.context, reach or request.context, kept)
             grows = layer.attention is not None and not layer.attention.crosses
-            sizes.append(size * min(self.request.new, held) // held if grows else 0)
+            sizes.append(size * min(request.new, held) // held if grows else 0)
         return sizes
 
     def at(self: Same, context: int) -> Same:

@@ -161,10 +161,10 @@ def _saving(budget: Needs) -> Iterator[str]:
 
 
 def _saved(what: str, budget: Needs, before: Needs) -> str:
-    verb = "saves" if budget.cache <= before.cache else "costs"
-    size = abs(before.cache - budget.cache)
+    verb, sign = ("saves", 1) if budget.cache <= before.cache else ("costs", -1)
+    size, peak = sign * (before.cache - budget.cache), sign * (before.peak - budget.peak)
     share = f"{100 * size / before.cache:.1f} % of {short(before.cache)}" if before.cache else "of nothing"
-    return f"{what} {verb} {short(size)} of cache ({share}) and {short(before.peak - budget.peak)} at the peak."
+    return f"{what} {verb} {short(size)} of cache ({share}) and {short(peak)} at the peak."
 
 
 def _remarks(budget: Needs) -> Iterator[str]:

@@ -5,12 +5,14 @@ without an error. Each check compares two computations that agree only if the mo
 check refuses the model, or the lane, in one sentence that says what went wrong.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from kvprobe.cache.ledger import PADDING, Ledger
@@ -120,6 +122,38 @@ def prove_attention(lanes: UnprovedLanes) -> None:
             f"{type(lanes.plain).__name__} attends otherwise than by a softmax over scaled scores (off by "
             f"{max(worst):.1e}), so its attention can be neither shown nor replaced on the plain lane; patch with "
             f"KVCache.patch, one cell at a time."
+        )
+
+
+def prove_writing(lanes: UnprovedLanes) -> None:
+    """Prove on a few tokens that each output projection reads what the heads of its layer give, side by side.
+
+    Only then is what a head adds to the residual stream its attention weights times its values times W_O.
+
+    Raises:
+        UserError: something stands between, such as a gate or a norm.
+    """
+    ids = _ids(lanes)
+    given: dict[int, Tensor] = {}
+    worst = [0.0]
+
+    def remember(inputs: Attending, computed: Float[Tensor, "rows queries heads d_value"]) -> None:
+        given[inputs.layer] = computed.flatten(2)
+
+    def comparing(layer: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        return lambda _, read: worst.append(_apart(read[0], given[layer]))
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for layer in range(lanes.geometry.n_layers):
+            handle = lanes.output_projection(layer).register_forward_pre_hook(comparing(layer))
+            stack.callback(handle.remove)
+        stack.enter_context(lanes.observing_attention_unproved(remember))
+        lanes.unproved(ids, _ledger(ids), _empty(lanes), masked=True)
+    if not max(worst) <= _allowed(lanes):
+        raise UserError(
+            f"{type(lanes.plain).__name__} changes what its heads give before it is multiplied with W_O, by a gate or "
+            "a norm, so what a single head writes is not known; use its attention weights, or patch."
         )
 
 

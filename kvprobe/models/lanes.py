@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from kvprobe.cache.ledger import Ledger
 from kvprobe.errors import UserError
 from kvprobe.models.attending import Attend, Attending
-from kvprobe.models.gate import prove_attention, prove_hooked, prove_plain
+from kvprobe.models.gate import prove_attention, prove_hooked, prove_plain, prove_writing
 from kvprobe.models.lens import Hooked
 from kvprobe.models.routers import Routers, routers_of
 from kvprobe.models.unproved import Lane, UnprovedLanes
@@ -125,6 +125,23 @@ class Lanes(UnprovedLanes):
             UserError: attention is something else (scores have a bias, say), or cannot be replaced.
         """
         prove_attention(self)
+        return True
+
+    def output_weights(self, layer: int) -> Float[Tensor, "heads d_value d_model"]:
+        """The output projection W_O of each head of a layer, once the gate has proved that it reads what heads give.
+
+        Raises:
+            UserError: a gate or norm stands between, or the projection has no known name.
+        """
+        _ = self.writing_proved
+        return super().output_weights(layer)
+
+    @cached_property
+    def writing_proved(self) -> bool:
+        """True once the gate has proved that heads write their values times W_O; raises as `output_weights` does."""
+        self.prove()
+        _ = self.attention_proved
+        prove_writing(self)
         return True
 
     @cached_property

@@ -223,13 +223,17 @@ class UnprovedLanes:
         Raises:
             UserError: the attention module has no output projection of a known name.
         """
+        projection = self.output_projection(layer)
+        # GPT-2's Conv1D stores its weight transposed.
+        weight = projection.weight if isinstance(projection, Conv1D) else projection.weight.T
+        return torch.unflatten(weight.detach(), 0, (self.geometry.n_heads, -1))
+
+    def output_projection(self, layer: int) -> Any:
+        """The module that multiplies with the W_O of all heads of a layer; raises as `output_weights` does."""
         module, names = self.attention_modules[layer], ("o_proj", "c_proj", "dense", "out_proj")
         for name in names:
-            projection = getattr(module, name, None)
-            if projection is not None:
-                # GPT-2's Conv1D stores its weight transposed.
-                weight = projection.weight if isinstance(projection, Conv1D) else projection.weight.T
-                return torch.unflatten(weight.detach(), 0, (self.geometry.n_heads, -1))
+            if (projection := getattr(module, name, None)) is not None:
+                return projection
         raise UserError(
             f"{type(module).__name__} has no output projection called {', '.join(names)}, so its W_O is not known."
         )

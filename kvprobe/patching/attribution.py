@@ -179,6 +179,8 @@ class _Slopes:
         with torch.enable_grad(), reader.lanes.attention_replaced_by(self._attend):
             logits = forward(reader.lanes, reader.new.tokens, reader.new.positions, kept_by(metric))[0]
             value = measured(metric, logits)
+            if not value.requires_grad:
+                raise UserError("The metric has no gradient; compute it from the logits in torch, without float().")
             inputs = [*self.outputs.values(), *self.keys, *self.values]
             slopes = torch.autograd.grad(value, inputs, allow_unused=True)
         count = len(self.outputs)

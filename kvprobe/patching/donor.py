@@ -11,7 +11,7 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.rotary import Rotation
 from kvprobe.errors import UserError
-from kvprobe.inference.forward import as_seen, one_row_each
+from kvprobe.inference.forward import as_seen, refuse_foreign
 from kvprobe.models.lanes import Lanes
 from kvprobe.names import unknown
 from kvprobe.patching.grid import Cell
@@ -81,7 +81,8 @@ def aligned(lanes: Lanes, base: KVCache, donor: KVCache, align: Align = None) ->
     if align not in (None, "start", "end"):
         raise UserError(unknown("alignment", str(align), ("start", "end")))
     _refuse_unlike(base, donor)
-    one_row_each(lanes, base, 1)
+    for cache in (base, donor):
+        refuse_foreign(lanes, cache)
     base, donor = as_seen(lanes, base), as_seen(lanes, donor)
     source, reasons = _sources(base, donor, align)
     have = source >= 0

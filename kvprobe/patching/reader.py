@@ -18,8 +18,9 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.visibility import visible
 from kvprobe.errors import UserError
-from kvprobe.inference.forward import new_slots
+from kvprobe.inference.forward import new_slots, warn_of_taken_positions
 from kvprobe.inference.model import Model
+from kvprobe.inference.readable import refuse_unreadable
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
 from kvprobe.patching.grid import Cell
@@ -48,13 +49,18 @@ def suffixes(model: Model, base: KVCache, donor: KVCache, suffix: Tokens | str) 
     """What is read after a base of one row, and the same tokens as far from the end of the donor.
 
     Raises:
-        UserError: there is nothing to read.
+        UserError: there is nothing to read, or a token or position that the model does not have; or a cache holds NaN.
     """
     rows = model.tokens_after(base, suffix)
     if len(rows) != 1 or not len(rows[0]):
         raise UserError("There is nothing to read after the cache; give a suffix of at least one token.")
     start = rows[0].positions[0] + int(donor.ledger.following[0] - base.ledger.following[0])
-    return rows[0], rows[0].shifted(start)
+    after_base, after_donor = rows[0], rows[0].shifted(start)
+    for cache, after in ((base, after_base), (donor, after_donor)):
+        refuse_unreadable(model.lanes, cache, [after], "plain")
+        cache.refuse_nonfinite()
+    warn_of_taken_positions(base, new_slots([after_base], model.lanes.device))
+    return after_base, after_donor
 
 
 class Reader:
@@ -182,7 +188,7 @@ def attention(
     past.sub_(top).exp_()
     suffix.sub_(top).exp_()
     total = past.sum(-1, keepdim=True) + suffix.sum(-1, keepdim=True)
-    output = (past.view(kv_heads, -1, slots) @ values.float()).view(*query.shape[:-1], -1) + suffix @ own_values
+    output = (past.flatten(1, 3) @ values.float()).view(*query.shape[:-1], -1) + suffix @ own_values
     if swapped_values is not None:
         _add_swapped(output, past, values, swapped_values)
     output /= total

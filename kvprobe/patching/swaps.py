@@ -1,6 +1,7 @@
 """Swaps: cells of one's own choosing, each measured by several metrics in one pass over the suffix."""
 
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 import pandas as pd
 from jaxtyping import Float
@@ -9,8 +10,9 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
+from kvprobe.names import unknown
 from kvprobe.patching.donor import aligned
-from kvprobe.patching.grid import Cell
+from kvprobe.patching.grid import Cell, Part
 from kvprobe.patching.metrics import KL, Metric, kept_by, measured
 from kvprobe.patching.reader import Reader, suffixes
 from kvprobe.text.tokens import Tokens
@@ -35,11 +37,13 @@ def swap_cells(
         metrics: by name. `KL` is that from the donor: how far the patched run still is from it.
 
     Raises:
-        UserError: no cells or metrics, caches that cannot be aligned, or a metric that is not one finite number.
+        UserError: no cells or metrics, a cell of what is not there, slots that the donor has nothing for, caches that
+            cannot be aligned, or a metric that is not one finite number.
     """
     if not metrics or not cells:
         raise UserError("There is nothing to measure; give at least one cell and one metric.")
     match = aligned(model.lanes, base, donor)
+    match.fitted([cell for cell in cells if cell.content == "full"] or cells, None)
     after_base, after_donor = suffixes(model, match.base, match.donor, suffix)
     kept = {name: kept_by(metric) for name, metric in metrics.items()}
     ends = suffix_logits(model, match.donor, after_donor, max(kept.values()))
@@ -50,6 +54,7 @@ def swap_cells(
     def values(logits: Float[Tensor, "kept vocab"]) -> dict[str, float]:
         return {name: float(measured(metric, logits[-kept[name] :])) for name, metric in known.items()}
 
+    _refuse_unknown(model, match.base, len(after_base), cells)
     reader = Reader(model.lanes, match.base, {"full": match.cache, "self": match.base}, after_base)
     order = sorted(cells, key=lambda cell: cell.layers[0])
     start, *patched = [values(row) for rows in reader.passes(order, max(kept.values())) for row in rows]
@@ -61,6 +66,28 @@ def swap_cells(
         for name in known
     )
     return table.assign(effect=table["value"] - table["base"], way=table["donor"] - table["base"])
+
+
+def _refuse_unknown(model: Model, base: KVCache, queries: int, cells: Sequence[Cell]) -> None:
+    """Refuse cells that name something which is not there; it would be left out in silence."""
+    shape = model.geometry
+    limits = {
+        "layers": shape.n_layers,
+        "slots": base.slots,
+        "kv_heads": shape.n_kv_heads,
+        "query_heads": shape.n_heads,
+        "queries": queries,
+    }
+    for cell in cells:
+        for name, count in limits.items():
+            chosen = getattr(cell, name)
+            if chosen is not None and (not chosen or sorted({*chosen} & {*range(count)}) != sorted(chosen)):
+                raise UserError(f"A cell has {name}={str(chosen)[:40]}; give numbers from 0 to {count - 1}, each once.")
+        if list(cell.layers) != sorted(cell.layers):
+            raise UserError(f"A cell has layers={str(cell.layers)[:40]}; give them in order.")
+        for kind, given, known in (("part", cell.part, get_args(Part)), ("content", cell.content, ("full", "self"))):
+            if given not in known:
+                raise UserError(unknown(kind, given, known))
 
 
 def suffix_logits(model: Model, cache: KVCache, suffix: Tokens, kept: int) -> Float[Tensor, "kept vocab"]:

@@ -69,9 +69,12 @@ class JSONLines:
     def score(self, text: str, item: Item) -> dict[str, bool]:
         """`contains`: the answer is in the text as whole words, in any case; `exact`: it is the whole text.
 
-        `exact` ignores only white space around the text.
+        A number is no part of another: 500 is not in 1,500, 500.5 or -500. `exact` ignores only white space around the
+        text.
         """
-        whole_words = rf"(?<!\w){re.escape(item.answer)}(?!\w)"
+        before = r"(?<!\w)(?<!\d[.,])(?<!-)" if item.answer[:1].isdigit() else r"(?<!\w)"
+        after = r"(?!\w)(?![.,]\d)" if item.answer[-1:].isdigit() else r"(?!\w)"
+        whole_words = before + re.escape(item.answer) + after
         return {
             "contains": re.search(whole_words, text, re.IGNORECASE) is not None,
             "exact": text.strip() == item.answer,

@@ -9,9 +9,10 @@ import torch
 from kvprobe.attention import LOOKS, Patterns, attend, contribution, dangling, lift, looks, shared_out, written
 from kvprobe.cache.cache import KVCache
 from kvprobe.faults import Scope, Zeros
-from kvprobe.inference.model import Model
+from kvprobe.inference.model import Model, load
 from kvprobe.text.tokens import Tokens
 from tests.attention.test_patterns import HISTORIES, PROMPT, SUFFIX, onwards
+from tests.models import every
 from tests.random_caches import random_tokens
 from tests.refusals import refused
 
@@ -191,6 +192,23 @@ def test_contributions_are_norms_relative_to_the_whole_output(tiny: Model):
         assert torch.allclose(share.layers[place], part.sum(0).norm(dim=-1) / whole, rtol=1e-4)
     of_all_slots = contribution(tiny, patterns_after, range(patterns_after.cache.slots))
     assert torch.allclose(of_all_slots.layers, torch.ones(()), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["afmoe", "bitnet"])
+def test_what_heads_write_through_a_gate_or_a_norm_is_refused(kind: str):
+    model = load(every.tiny(kind))
+    patterns_after = attend(model, Tokens.of([1, 2, 3, 4]))
+    refused(lambda: written(model, patterns_after, [0], 0), "before it is multiplied with W_O")
+
+
+def test_dangling_takes_a_padded_row_of_a_batch(tiny_llama: Model):
+    past = tiny_llama.prefill([PROMPT[:-3], PROMPT]).rows([0])
+    alone = tiny_llama.prefill(PROMPT[:-3])
+    ours, theirs = (
+        dangling(patterns(tiny_llama, cache), patterns(tiny_llama, cache.evict("T1")), ["T1"], summary=["summary"])
+        for cache in (past, alone)
+    )
+    assert ours["dangling"].to_numpy() == pytest.approx(theirs["dangling"].to_numpy(), abs=1e-5)
 
 
 def test_contributions_of_layers_that_were_not_read_are_refused(tiny_llama: Model):

@@ -9,6 +9,7 @@ import pytest
 from kvprobe.experiments.estimands import Difference, Estimand, Mean, Pooled, Ratio, Share, Total, measure
 from kvprobe.stats import DIFFERENCE, Estimate, estimate, ratio, wilson
 from kvprobe.tidy import Rows, beside
+from tests.refusals import refused
 
 
 def rows(items: int = 12, repeats: int = 2, seed: int = 0) -> pd.DataFrame:
@@ -59,6 +60,31 @@ def test_a_share_has_as_many_trials_as_clusters():
     findings = measure(table, [Share(name="right", of="right", where={"fault": "zeros", "rate": (2.0, 10.0)})])
     values = by_item(table, "right", fault="zeros")
     assert same(findings.at("right"), wilson(values.sum(), 12))
+
+
+def test_shares_that_hold_together_are_wider():
+    table = rows()
+    alone, both = (
+        measure(table, [Share(name="right", of="right", by=("fault",), together=together)]) for together in (None, ())
+    )
+    for fault in ("zeros", "noise"):
+        successes, trials = by_item(table, "right", fault=fault).sum(), alone.at("right", fault=fault).clusters
+        assert same(alone.at("right", fault=fault), wilson(successes, trials))
+        assert same(both.at("right", fault=fault), wilson(successes, trials, 2))
+        assert both.at("right", fault=fault).low < alone.at("right", fault=fault).low
+
+
+def test_findings_by_true_and_false_are_refused():
+    table = rows().assign(was=True)
+    refused(lambda: measure(table, [Mean(name="x", of="x", by=("was",))]), "'was', a column of True and False")
+
+
+def test_a_difference_of_a_kind_of_few_clusters_has_no_interval():
+    table = rows()
+    few = table[(table["fault"] == "zeros") | table["sample"].isin([0, 1])]
+    [finding] = measure(few, [Pooled(name="more", of="x", where={"fault": "noise"}, less={"fault": "zeros"})])
+    assert finding.value.clusters == 2
+    assert not finding.value.has_interval
 
 
 def test_a_share_of_nothing_measured_is_no_finding():

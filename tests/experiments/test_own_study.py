@@ -120,6 +120,24 @@ def test_several_tables_are_kept_and_concluded_again_from_the_run(tmp_path: Path
     assert set(given[1]) == {"samples", "others"}
 
 
+def test_a_figure_of_an_earlier_conclusion_does_not_stay(tmp_path: Path, tiny_llama: Model):
+    study = read_study(write_skeleton("renamed", tmp_path))
+    (figure,) = study.figures
+    run = run_study(study, study.config(prompts=2), tmp_path, model=tiny_llama)
+    drawn = [run.path / "figures" / f"kl.{ending}" for ending in ("png", "svg")]
+    assert all(path.is_file() for path in drawn)
+    without = replace(study, figures=[replace(figure, finding="nothing")])
+    assert run_study(without, study.config(prompts=2), tmp_path, model=tiny_llama).path == run.path
+    assert not any(path.is_file() for path in drawn)
+
+
+def test_an_only_table_by_name_and_no_prompt_are_refused(tmp_path: Path, tiny_llama: Model):
+    study = read_study(write_skeleton("only", tmp_path))
+    named = replace(study, collect=lambda *given: {"samples": study.collect(*given)})
+    refused(lambda: run_study(named, study.config(prompts=2), tmp_path, model=tiny_llama), "let it return the table")
+    refused(lambda: run_study(study, study.config(prompts=0), tmp_path, model=tiny_llama), "There is no prompt to")
+
+
 def test_what_a_page_defines_before_its_blocks_is_in_its_answer(hidden_thirds: tuple[Path, Run], tmp_path: Path):
     file, run = hidden_thirds
     (tmp_path / "page.html.j2").write_text(

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvprobe as kv
 from kvprobe.cache.cache import KVCache
+from kvprobe.faults import NotANumber, Scope
 from kvprobe.inference.model import Model
 from kvprobe.layers import Component, LayerMap, Outputs, by_chance, layer_map, restored_together, states, verdicts
 from kvprobe.layers.suffix import Suffix
@@ -155,6 +156,22 @@ def test_a_damaged_cache_of_another_length_is_read_where_it_ends(tiny_llama: Mod
     assert layers.damage == pytest.approx(divergence(*scores), abs=1e-5)
 
 
+def test_a_cache_of_which_nothing_is_left_can_be_mapped(tiny_llama: Model):
+    clean = cache_of(tiny_llama, 0)
+    empty = clean.evict(slots=range(clean.slots))
+    layers = mapped(tiny_llama, clean, empty, heads=False)
+    scores = [tiny_llama.extend(cache, suffix_of(cache), logits=KEPT)[1][0] for cache in (clean, empty)]
+    assert layers.damage == pytest.approx(divergence(*scores), abs=1e-5)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_damage_that_is_no_number_and_bands_of_single_layers_are_refused(tiny_llama: Model):
+    clean = cache_of(tiny_llama, 0)
+    damaged = clean.corrupt(NotANumber(scope=Scope(count=1)))
+    refused(lambda: mapped(tiny_llama, clean, damaged), "holds NaN or infinity")
+    refused(lambda: mapped(tiny_llama, clean, clean, bands=[0, 1]), "A band is a range of layers; got 0")
+
+
 def test_groups_restored_together_are_the_rows_of_the_map(tiny_gemma: Model):
     clean, damaged = cache_of(tiny_gemma, 0), cache_of(tiny_gemma, 1)
     layers = mapped(tiny_gemma, clean, damaged)
@@ -204,7 +221,11 @@ def test_a_head_that_copies_damage_is_poison_and_one_that_takes_it_back_a_filter
             suffix = Tokens.of([CLEAN_TOKEN], "question", COUNT + prompt)
             layers = layer_map(by_hand, clean, damaged, suffix, progress=False)
             tables.append(layers.df().assign(family=family, prompt=prompt))
-    called = verdicts(pd.concat(tables)).set_index(["kind", "layer", "head"])["verdict"]
+    named = verdicts(pd.concat(tables))
+    bands = {label["band"] for label in layers.labels if label["kind"] == "band"}
+    assert set(named.loc[named["kind"] == "band", "band"]) == bands
+    assert len(bands) == 2
+    called = named.set_index(["kind", "layer", "head"])["verdict"]
     heads = called.loc["head"]
     assert dict(heads) == {(0, 0): "poison", (0, 1): "neutral", (1, 0): "neutral", (1, 1): "filter"}
     blocks = {kind: called.loc[kind].tolist() for kind in ("attn", "mlp")}
@@ -352,8 +373,15 @@ def test_verdicts_need_two_families():
 
 @pytest.mark.parametrize(
     ("group", "sentence"),
-    [([], "A group is empty"), ([Component("head", 9, 0)], "There is no"), ([Component("head", 0)], "There is no")],
+    [
+        ([], "A group is empty"),
+        ([Component("head", 9, 0)], "There is no"),
+        ([Component("head", 0)], "There is no"),
+        ([Component("attn", 0, 1)], "There is no"),
+        ([Component("mlp_out", 0)], "There is no"),  # pyright: ignore[reportArgumentType]
+    ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_impossible_groups_are_refused(tiny_llama: Model, group: list[Component], sentence: str):
     clean = cache_of(tiny_llama, 0)
     refused(lambda: restored_together(tiny_llama, clean, clean, suffix_of(clean), [group]), sentence)

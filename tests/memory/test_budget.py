@@ -190,7 +190,19 @@ def test_layers_add_up_to_the_whole(drawn: tuple[dict[str, Any], dict[str, Any]]
         phase.cache + phase.activations + phase.logits + phase.growth for phase in needs.phases.values()
     )
     assert all(part >= 0 for phase in needs.phases.values() for part in (phase.cache, phase.activations, phase.growth))
-    assert sum(needs.generated) <= sum(needs.allocated)
+    assert all(generated <= held for generated, held in zip(needs.generated, needs.allocated, strict=True))
+
+
+def test_slots_that_a_window_keeps_are_generated_once_it_has_moved_past_the_prompt():
+    needs = budget("smollm2-135m", context=8192, new=4096, policy="SlidingWindow(1024)", engine="logical")
+    assert needs.generated == needs.allocated
+    assert sum(budget("smollm2-135m", context=8192, new=512, policy="SlidingWindow(1024)").generated) * 2 == needs.cache
+
+
+def test_what_costs_memory_costs_it_at_the_peak_too():
+    text = str(budget("smollm2-135m", context=8192, dtype="bfloat16", cache_dtype="float32", engine="logical"))
+    [line] = [line for line in text.splitlines() if "costs" in line]
+    assert "-" not in line.split(" of cache ")[1]
 
 
 @given(drawn=asked())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.inference.model import Model
-from kvprobe.patching import LogitDiff, LogProb, patch_sweep
+from kvprobe.patching import LogitDiff, LogProb, attribute, patch_sweep
 from kvprobe.text.tokens import Tokens
 from tests.models import llama
 from tests.patching.oracle import Run
@@ -31,6 +31,7 @@ from tests.refusals import refused
         ({"over": {"layer": [-1]}}, "no layer -1"),
         ({"over": {"layer": [1.5]}}, "1.5"),
         ({"over": {"layer": []}}, "at least one"),
+        ({"over": {"layer": 1}}, "'layer' goes over '1'"),
         ({"over": {"band": [range(2, 4)]}}, "no layer 3"),
         ({"over": {"band": [range(0)]}}, "band"),
         ({"over": {"band": range(2)}}, "band"),
@@ -57,6 +58,7 @@ from tests.refusals import refused
         ({"rows": 0}, "rows"),
         ({"suffix": Tokens.of([])}, "suffix"),
         ({"suffix": ""}, "suffix"),
+        ({"suffix": Tokens.of([64], start=13)}, "token id 64"),
         ({"metric": lambda logits: logits[-1]}, "64 numbers"),
         ({"metric": lambda logits: None}, "NoneType"),
         ({"metric": lambda logits: "high"}, "str"),
@@ -74,15 +76,22 @@ def test_impossible_sweeps_are_refused(tiny_llama: Model, change: dict[str, Any]
     refused(lambda: patch_sweep(tiny_llama, base.cache, donor.cache, **asked | change), part)
 
 
-def foreign(changes: dict[str, Any]) -> KVCache:
-    return llama(**changes).prefill(random_tokens(2, SPANS))
+def test_a_metric_without_a_gradient_has_no_attribution(tiny_llama: Model):
+    base, donor = two(tiny_llama)
+    refused(
+        lambda: attribute(tiny_llama, base.cache, donor.cache, base.suffix(0, 3), lambda logits: float(logits[-1, 1])),
+        "has no gradient",
+    )
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("changes", [{"num_hidden_layers": 2}, {"num_key_value_heads": 4}, {"head_dim": 16}])
+@pytest.mark.parametrize(
+    "changes", [{"num_hidden_layers": 2}, {"num_key_value_heads": 4}, {"head_dim": 16}, {"seed": 8}]
+)
 def test_a_cache_of_another_model_is_refused(tiny_llama: Model, changes: dict[str, Any]):
     base, _ = two(tiny_llama)
-    other, suffix = foreign(changes), base.suffix(0, 3)
+    stranger = llama(**changes)
+    other, suffix = stranger.prefill(random_tokens(2, SPANS)), base.suffix(0, 3)
     for pair in ((base.cache, other), (other, base.cache), (other, other)):
         refused(lambda pair=pair: patch_sweep(tiny_llama, *pair, suffix, weighed, progress=False), "model")
     refused(lambda: base.cache.patch(other, "T1"), "donor")

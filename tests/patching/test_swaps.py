@@ -50,3 +50,41 @@ def test_swaps_are_what_patching_by_hand_and_reading_on_gives(tiny_llama: Model)
     assert of("all", "KV", "donor")[0] == pytest.approx(0, abs=1e-6)
     refused(lambda: swap_cells(tiny_llama, base, donor.fork(2), SUFFIX, cells, metrics), "has 2 rows")
     refused(lambda: swap_cells(tiny_llama, base, donor, SUFFIX, cells, {}), "nothing to measure")
+
+
+@pytest.mark.parametrize(
+    ("cell", "sentence"),
+    [
+        (Cell((2, 0), (5,), "V"), "layers=(2, 0); give them in order"),
+        (Cell((-1,), (5,), "V"), "layers=(-1,); give numbers from 0 to 2"),
+        (Cell((), (5,), "V"), "layers=()"),
+        (Cell((0,), (5, 5), "V"), "slots=(5, 5); give numbers from 0 to 12, each once"),
+        (Cell((0,), (13,), "V"), "slots=(13,)"),
+        (Cell((0,), (5,), "V", kv_heads=(2,)), "kv_heads=(2,)"),
+        (Cell((0,), (5,), "V", query_heads=(4,)), "query_heads=(4,)"),
+        (Cell((0,), (5,), "V", queries=(6,)), "queries=(6,)"),
+        (Cell((0,), (5,), "v"), "no part called 'v'"),
+        (Cell((0,), (5,), "resid_pre"), "no part called 'resid_pre'"),
+        (Cell((0,), (5,), "V", content="rest"), "no content called 'rest'"),
+    ],
+    ids=str,
+)
+def test_cells_of_what_is_not_there_are_refused(tiny_llama: Model, cell: Cell, sentence: str):
+    base = tiny_llama.prefill(random_tokens(1, SPANS))
+    refused(lambda: swap_cells(tiny_llama, base, base, SUFFIX, [cell], {"kl": KL(4)}), sentence)
+
+
+@pytest.mark.parametrize("spans", [{**SPANS, "T1": 7}, {"system": 4, "T2": 3}])
+def test_slots_that_the_donor_has_nothing_for_are_refused(tiny_llama: Model, spans: dict[str, int]):
+    base, donor = (tiny_llama.prefill(random_tokens(1, each)) for each in (SPANS, spans))
+    cells = [Cell((0,), (2,), "V"), Cell((0,), (5,), "V")]
+    refused(lambda: swap_cells(tiny_llama, base, donor, SUFFIX, cells, {"kl": KL(4)}), "T1")
+    assert len(swap_cells(tiny_llama, base, donor, SUFFIX, cells[:1], {"kl": KL(4)})) == 1
+
+
+def test_a_suffix_at_taken_or_missing_positions_is_not_read_in_silence(tiny_llama: Model):
+    base, short = (tiny_llama.prefill(random_tokens(1, spans)) for spans in (SPANS, {"system": 4, "T1": 6, "T2": 1}))
+    cells, early = [Cell((0,), (2,), "V")], random_tokens(3, {"ask": 6})
+    with pytest.warns(UserWarning, match="new tokens start at position 0, but the cache holds live slots up to 12"):
+        swap_cells(tiny_llama, base, base, early, cells, {"kl": KL(4)})
+    refused(lambda: swap_cells(tiny_llama, base, short, early, cells, {"kl": KL(4)}), "position -2")

@@ -1,5 +1,7 @@
 """Figures as declarations over findings: what is drawn is what was declared."""
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -23,8 +25,11 @@ from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.report.plots.policies import POLICY_STYLES
 from kvprobe.report.plots.scatter import Scatter
 from kvprobe.report.plots.stack_figure import StackFigure, stack_findings
+from kvprobe.report.plots.style import save
 from kvprobe.report.plots.tradeoff import Tradeoff
 from kvprobe.stats import Estimate
+from kvprobe.tidy import crossed
+from tests.refusals import refused
 
 ARMS, PLACES = ("kept", "masked"), ("code", "summary")
 FINDINGS = Findings(
@@ -136,6 +141,32 @@ def test_lines_without_a_key_for_panels_have_one_panel_of_the_chosen_findings():
     [axis] = figure.axes
     drawn = {line.get_label(): list(line.get_ydata()) for line in axis.lines}
     assert drawn == {"kept": pytest.approx([0.2, 0.3]), "masked": pytest.approx([0.6, 0.7])}
+
+
+def test_numbers_that_have_no_logarithm_stand_at_their_own_places():
+    figure = Lines("f", "read", x="layer", line="arm", where={"place": ("summary",)}).draw(FINDINGS, label, "t")
+    assert figure is not None
+    assert figure.axes[0].get_xticks().tolist() == [0, 1]
+
+
+def test_a_figure_is_written_under_its_whole_name(tmp_path: Path):
+    for name in ("kl_v.7", "kl_v.8"):
+        save(plt.figure(), tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kl_v.7.png", "kl_v.7.svg", "kl_v.8.png", "kl_v.8.svg"]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_leak_has_a_curve_for_each_split_and_kv_head():
+    def curves(read: str, head: Any) -> dict[Any, int]:
+        keys = {"family": ["v"], "split": ["random", "paired"], "head": head, "layer": [0, 1, 2]}
+        table = crossed(keys, {}).assign(read=read, accuracy=0.3, low=0.2, high=0.4)
+        probing: Any = SimpleNamespace(df=lambda: table.astype({"head": "Int64"}), chance=0.1)
+        return {line.get_label(): len(list(line.get_xdata())) for line in kv.plots.leak(probing).axes[0].lines[:-1]}
+
+    whole = {"random": 3, "paired": 3}
+    assert curves("mean", [None]) == curves("slot", [None]) == whole
+    assert curves("mean", [0, 1]) == {f"{split}, KV head {head}": 3 for split in whole for head in (0, 1)}
+    refused(lambda: curves("last", [None]), "no curve over layers")
 
 
 HEADS = pd.DataFrame([(layer, head, layer - head / 2) for layer in (0, 1, 4) for head in (0, 1)])

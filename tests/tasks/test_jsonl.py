@@ -79,6 +79,20 @@ def test_an_answer_is_found_as_whole_words_in_any_case(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ("500", ["500", "It is 500.", "$500, or so", "(500)", "500,"], ["1,500", "500.5", "500,000", "-500", "2.500"]),
+        ("-5", ["-5", "It is -5."], ["5", "-5.5", "-51"]),
+        ("2 b", ["2 b", "so 2 B."], ["1.2 b", "2 bc"]),
+    ],
+)
+def test_a_number_is_no_part_of_another(tmp_path: Path, answer: str, right: list[str], wrong: list[str]):
+    task = JSONLines(write(tmp_path, {**GOOD, "answer": answer}))
+    (item,) = task.items(1, 0)
+    assert [text for text in right + wrong if task.score(text, item)["contains"]] == right
+
+
+@pytest.mark.parametrize(
     ("line", "sentence"),
     [
         (b"{", "not JSON"),

@@ -136,11 +136,13 @@ class Lines:
         ]
 
     def _places(self, values: Sequence[Key]) -> dict[Key, float]:
-        """Where each x stands on the axis: names one after the other, numbers by their logarithm unless in curves."""
+        """Where each x stands on the axis: names one after the other; numbers by their logarithm, but by themselves in
+        curves and where one is not above 0."""
         known = list(dict.fromkeys(values))
         if any(isinstance(x, str) for x in known):
             return {x: float(place) for place, x in enumerate(known)}
-        return {x: float(x) if self.curves else float(np.log(float(x))) for x in known}
+        plain = self.curves or min(float(x) for x in known) <= 0
+        return {x: float(x) if plain else float(np.log(float(x))) for x in known}
 
     def _panel(
         self,

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from kvprobe.errors import UserError
 from kvprobe.report.plots.style import shown_once, styled
 
 if TYPE_CHECKING:
@@ -12,16 +13,25 @@ if TYPE_CHECKING:
 
 @shown_once
 def leak(probing: "Probing") -> "Figure":
-    """Accuracy by layer of a `kvprobe.probe` result: families side by side, one line per split, with intervals."""
-    import matplotlib.pyplot as plt
+    """Accuracy by layer of a `kvprobe.probe` result: families side by side, one line per split and KV head, with
+    intervals.
 
-    table = probing.df().query("read == 'mean'")
+    Raises:
+        UserError: no site was read layer by layer.
+    """
+    import matplotlib.pyplot as plt
+    import pandas as pd
+
+    table = probing.df().query("read in ('mean', 'slot')")
+    if table.empty:
+        raise UserError("Nothing was read layer by layer, so there is no curve over layers; look at the table, `df()`.")
     families = list(table.groupby("family", sort=False))
     with styled():
         figure, axes = plt.subplots(1, len(families), figsize=(3.2 * len(families), 2.8), sharey=True, squeeze=False)
         for axis, (family, rows) in zip(axes[0], families, strict=True):
-            for split, line in rows.groupby("split", sort=False):
-                drawn = axis.plot(line["layer"], line["accuracy"], label=split)[0]
+            for (split, head), line in rows.groupby(["split", "head"], sort=False, dropna=False):
+                label = split if pd.isna(head) else f"{split}, KV head {int(head)}"
+                drawn = axis.plot(line["layer"], line["accuracy"], label=label)[0]
                 axis.fill_between(line["layer"], line["low"], line["high"], color=drawn.get_color(), alpha=0.18, lw=0)
             axis.axhline(probing.chance, color="0.35", ls="--", lw=0.9, label="chance")
             axis.set_title(str(family))

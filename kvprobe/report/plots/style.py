@@ -65,9 +65,9 @@ def save(figure: "Figure", path: Path) -> None:
     import seaborn as sns
 
     sns.despine(figure)
-    figure.savefig(path.with_suffix(".png"), dpi=150, metadata={"Software": None})
+    figure.savefig(path.with_name(f"{path.name}.png"), dpi=150, metadata={"Software": None})
     with plt.rc_context({"svg.hashsalt": "kvprobe"}):
-        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+        figure.savefig(path.with_name(f"{path.name}.svg"), metadata={"Date": None})
     plt.close(figure)
 
 

@@ -16,6 +16,7 @@ from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.layers import against_random, by_chance, index_correlation, verdicts
 from kvprobe.layers.head_sets import ALL, CHOSEN, FILTER, MATCHED, POISON, RANDOM, HeadSets
+from kvprobe.layers.verdicts import COMPONENT
 from kvprobe.patching.metrics import LEAST
 from kvprobe.report.document import AttentionView
 from kvprobe.report.findings import Finding, Findings
@@ -30,7 +31,6 @@ KINDS = {"attn": "attention blocks", "mlp": "MLPs", "head": "heads"}
 CLAIMS = len(KINDS) + 2
 """Of the answer: verdicts on three kinds of component, and two sets of heads tested. What decides them holds
 together."""
-COMPONENT = ("kind", "layer", "head", "band")
 STREAM = ("rho", "rho_after", "gain", "erasure", "erasure_attn", "erasure_mlp", "angle", "drop")
 EXACT = 1e-3
 """How much of the damage may be left when everything is restored, and KL in nats where nothing is damaged."""
@@ -80,7 +80,7 @@ def concluded(tables: Mapping[str, Rows], config: Config) -> Conclusion:
 def add_components(findings: Findings, struck: Rows, config: Config) -> None:
     """Of every component and band: π in each family, and the mean of the families, by verdict too; how many have each
     verdict, and how many would by chance."""
-    table, prompts = verdicts(struck, COMPONENT), struck["prompt"].nunique()
+    table, prompts = verdicts(struck), struck["prompt"].nunique()
     for row in table.to_dict("records"):
         keys: dict[str, Any] = {
             str(key): int(row[key]) if key in ("layer", "head") else row[key] for key in COMPONENT if pd.notna(row[key])
