@@ -94,7 +94,8 @@ def test_a_cache_of_another_model_is_refused(tiny_llama: Model, changes: dict[st
     other, suffix = stranger.prefill(random_tokens(2, SPANS)), base.suffix(0, 3)
     for pair in ((base.cache, other), (other, base.cache), (other, other)):
         refused(lambda pair=pair: patch_sweep(tiny_llama, *pair, suffix, weighed, progress=False), "model")
-    refused(lambda: base.cache.patch(other, "T1"), "donor")
+    if "seed" not in changes:
+        refused(lambda: base.cache.patch(other, "T1"), "donor")
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -9,15 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvprobe.faults import Scope, Zeros
 from kvprobe.inference.model import Model, load
 from kvprobe.models.lens import HOOKS
-from kvprobe.patching import LogProb, patch_sweep
+from kvprobe.patching import LogitDiff, LogProb, patch_sweep
 from kvprobe.patching.grid import ACTIVATIONS
 from tests.models import N_LAYERS, WINDOW, llama, tiny_tokenizer
 from tests.patching.oracle import Run, hooked_pass, patched_pass, swaps_of, twins
 from tests.patching.pairs import SPANS, TOLERANCE, WEIGHTS, near, swept, two, weighed
 from tests.patching.test_reader import logits_of, seeds
-from tests.random_caches import random_tokens
 from tests.refusals import refused
 
 KEYS_AND_VALUES = ("K", "V", "KV")
@@ -261,7 +261,8 @@ def test_half_precision_reads_the_prompt_again_and_still_sees_that_it_was_edited
     plain = llama(tokenizer=tiny_tokenizer()).lanes.plain.to(torch.bfloat16)
     model = load(plain)
     base, donor = two(model)
-    swept(base, donor, base.suffix(0, 3), over=("layer", "segment"), reads="total")
-    edited = model.extend(base.cache.mask("T1"), random_tokens(5, {"T3": 4}, start=13))[0]
-    suffix = random_tokens(6, {"ask": 3}, start=17)
-    refused(lambda: patch_sweep(model, edited, edited, suffix, weighed, reads="total"), "it was edited after")
+    metric = LogitDiff(right=5, wrong=9)
+    swept(base, donor, base.suffix(0, 3), metric, over=("layer", "segment"), reads="total")
+    edited = base.cache.corrupt(Zeros(scope=Scope(count=1, layers=[1], parts="v")))
+    asked: dict[str, Any] = {"over": ("slot",), "reads": "total", "progress": False}
+    refused(lambda: patch_sweep(model, edited, edited, base.suffix(0, 3), metric, **asked), "it was edited after")
