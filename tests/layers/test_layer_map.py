@@ -1,7 +1,7 @@
 """Restored components against TransformerLens hooks, and against models of which we know what each part does."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -378,10 +378,15 @@ def test_verdicts_need_two_families():
         ([Component("head", 9, 0)], "There is no"),
         ([Component("head", 0)], "There is no"),
         ([Component("attn", 0, 1)], "There is no"),
-        ([Component("mlp_out", 0)], "There is no"),  # pyright: ignore[reportArgumentType]
     ],
 )
-@pytest.mark.usefixtures("unchecked")
 def test_impossible_groups_are_refused(tiny_llama: Model, group: list[Component], sentence: str):
     clean = cache_of(tiny_llama, 0)
     refused(lambda: restored_together(tiny_llama, clean, clean, suffix_of(clean), [group]), sentence)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_kind_that_is_none_is_refused(tiny_llama: Model):
+    clean, kind = cache_of(tiny_llama, 0), cast(Any, "mlp_out")
+    group = [Component(kind, 0)]
+    refused(lambda: restored_together(tiny_llama, clean, clean, suffix_of(clean), [group]), "There is no")

@@ -144,7 +144,8 @@ def test_lines_without_a_key_for_panels_have_one_panel_of_the_chosen_findings():
 
 
 def test_numbers_that_have_no_logarithm_stand_at_their_own_places():
-    figure = Lines("f", "read", x="layer", line="arm", where={"place": ("summary",)}).draw(FINDINGS, label, "t")
+    known: dict[str, Any] = {"file": "f", "caption": "c", "finding": "read", "x_label": "layer", "y_label": "share"}
+    figure = Lines(x="layer", line="arm", where={"place": ("summary",)}, **known).draw(FINDINGS, label, "t")
     assert figure is not None
     assert figure.axes[0].get_xticks().tolist() == [0, 1]
 
