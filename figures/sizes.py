@@ -4,7 +4,7 @@
 
 Takes numbers from the finished runs of the presets below in FOLDER (runs by default), each under its preset's name:
 `kvprobe run PRESET --name PRESET`. Where there is none, those of docs/results/runs/sizes.csv stay; its rows of
-`compaction` and `compaction-qwen0.5b` are copied from docs/results/caching-key.md.
+`compaction` are copied from docs/results/caching-key.md.
 """
 
 import sys
@@ -145,7 +145,9 @@ def main() -> None:
     matplotlib.use("Agg")
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs")
     table: pd.DataFrame = pd.concat([pd.read_csv(TABLE), *measured(folder)])
-    table = table.drop_duplicates(["panel", "series", "preset"], keep="last").sort_values("panel", kind="stable")
+    table = table.drop_duplicates(["panel", "series", "preset"], keep="last")
+    table = table.sort_values("model", key=lambda models: models.map(list(STYLES).index), kind="stable")
+    table = table.sort_values("panel", kind="stable")
     table = table.loc[list(map(asked, table["panel"], table["series"], table["preset"]))]
     table.to_csv(TABLE, index=False, float_format="%.4g")
     findings = Findings(
