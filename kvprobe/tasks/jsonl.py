@@ -72,7 +72,7 @@ class JSONLines:
         A number is no part of another: 500 is not in 1,500, 500.5 or -500. `exact` ignores only white space around the
         text.
         """
-        before = r"(?<!\w)(?<!\d[.,])(?<!-)" if item.answer[:1].isdigit() else r"(?<!\w)"
+        before = r"(?<!\w)(?<!\d[.,])(?<!(?<!\w)-)" if item.answer[:1].isdigit() else r"(?<!\w)"
         after = r"(?!\w)(?![.,]\d)" if item.answer[-1:].isdigit() else r"(?!\w)"
         whole_words = before + re.escape(item.answer) + after
         return {
