@@ -56,7 +56,7 @@ def run_study(
         if not run.finished or not study.ships:
             resumed = (run.path / "parts").is_dir()
             rows = run.tables() if run.finished else study.collect(model, config, run)
-            if not isinstance(rows, pd.DataFrame) and set(rows) == {"samples"}:
+            if not study.ships and not isinstance(rows, pd.DataFrame) and set(rows) == {"samples"}:
                 raise UserError(f"The study {study.name!r} gives its only table by name; let it return the table.")
             if not run.finished:
                 for name, table in ({"samples": rows} if isinstance(rows, pd.DataFrame) else rows).items():

@@ -5,14 +5,12 @@ without an error. Each check compares two computations that agree only if the mo
 check refuses the model, or the lane, in one sentence that says what went wrong.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
 
 from kvprobe.cache.ledger import PADDING, Ledger
@@ -87,12 +85,12 @@ def prove_hooked(lanes: UnprovedLanes, by_head: bool) -> None:
         ) from error
     (gapped, whole, held), (gapped_too, whole_too, held_too) = readings
     worst = max(
-        _apart(gapped_too, gapped),
-        _apart(whole_too, whole),
-        *(_apart(one, other) for one, other in zip(held_too.keys, held.keys, strict=True)),
-        *(_apart(one, other) for one, other in zip(held_too.values, held.values, strict=True)),
+        difference(gapped_too, gapped),
+        difference(whole_too, whole),
+        *(difference(one, other) for one, other in zip(held_too.keys, held.keys, strict=True)),
+        *(difference(one, other) for one, other in zip(held_too.values, held.values, strict=True)),
     )
-    if not worst <= _allowed(lanes, hooked=True):
+    if not worst <= allowed(lanes, hooked=True):
         raise UserError(
             f"TransformerLens computes something else than {name} itself (off by {worst:.1e} of what it should be), "
             "so its hooks cannot be trusted; use lane='plain', which captures K and V as stored, and policies "
@@ -108,52 +106,20 @@ def prove_attention(lanes: UnprovedLanes) -> None:
     Raises:
         UserError: it is something else, or the model does not take its attention from transformers' registry.
     """
-    ids = _ids(lanes)
-    ledger, worst = _ledger(ids), [0.0]
+    ids = few_tokens(lanes)
+    ledger, worst = fresh_ledger(ids), [0.0]
     masks = lanes.masks(ledger, _LENGTH)
 
     def compare(inputs: Attending, computed: Float[Tensor, "rows queries heads d_value"]) -> None:
-        worst.append(_apart(_standard(inputs, masks[inputs.layer]).transpose(1, 2), computed))
+        worst.append(difference(_standard(inputs, masks[inputs.layer]).transpose(1, 2), computed))
 
     with torch.no_grad(), lanes.observing_attention_unproved(compare):
-        lanes.unproved(ids, ledger, _empty(lanes), masked=True)
-    if not max(worst) <= _allowed(lanes):
+        lanes.unproved(ids, ledger, empty_cache(lanes), masked=True)
+    if not max(worst) <= allowed(lanes):
         raise UserError(
             f"{type(lanes.plain).__name__} attends otherwise than by a softmax over scaled scores (off by "
             f"{max(worst):.1e}), so its attention can be neither shown nor replaced on the plain lane; patch with "
             f"KVCache.patch, one cell at a time."
-        )
-
-
-def prove_writing(lanes: UnprovedLanes) -> None:
-    """Prove on a few tokens that each output projection reads what the heads of its layer give, side by side.
-
-    Only then is what a head adds to the residual stream its attention weights times its values times W_O.
-
-    Raises:
-        UserError: something stands between, such as a gate or a norm.
-    """
-    ids = _ids(lanes)
-    given: dict[int, Tensor] = {}
-    worst = [0.0]
-
-    def remember(inputs: Attending, computed: Float[Tensor, "rows queries heads d_value"]) -> None:
-        given[inputs.layer] = computed.flatten(2)
-
-    def comparing(layer: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        return lambda _, read: worst.append(_apart(read[0], given[layer]))
-
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        for layer in range(lanes.geometry.n_layers):
-            handle = lanes.output_projection(layer).register_forward_pre_hook(comparing(layer))
-            stack.callback(handle.remove)
-        stack.enter_context(lanes.observing_attention_unproved(remember))
-        lanes.unproved(ids, _ledger(ids), _empty(lanes), masked=True)
-    if not max(worst) <= _allowed(lanes):
-        raise UserError(
-            f"{type(lanes.plain).__name__} changes what its heads give before it is multiplied with W_O, by a gate or "
-            "a norm, so what a single head writes is not known; use its attention weights, or patch."
         )
 
 
@@ -175,7 +141,7 @@ def _standard(
 
 def _plain_checks(lanes: UnprovedLanes) -> Iterator[Check]:
     """Each check in turn: whether it passes, and the sentence about a model that fails, without its subject."""
-    ids = _ids(lanes)
+    ids = few_tokens(lanes)
     native = lanes.native(ids)
     yield (
         bool(native.isfinite().all()),
@@ -184,43 +150,45 @@ def _plain_checks(lanes: UnprovedLanes) -> Iterator[Check]:
     changed = ids.clone()
     changed[:, -1] = ids[:, 0]
     early = slice(None, _LENGTH - 1)
-    ahead = _apart(lanes.native(changed)[:, early], native[:, early])
+    ahead = difference(lanes.native(changed)[:, early], native[:, early])
     yield (
-        ahead <= _allowed(lanes),
+        ahead <= allowed(lanes),
         ("lets tokens attend to later ones, so it has no cache that could be continued; kvprobe reads causal models."),
     )
 
     whole, held = _whole(lanes)
     yield (
-        _apart(whole, native) <= _allowed(lanes),
+        difference(whole, native) <= allowed(lanes),
         (
             "computes other logits at the positions 0, 1, … given to it than by its own count, so it counts from "
             "elsewhere, or reads otherwise with a cache; kvprobe cannot place its tokens."
         ),
     )
     last = lanes.unproved(
-        ids, _ledger(ids), _empty(lanes), logits_to_keep=torch.tensor([_LENGTH - 1], device=ids.device)
+        ids, fresh_ledger(ids), empty_cache(lanes), logits_to_keep=torch.tensor([_LENGTH - 1], device=ids.device)
     )
     yield (
-        last.shape[1] == 1 and _apart(last, whole[:, -1:]) <= _allowed(lanes),
+        last.shape[1] == 1 and difference(last, whole[:, -1:]) <= allowed(lanes),
         ("does not return the logits of the one token that was asked for."),
     )
-    explicit = lanes.unproved(ids, _ledger(ids), _empty(lanes), masked=True)
+    explicit = lanes.unproved(ids, fresh_ledger(ids), empty_cache(lanes), masked=True)
     yield (
-        _apart(explicit, native) <= _allowed(lanes),
+        difference(explicit, native) <= allowed(lanes),
         (
             f"computes other logits under an explicit mask of who may attend to whom than under its own (off by "
-            f"{_apart(explicit, native):.1e}); kvprobe cannot hide slots from it."
+            f"{difference(explicit, native):.1e}); kvprobe cannot hide slots from it."
         ),
     )
 
     places = torch.arange(_LENGTH, device=ids.device)[None]
-    spaced = lanes.unproved(ids, _ledger(ids, places + _gap(lanes) * (places >= _CUT)), _empty(lanes), masked=True)
+    spaced = lanes.unproved(
+        ids, fresh_ledger(ids, places + _gap(lanes) * (places >= _CUT)), empty_cache(lanes), masked=True
+    )
     # A model may ignore positions, if it does not count slots either.
     ignores_positions = torch.equal(spaced[:, _CUT:], explicit[:, _CUT:])
     leak, effect = _masks_reach(lanes, _first(held, _CUT), ids[:, _CUT:], 1)
     yield (
-        leak <= _allowed(lanes, effect),
+        leak <= allowed(lanes, effect),
         f"lets what hidden slots hold reach its logits (off by {leak:.1e}), so masks do not reach every layer.",
     )
     yield from _masking_is_eviction(lanes, ids, held, native, ignores_positions)
@@ -251,19 +219,19 @@ def _masks_reach(
     masked = replace(held.ledger, live=~hidden)
     quiet = _after(lanes, replace(held, ledger=masked), rest)
     struck, seen = (_after(lanes, _Held(ledger, keys, values), rest) for ledger in (masked, held.ledger))
-    return _apart(struck, quiet), _apart(seen, quiet)
+    return difference(struck, quiet), difference(seen, quiet)
 
 
 def _heads_apart(lanes: UnprovedLanes) -> bool:
     """Whether masks that differ between KV heads each reach their own head."""
     _, held = _whole(lanes)
     try:
-        leak, effect = _masks_reach(lanes, _first(held, _CUT), _ids(lanes)[:, _CUT:], lanes.geometry.n_kv_heads)
+        leak, effect = _masks_reach(lanes, _first(held, _CUT), few_tokens(lanes)[:, _CUT:], lanes.geometry.n_kv_heads)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except (ValueError, RuntimeError, TypeError):  # a shape that the model does not take
         return False
-    return leak <= _allowed(lanes, effect)
+    return leak <= allowed(lanes, effect)
 
 
 def _masking_is_eviction(
@@ -271,9 +239,9 @@ def _masking_is_eviction(
 ) -> Iterator[Check]:
     """Reading after masked slots equals reading after evicted ones, and reading with a cache equals reading at once."""
     before, rest = _first(held, _CUT), ids[:, _CUT:]
-    apart = _apart(_after(lanes, before, rest), native[:, _CUT:])
+    apart = difference(_after(lanes, before, rest), native[:, _CUT:])
     yield (
-        apart <= _allowed(lanes),
+        apart <= allowed(lanes),
         (f"computes other logits with a cache than at once (off by {apart:.1e}); its cache cannot be edited."),
     )
     # Evicted slots near the end and a gap before the new tokens make counted slots differ from positions.
@@ -288,9 +256,9 @@ def _masking_is_eviction(
     )
     gap = _gap(lanes)
     hidden, gone = _after(lanes, masked, rest, gap), _after(lanes, evicted, rest, gap)
-    apart, effect = _apart(gone, hidden), _apart(_after(lanes, before, rest, gap), hidden)
+    apart, effect = difference(gone, hidden), difference(_after(lanes, before, rest, gap), hidden)
     yield (
-        apart <= _allowed(lanes, effect),
+        apart <= allowed(lanes, effect),
         f"{'ignores position_ids, and ' if ignores_positions else ''}computes other logits after slots were evicted "
         f"than after they were masked at the same positions (off by {apart:.1e}), so it places tokens by slots; "
         "kvprobe cannot edit its cache.",
@@ -304,7 +272,7 @@ def _rows_are_alone(lanes: UnprovedLanes, ids: Int[Tensor, "1 queries"]) -> Iter
     padding = torch.zeros_like(rows, dtype=torch.bool)
     padding[1, short:] = True
     places = torch.arange(_CUT, device=ids.device).expand(2, -1).masked_fill(padding, 0)
-    ledger = _ledger(rows, places)
+    ledger = fresh_ledger(rows, places)
     ledger = replace(
         ledger,
         segments=ledger.segments.masked_fill(padding, PADDING),
@@ -312,12 +280,12 @@ def _rows_are_alone(lanes: UnprovedLanes, ids: Int[Tensor, "1 queries"]) -> Iter
         following=(~padding).sum(1),
     )
     together = _grown(lanes, None, rows, ledger)[1]
-    alone = _grown(lanes, None, rows[1:, :short], _ledger(rows[1:, :short]))[1]
+    alone = _grown(lanes, None, rows[1:, :short], fresh_ledger(rows[1:, :short]))[1]
     rest = ids[:, _CUT:]
     beside = _after(lanes, together, rest.expand(2, -1))[1:]
-    apart = _apart(beside, _after(lanes, alone, rest))
+    apart = difference(beside, _after(lanes, alone, rest))
     yield (
-        apart <= _allowed(lanes),
+        apart <= allowed(lanes),
         (
             f"computes other logits for a row beside a longer one than for the row alone (off by {apart:.1e}); kvprobe "
             f"reads many conditions as rows of one batch."
@@ -327,7 +295,7 @@ def _rows_are_alone(lanes: UnprovedLanes, ids: Int[Tensor, "1 queries"]) -> Iter
 
 def _gapped(lanes: UnprovedLanes, lane: Lane, by_head: bool) -> Reading:
     """The logits of a lane after a gap and after slots that are masked in some layers and heads."""
-    shape, ids = lanes.geometry, _ids(lanes)
+    shape, ids = lanes.geometry, few_tokens(lanes)
     _, held = _whole(lanes, lane)
     before, heads = _first(held, _CUT), shape.n_kv_heads if by_head else 1
     draws = torch.rand(shape.n_layers, 1, heads, _CUT, generator=torch.Generator().manual_seed(2))
@@ -336,8 +304,8 @@ def _gapped(lanes: UnprovedLanes, lane: Lane, by_head: bool) -> Reading:
 
 
 def _whole(lanes: UnprovedLanes, lane: Lane = "plain") -> tuple[Reading, _Held]:
-    ids = _ids(lanes)
-    return _grown(lanes, None, ids, _ledger(ids), lane)
+    ids = few_tokens(lanes)
+    return _grown(lanes, None, ids, fresh_ledger(ids), lane)
 
 
 def _after(
@@ -345,7 +313,7 @@ def _after(
 ) -> Reading:
     """The logits of tokens read after a cache, `gap` positions after its end."""
     places = held.ledger.following[:, None] + gap + torch.arange(ids.shape[1], device=ids.device)
-    return _grown(lanes, held, ids, held.ledger.append(_ledger(ids, places)), lane)[0]
+    return _grown(lanes, held, ids, held.ledger.append(fresh_ledger(ids, places)), lane)[0]
 
 
 def _grown(
@@ -364,17 +332,17 @@ def _first(held: _Held, slots: int) -> _Held:
     """The first slots of a cache, as if no more had been read."""
     ids = held.ledger.tokens[:, :slots]
     return _Held(
-        _ledger(ids),
+        fresh_ledger(ids),
         tuple(keys[:, :, :slots] for keys in held.keys),
         tuple(values[:, :, :slots] for values in held.values),
     )
 
 
-def _empty(lanes: UnprovedLanes) -> DynamicCache:
+def empty_cache(lanes: UnprovedLanes) -> DynamicCache:
     return past_key_values([Layer() for _ in range(lanes.geometry.n_layers)])
 
 
-def _ledger(ids: Int[Tensor, "batch slots"], places: Int[Tensor, "batch slots"] | None = None) -> Ledger:
+def fresh_ledger(ids: Int[Tensor, "batch slots"], places: Int[Tensor, "batch slots"] | None = None) -> Ledger:
     """A ledger of fresh tokens, all live, at these positions (0, 1, … by default)."""
     if places is None:
         places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
@@ -399,24 +367,24 @@ def _gap(lanes: UnprovedLanes) -> int:
     return min(5, max(1, min((window for window in lanes.geometry.windows if window is not None), default=16) - 3))
 
 
-def _ids(lanes: UnprovedLanes) -> Int[Tensor, "1 queries"]:
+def few_tokens(lanes: UnprovedLanes) -> Int[Tensor, "1 queries"]:
     """A few different tokens, spread over the vocabulary."""
     spread = (torch.arange(_LENGTH) * 2 + 1) * embedded_tokens(lanes.plain) // (2 * _LENGTH)
     return spread[None].to(lanes.device)
 
 
-def _allowed(lanes: UnprovedLanes, effect: float = torch.inf, hooked: bool = False) -> float:
+def allowed(lanes: UnprovedLanes, effect: float = torch.inf, hooked: bool = False) -> float:
     """The largest difference that counts as rounding: well below what a mistake would change."""
     if lanes.dtype not in (torch.float32, torch.float64):
         return 0.1
     return max(2e-6, min(2e-4 if hooked else 1e-4, 0.05 * effect))
 
 
-def _apart(actual: Tensor, expected: Tensor) -> float:
+def difference(actual: Tensor, expected: Tensor) -> float:
     """The difference of two tensors, relative to the spread of the expected one; NaN counts as infinite."""
     if torch.equal(actual, expected):
         return 0.0
     expected = expected.double()
     spread = torch.dist(expected, expected.mean(-1, keepdim=True))
-    apart = float(torch.dist(actual.double(), expected) / spread) if bool(spread > 0) else torch.inf
-    return torch.inf if apart != apart else apart
+    relative = float(torch.dist(actual.double(), expected) / spread) if bool(spread > 0) else torch.inf
+    return torch.inf if relative != relative else relative

@@ -15,10 +15,11 @@ from transformers import DynamicCache
 from kvprobe.cache.ledger import Ledger
 from kvprobe.errors import UserError
 from kvprobe.models.attending import Attend, Attending
-from kvprobe.models.gate import prove_attention, prove_hooked, prove_plain, prove_writing
+from kvprobe.models.gate import prove_attention, prove_hooked, prove_plain
 from kvprobe.models.lens import Hooked
 from kvprobe.models.routers import Routers, routers_of
 from kvprobe.models.unproved import Lane, UnprovedLanes
+from kvprobe.models.writing import prove_writing
 
 _OWN = "kvprobe"
 

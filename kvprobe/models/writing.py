@@ -1,0 +1,46 @@
+"""The gate for what single heads write: is it their values times W_O?"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from kvprobe.errors import UserError
+from kvprobe.models.attending import Attending
+from kvprobe.models.gate import allowed, difference, empty_cache, few_tokens, fresh_ledger
+from kvprobe.models.unproved import UnprovedLanes
+
+
+def prove_writing(lanes: UnprovedLanes) -> None:
+    """Prove on a few tokens that each output projection reads what the heads of its layer give, side by side.
+
+    Only then is what a head adds to the residual stream its attention weights times its values times W_O.
+
+    Raises:
+        UserError: something stands between, such as a gate or a norm.
+    """
+    ids = few_tokens(lanes)
+    given: dict[int, Tensor] = {}
+    worst = [0.0]
+
+    def remember(inputs: Attending, computed: Float[Tensor, "rows queries heads d_value"]) -> None:
+        given[inputs.layer] = computed.flatten(2)
+
+    def comparing(layer: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        return lambda _, read: worst.append(difference(read[0], given[layer]))
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for layer in range(lanes.geometry.n_layers):
+            handle = lanes.output_projection(layer).register_forward_pre_hook(comparing(layer))
+            stack.callback(handle.remove)
+        stack.enter_context(lanes.observing_attention_unproved(remember))
+        lanes.unproved(ids, fresh_ledger(ids), empty_cache(lanes), masked=True)
+    if not max(worst) <= allowed(lanes):
+        raise UserError(
+            f"{type(lanes.plain).__name__} changes what its heads give before it is multiplied with W_O, by a gate or "
+            "a norm, so what a single head writes is not known; use its attention weights, or patch."
+        )
