@@ -226,7 +226,7 @@ def _check(
         raise UserError(f"temperature is {temperature}; it must be 0 (greedy) or more.")
     if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
         raise UserError(f"top_p is {top_p}; it must be above 0 and at most 1.")
-    given = list(generators) if isinstance(generators, Sequence) else []
+    given: list[object] = list(generators) if isinstance(generators, Sequence) else []
     if temperature > 0 and (len(given) != rows or not all(isinstance(one, torch.Generator) for one in given)):
         raise UserError(f"Sampling needs one torch.Generator per row ({rows}); make them with kvprobe.row_generators.")
 

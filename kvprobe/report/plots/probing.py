@@ -1,6 +1,6 @@
 """The plot of a probing result: accuracy layer by layer."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvprobe.errors import UserError
 from kvprobe.report.plots.style import shown_once, styled
@@ -29,7 +29,8 @@ def leak(probing: "Probing") -> "Figure":
     with styled():
         figure, axes = plt.subplots(1, len(families), figsize=(3.2 * len(families), 2.8), sharey=True, squeeze=False)
         for axis, (family, rows) in zip(axes[0], families, strict=True):
-            for (split, head), line in rows.groupby(["split", "head"], sort=False, dropna=False):
+            curves: Any = rows.groupby(["split", "head"], sort=False, dropna=False)
+            for (split, head), line in curves:
                 label = split if pd.isna(head) else f"{split}, KV head {int(head)}"
                 drawn = axis.plot(line["layer"], line["accuracy"], label=label)[0]
                 axis.fill_between(line["layer"], line["low"], line["high"], color=drawn.get_color(), alpha=0.18, lw=0)
