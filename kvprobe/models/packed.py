@@ -6,9 +6,11 @@ which torch has on board, takes weights in its own order; `benchmarks/packed.py`
 """
 
 import multiprocessing
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -45,7 +47,7 @@ def packed(plain: nn.Module, rows: int) -> Generator[None]:
     try:
         for module in linear:
             weight = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), rows)
-            module.__dict__["forward"] = partial(_product, module, weight, _state(module))
+            module.__dict__["forward"] = _Product(module, weight, _state(module))
         yield
     finally:
         for module in linear:
@@ -71,13 +73,26 @@ def is_worth_packing(plain: nn.Module, rows: int, steps: int) -> bool:
     )
 
 
-def _product(
-    module: nn.Linear, weight: Tensor, state: tuple[int, int], x: Float[Tensor, "*rows inner"]
-) -> Float[Tensor, "*rows outer"]:
-    few = x.shape[:-1].numel() < FEWEST_ROWS
-    if few or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or _state(module) != state:
-        return nn.Linear.forward(module, x)
-    return torch.ops.mkldnn._linear_pointwise(x, weight, module.bias, "none", [], "")
+@dataclass(frozen=True, eq=False)
+class _Product:
+    """What a module computes with a packed copy of its weight, and a copy of the module with its own.
+
+    Attributes:
+        state: of the weight when it was packed; see `_state`.
+    """
+
+    module: nn.Linear
+    weight: Tensor
+    state: tuple[int, int]
+
+    def __call__(self, x: Float[Tensor, "*rows inner"]) -> Float[Tensor, "*rows outer"]:
+        few = x.shape[:-1].numel() < FEWEST_ROWS
+        if few or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or _state(self.module) != self.state:
+            return nn.Linear.forward(self.module, x)
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.module.bias, "none", [], "")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[[Tensor], Tensor]:
+        return partial(nn.Linear.forward, memo[id(self.module)])
 
 
 def _state(module: nn.Linear) -> tuple[int, int]:

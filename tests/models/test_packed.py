@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvprobe.faults import Scope, Zeros
+from kvprobe.inference.forward import extend
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Question, Trial, sweep
@@ -92,6 +93,18 @@ def test_weights_that_change_meanwhile_are_used_as_they_are(change: Callable[[nn
         change(linear_modules(plain)[0])
         inside = plain(ids).logits
     torch.testing.assert_close(inside, plain(ids).logits)
+
+
+@needs_onednn
+def test_the_hooked_lane_can_be_built_meanwhile_and_multiplies_with_the_models_own_weights(products: list[int]):
+    lanes, rows = llama().lanes, [PROMPT, PROMPT]
+    lanes.prove()
+    with packed(lanes.plain, rows=2):
+        assert lanes.hooked
+        products.clear()  # of its proof, which compares it with the plain lane
+        inside = extend(lanes, None, rows, "hooked")[1]
+        assert not products
+    assert torch.equal(inside, extend(lanes, None, rows, "hooked")[1])
 
 
 @needs_onednn
