@@ -43,7 +43,8 @@ def swap_cells(
     if not metrics or not cells:
         raise UserError("There is nothing to measure; give at least one cell and one metric.")
     match = aligned(model.lanes, base, donor)
-    match.fitted([cell for cell in cells if cell.content == "full"] or cells, None)
+    if from_donor := [cell for cell in cells if cell.content == "full"]:
+        match.fitted(from_donor, None)  # refuses slots that the donor has nothing for
     after_base, after_donor = suffixes(model, match.base, match.donor, suffix)
     kept = {name: kept_by(metric) for name, metric in metrics.items()}
     ends = suffix_logits(model, match.donor, after_donor, max(kept.values()))

@@ -1,5 +1,8 @@
 """The named faults."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -43,3 +46,9 @@ def test_pages_keep_their_blocks_and_whole_vectors_their_numbers_whatever_the_un
 
 def test_only_faults_of_the_catalogue_are_compared():
     assert {name for pair in CONTRASTS for name in pair} <= set(CATALOGUE)
+
+
+def test_the_page_on_faults_lists_their_names():
+    page = (Path(__file__).parents[2] / "docs" / "concepts" / "faults.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"faults have names: (.*?)\. `BitFlips`", page, flags=re.DOTALL)
+    assert re.findall(r"`([^`]+)`", listed) == list(CATALOGUE)
