@@ -76,11 +76,7 @@ def table_of_parts(
     unit: str,
     alone: bool = False,
 ) -> pd.DataFrame:
-    """The tables of all cases, one below the other, each kept as a parquet file; see `write_parts`.
-
-    Raises:
-        UserError: there is no case.
-    """
+    """The tables of all cases, of which there must be one, in one; each kept as a parquet file; see `write_parts`."""
     if not cases:
         raise UserError(f"There is no {unit} to measure; ask for at least one.")
 

@@ -18,7 +18,7 @@ from kvprobe.inference.model import Model, load
 from kvprobe.processes import check_processes, peak_bytes
 from kvprobe.progress import watched
 from kvprobe.report.findings import Findings
-from kvprobe.report.plots import save
+from kvprobe.report.plots.style import save_or_remove
 
 Config = TypeVar("Config", bound=Settings)
 
@@ -84,8 +84,7 @@ def begin(
         UserError: a setting that does not fit the model, or a directory that holds another run.
     """
     model = model or load(config.model, device=config.device, dtype=config.dtype)
-    device = f"{model.lanes.device}, {model.dtype}"
-    return model, Run.open(study, config, model.fingerprint, device, root, name, inputs)
+    return model, Run.open(study, config, model.fingerprint, f"{model.lanes.device}, {model.dtype}", root, name, inputs)
 
 
 def draw(study: Study[Config], findings: Findings, title: str, folder: Path) -> None:
@@ -94,7 +93,4 @@ def draw(study: Study[Config], findings: Findings, title: str, folder: Path) -> 
 
     matplotlib.use("Agg")
     for figure in study.figures:
-        for ending in ("png", "svg"):  # of an earlier conclusion
-            (folder / f"{figure.file}.{ending}").unlink(missing_ok=True)
-        if (drawn := figure.draw(findings, study.label, title)) is not None:
-            save(drawn, folder / figure.file)
+        save_or_remove(figure.draw(findings, study.label, title), folder / figure.file)

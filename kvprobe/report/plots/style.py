@@ -71,6 +71,15 @@ def save(figure: "Figure", path: Path) -> None:
     plt.close(figure)
 
 
+def save_or_remove(figure: "Figure | None", path: Path) -> None:
+    """`save`; or, where there is nothing to draw, remove what was drawn there before."""
+    if figure is not None:
+        save(figure, path)
+        return
+    for ending in ("png", "svg"):
+        path.with_name(f"{path.name}.{ending}").unlink(missing_ok=True)
+
+
 def heat(
     axis: "Axes",
     table: "pd.DataFrame",
