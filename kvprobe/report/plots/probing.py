@@ -27,7 +27,9 @@ def leak(probing: "Probing") -> "Figure":
         raise UserError("Nothing was read layer by layer, so there is no curve over layers; look at the table, `df()`.")
     families = list(table.groupby("family", sort=False))
     with styled():
-        figure, axes = plt.subplots(1, len(families), figsize=(3.2 * len(families), 2.8), sharey=True, squeeze=False)
+        figure, axes = plt.subplots(
+            1, len(families), figsize=(3.2 * len(families) + 1.8, 2.8), sharey=True, squeeze=False
+        )
         for axis, (family, rows) in zip(axes[0], families, strict=True):
             curves: Any = rows.groupby(["split", "head"], sort=False, dropna=False)
             for (split, head), line in curves:
@@ -39,6 +41,6 @@ def leak(probing: "Probing") -> "Figure":
             axis.set_xlabel("layer")
             axis.set_ylim(0, None)
         axes[0, 0].set_ylabel("accuracy")
-        axes[0, -1].legend(frameon=False)
+        axes[0, -1].legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
         figure.tight_layout()
     return figure
