@@ -110,7 +110,7 @@ def declared(name: str) -> tuple[Study[Any], Settings, Conclusion]:
 @pytest.fixture
 def as_pixels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small figures without their vectors, which whole runs draw."""
-    monkeypatch.setattr(running, "save", lambda figure, path: figure.savefig(path.with_suffix(".png"), dpi=50))
+    monkeypatch.setattr(running, "save_or_remove", lambda drawn, path: drawn and drawn.savefig(f"{path}.png", dpi=50))
     yield
     plt.close("all")
 
