@@ -12,6 +12,9 @@ import sys
 import weakref
 from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, resolve_name
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -68,7 +71,8 @@ def digest(pieces: Iterable[bytes | memoryview], size: int = 8) -> str:
 
 
 def digest_of_code(module: str, without: Collection[str] = ()) -> str:
-    """A hash of what an imported module does, but for the functions and values of these names.
+    """A hash of what an imported module does, but for the functions and values of these names, and of what it imports
+    from beside it: from its package, or else from its folder.
 
     Raises:
         UserError: its code cannot be read.
@@ -77,6 +81,7 @@ def digest_of_code(module: str, without: Collection[str] = ()) -> str:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (OSError, TypeError, KeyError) as error:
         raise UserError(f"The code of the module {module!r} cannot be read; put it in a Python file.") from error
+    beside = _imported_from_beside(module, tree)
 
     def is_left_out(part: ast.stmt) -> bool:
         if isinstance(part, ast.Assign):
@@ -84,7 +89,7 @@ def digest_of_code(module: str, without: Collection[str] = ()) -> str:
         return isinstance(part, ast.FunctionDef) and part.name in without
 
     parts = [part for part in tree.body if not is_left_out(part)]
-    return digest([ast.dump(ast.Module(parts, [])).encode()])
+    return digest(ast.dump(tree).encode() for tree in (ast.Module(parts, []), *beside))
 
 
 class Maker:
@@ -125,6 +130,52 @@ class Maker:
     def same(self, other: "Maker") -> bool:
         """Whether both are the same model, loaded once or twice."""
         return self is other or self.fingerprint == other.fingerprint
+
+
+def _imported_from_beside(module: str, tree: ast.Module) -> list[ast.Module]:
+    """The code of the modules that this one imports, and those in turn, from its package, or else from its folder; by
+    name. Packages that were installed are not beside a file."""
+    home, _, inner = module.partition(".")
+    folder = Path(str(sys.modules[home].__file__)).parent
+
+    def is_beside(name: str) -> bool:
+        first = name.partition(".")[0]
+        if first == "kvprobe":  # Its version is on record anyway.
+            return False
+        if inner:
+            return first == home
+        places = (folder / f"{first}.py", folder / first / "__init__.py")
+        return folder.name != "site-packages" and any(place.is_file() for place in places)
+
+    trees: dict[str, ast.Module] = {}
+    waiting = _imports(tree, sys.modules[module].__package__)
+    while waiting:
+        name = waiting.pop()
+        spec = _spec(name) if name not in (module, *trees) and is_beside(name) else None
+        if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
+            trees[name] = ast.parse(Path(spec.origin).read_bytes())
+            waiting += _imports(trees[name], spec.parent)
+    return [tree for _, tree in sorted(trees.items())]
+
+
+def _imports(tree: ast.Module, package: str | None) -> list[str]:
+    """All that a module of this package imports, wherever in its code; some may be names in a module, not modules."""
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            source = resolve_name("." * node.level + (node.module or ""), package)
+            names += [source, *(f"{source}.{alias.name}" for alias in node.names)]
+    return names
+
+
+def _spec(module: str) -> ModuleSpec | None:
+    """Where a module is; None if there is none of this name."""
+    try:
+        return find_spec(module)
+    except (ModuleNotFoundError, ValueError):
+        return None
 
 
 def _weights(plain: "Configured", rounded: torch.dtype | None) -> str:

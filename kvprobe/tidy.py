@@ -43,7 +43,7 @@ def groups(rows: Rows, by: tuple[str, ...], where: Where) -> list[tuple[dict[str
     """The chosen rows for each combination of values of some columns, in the order in which they come.
 
     Raises:
-        UserError: a column holds True and False, which are no keys of findings.
+        UserError: a column holds True and False, which are no keys of findings, or some rows lack it.
     """
     rows = chosen(rows, where)
     if not by:
@@ -51,6 +51,10 @@ def groups(rows: Rows, by: tuple[str, ...], where: Where) -> list[tuple[dict[str
     for column in by:
         if rows[column].dtype == bool:
             raise UserError(f"Findings are by {column!r}, a column of True and False; make it one of words.")
+        if lacking := int(rows[column].isna().sum()):
+            raise UserError(
+                f"Findings are by {column!r}, which {lacking} of {len(rows)} rows lack; fill it in, or leave them out."
+            )
     return [(_plain(by, values), group) for values, group in rows.groupby(list(by), sort=False)]
 
 

@@ -89,10 +89,10 @@ class Row:
         place = 0
         for token in range(len(self.ids)):
             if bool(self.alive[:, :, token].any()):
+                if naively:
+                    self.origins[token] += place - self.positions[token]
                 self.positions[token] = place
                 place += 1
-                if naively:
-                    self.origins[token] = self.positions[token]
         self.following = place
 
 

@@ -161,8 +161,11 @@ class KVCache(Brief):
             raise UserError(unknown("position mode", mode, get_args(PositionMode)))
         if mode == "gapped":
             return self
-        closed = self.ledger.closed()
-        return replace(self, ledger=closed if mode == "contiguous" else replace(closed, origins=closed.positions))
+        ledger = self.ledger.closed()
+        if mode == "naive":
+            # A rotation that an earlier `contiguous` still owes stays owed.
+            ledger = replace(ledger, origins=ledger.positions + self.ledger.origins - self.ledger.positions)
+        return replace(self, ledger=ledger)
 
     def fork(self, rows: int = 1) -> "KVCache":
         """A cache with `rows` copies of each row; the copies of a single row share its storage.

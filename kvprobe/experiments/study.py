@@ -136,8 +136,8 @@ class Study(Generic[Config]):
 
     @property
     def measuring(self) -> dict[str, str]:
-        """A digest of the code that measures, of a study that does not ship with kvprobe: its module but for `conclude`
-        and `STUDY`, which may change while the rows stay.
+        """A digest of the code that measures, of a study that does not ship with kvprobe: its module, with what that
+        imports from beside it, but for `conclude` and `STUDY`, which may change while the rows stay.
 
         Raises:
             UserError: the code cannot be read.
@@ -151,7 +151,7 @@ class Study(Generic[Config]):
         labels = self.labels.get(key, {})
         if callable(labels):
             return labels(value)
-        return labels.get(value, f"{value:g}" if isinstance(value, int | float) else str(value))
+        return labels.get(value, f"{value:g}" if isinstance(value, float) else str(value))
 
     def write(self, finding: Finding | None) -> str:
         """How a number is written; a dash for one that is not there."""

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.checks import require_whole
 from kvprobe.inference.model import Model
 from kvprobe.layers.layer_map import restored_together
 from kvprobe.layers.suffix import Component
@@ -34,7 +35,11 @@ def head_sets(maps: Rows, top: int, draws: int, rng: np.random.Generator) -> Hea
 
     Args:
         maps: see `ranked_heads`.
+
+    Raises:
+        UserError: `top` is not a whole number of at least 1.
     """
+    require_whole("A choice of heads", "top", top, 1)
     ranked = ranked_heads(maps)
     top = min(top, len(ranked) // 2)
     chosen = {POISON: ranked[-top:], FILTER: ranked[:top]}

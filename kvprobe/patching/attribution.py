@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvprobe.brief import Brief, Table, brief, frame_table
 from kvprobe.cache.cache import KVCache
+from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.attending import Attending
@@ -131,8 +132,10 @@ def attribute(
         seed: of that draw.
 
     Raises:
-        UserError: as `patch_sweep`; or the metric is flat at the base.
+        UserError: as `patch_sweep`; or the metric is flat at the base, or `check` is no number of cells.
     """
+    require_whole("The attribution", "check", check, 1)
+    require_whole("The attribution", "seed", seed, 0)
     if isinstance(metric, KL):
         raise UserError(
             "KL from the base is flat at the base, so its gradient is zero; attribute a logit difference or a "
@@ -143,7 +146,7 @@ def attribute(
     value = slopes.back(metric)
     score, linear = _scores(slopes, plan.cells)
     rng = np.random.default_rng(seed)
-    sample = tuple(sorted(rng.permutation(len(plan.cells))[: max(1, check)].tolist()))
+    sample = tuple(sorted(rng.permutation(len(plan.cells))[:check].tolist()))
     checked = run(plan.only(sample), metric)
     return Attribution(plan.cells, score, linear, value, checked.donor, checked, sample)
 

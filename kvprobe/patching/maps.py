@@ -12,8 +12,12 @@ from jaxtyping import Float
 from kvprobe.brief import Brief, Table, brief, frame_table
 from kvprobe.cache.ledger import Ledger
 from kvprobe.errors import UserError
+from kvprobe.names import unknown
 from kvprobe.patching.grid import Cell
 from kvprobe.text.tokens import Decoder, token_texts
+
+VALUES = ("normalised", "effect", "value")
+"""What a matrix of a sweep may hold."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,12 +102,26 @@ class PatchMap(Brief):
 
         Slots are labelled with the text of their token and their segment.
 
+        Args:
+            part: such as V; needed where the sweep has several, unless `part` is one of the two axes.
+
         Raises:
-            UserError: an axis that the grid does not have, or cells that also differ in a third axis.
+            UserError: an axis that the grid does not have, a part, content or value that the sweep does not have, or
+                cells that also differ in a third axis.
         """
-        table = self.df()
-        parts = list(dict.fromkeys(table["part"]))
-        chosen = table[(table["part"] == (parts[0] if part is None else part)) & (table["content"] == content)]
+        chosen = table = self.df()
+        for column, wanted in (("part", part), ("content", content)):
+            known = list(dict.fromkeys(table[column]))
+            if wanted is None and len(known) > 1 and column not in (rows, columns):
+                raise UserError(
+                    f"The sweep has the parts {', '.join(known)}; say which one, such as part={known[-1]!r}."
+                )
+            if wanted is not None and wanted not in known:
+                raise UserError(unknown(f"{column} in the sweep", wanted, known))
+            if wanted is not None:
+                chosen = chosen[chosen[column] == wanted]
+        if value not in VALUES:
+            raise UserError(unknown("value of a cell", value, VALUES))
         for axis in (rows, columns):
             if axis not in table:
                 raise UserError(

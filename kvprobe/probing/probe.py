@@ -17,7 +17,7 @@ from kvprobe.names import near_keywords
 from kvprobe.probing.claims import FLOOR, Probing
 from kvprobe.probing.controls import random_model
 from kvprobe.probing.features import Features, Site
-from kvprobe.probing.probe_features import probe_features
+from kvprobe.probing.probe_features import check_counts, probe_features
 from kvprobe.probing.read_features import read_features, refuse_order, restarted
 from kvprobe.probing.use import Asking, can_be_asked
 from kvprobe.tasks.designs import Design
@@ -61,6 +61,7 @@ def probe(
         UserError: fewer contexts than folds, an unknown segment, answers that cannot be compared (see
             `kvprobe.probing.use.can_be_asked`), or what `probe_features` refuses.
     """
+    check_counts(folds=folds, permutations=permutations, seed=seed)
     rng = np.random.default_rng(seed)
     asking = Asking(model, design, at) if can_be_asked(model, design, at) else None
     read = partial(read_features, at=at, families=families, layers=layers, heads=heads, per_head=per_head)

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.probing.claims import CONTROL, FLOOR, Probing, doubts
 from kvprobe.probing.controls import hash_control, lookup, permuted_within
@@ -24,6 +25,9 @@ from kvprobe.progress import Bar
 
 CONTROLS = 4
 """The least number of control tasks; each place of a target has its own."""
+
+LEAST = {"folds": 3}
+"""Of counts; 0 of others. One fold tests, one chooses the penalty, and the others train."""
 
 _TABLES = ("table", "summary", "floors", "codelength", "sparse")
 
@@ -48,10 +52,12 @@ def probe_features(
         rng: of folds, control labels and permutations.
 
     Raises:
-        UserError: features of which none varies, fewer contexts than folds, or what `check_problem` refuses.
+        UserError: features of which none varies, fewer than 3 folds, fewer contexts than folds, or what
+            `check_problem` refuses.
     """
     from scipy.stats import false_discovery_control  # slow to import
 
+    check_counts(folds=folds, permutations=permutations)
     _check(features, permutations)
     single = len(np.unique(features.contexts)) == 1
     splits: tuple[Split, ...] = ("random",) if single else SPLITS
@@ -152,6 +158,12 @@ def _control_tasks(features: Features, rng: np.random.Generator) -> Int[Tensor, 
         drawn = hash_control(labels, features.contexts.tolist(), classes, int(rng.integers(2**31)))
         tasks.append(drawn[[len(row.unique()) > 1 for row in drawn]])
     return torch.cat(tasks)
+
+
+def check_counts(**counts: int) -> None:
+    """Refuse folds, permutations or a seed that no probing can have."""
+    for name, count in counts.items():
+        require_whole("A probing", name, count, LEAST.get(name, 0))
 
 
 def _check(features: Features, permutations: int) -> None:

@@ -76,7 +76,7 @@ class _Texts:
     def examples(self, values: Float[Tensor, "tokens"], count: int) -> tuple[Example, ...]:
         """The passages around a latent's highest values, at most one of each text."""
         ends = self.lengths.cumsum(0)
-        highest = torch.zeros(len(ends)).scatter_reduce(0, self.number, values, "amax", include_self=False)
+        highest = values.new_zeros(len(ends)).scatter_reduce(0, self.number, values, "amax", include_self=False)
         shown: dict[tuple[int, ...], Example] = {}
         for text in highest.argsort(descending=True).tolist():
             if highest[text] <= 0 or len(shown) == count:

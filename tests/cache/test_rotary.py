@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.rotary import Layout, Rotary, Rotation
-from kvprobe.inference.forward import extend, prefill
+from kvprobe.inference.forward import as_seen, extend, prefill
 from kvprobe.inference.model import Model, load
 from kvprobe.text.tokens import Tokens
 from tests.models import _GQA, ARCHITECTURES, _model, gemma3, gpt_neox, llama
@@ -266,6 +266,17 @@ def test_the_naive_mode_differs_from_the_contiguous_one(tiny_llama: Model):
     question = [random_tokens(1, {"question": 3}, start=cache.slots)]
     logits = [extend(tiny_llama.lanes, cache.reindex(mode), question, logits=3)[1] for mode in ("naive", "contiguous")]
     assert relative_difference(*logits) > 1e-3
+
+
+def test_the_naive_mode_leaves_keys_as_an_earlier_contiguous_one_turned_them(tiny_llama: Model):
+    cache = prefill(tiny_llama.lanes, [random_tokens(0, {"sink": 2, "T1": 5, "T2": 4, "T3": 6})]).evict("T1").reindex()
+    assert (cache.ledger.positions - cache.ledger.origins).unique().tolist() == [-5, 0]
+    question = [random_tokens(1, {"question": 3}, start=8)]
+    owed, done = (
+        extend(tiny_llama.lanes, one.evict("T2").reindex("naive"), question, logits=3)[1]
+        for one in (cache, as_seen(tiny_llama.lanes, cache))
+    )
+    assert relative_difference(owed, done) < 1e-5
 
 
 def test_distances_are_all_that_the_positions_of_rotary_keys_are(rotary_model: Model):

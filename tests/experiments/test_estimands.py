@@ -79,6 +79,16 @@ def test_findings_by_true_and_false_are_refused():
     refused(lambda: measure(table, [Mean(name="x", of="x", by=("was",))]), "'was', a column of True and False")
 
 
+def test_rows_that_lack_what_findings_are_by_are_refused():
+    table = rows()
+    table.loc[table.index[:3], "fault"] = None
+    refused(
+        lambda: measure(table, [Mean(name="x", of="x", by=("fault",))]), f"'fault', which 3 of {len(table)} rows lack"
+    )
+    chosen = measure(table, [Mean(name="x", of="x", by=("fault",), where={"fault": "noise"})])
+    assert chosen.at("x", fault="noise").clusters == 11
+
+
 def test_a_difference_of_a_kind_of_few_clusters_has_no_interval():
     table = rows()
     few = table[(table["fault"] == "zeros") | table["sample"].isin([0, 1])]

@@ -85,6 +85,27 @@ def test_changed_measuring_is_refused_and_a_changed_conclusion_is_drawn_again(tm
     )
 
 
+def test_changed_measuring_in_a_file_beside_is_refused(
+    tmp_path: Path, tiny_llama: Model, monkeypatch: pytest.MonkeyPatch
+):
+    """Whether the helper is imported by the study or by another helper; what is imported from elsewhere counts not."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "aides").mkdir()
+    for name, text in {"__init__": "", "first": "from . import second\n", "second": "LIMIT = 1\n"}.items():
+        (tmp_path / "aides" / f"{name}.py").write_text(text)
+    file = write_skeleton("helped", tmp_path)
+    file.write_text(f"from aides.first import second as _\n{file.read_text()}")
+    study = read_study(file)
+    run = run_study(study, study.config(prompts=2), tmp_path, model=tiny_llama)
+    (tmp_path / "aides" / "third.py").write_text("LIMIT = 2\n")
+    assert run_study(study, study.config(prompts=2), tmp_path, model=tiny_llama).path == run.path
+    (tmp_path / "aides" / "second.py").write_text("LIMIT = 2\n")
+    refused(
+        lambda: run_study(study, study.config(prompts=2), tmp_path, model=tiny_llama),
+        "was begun when its code held something else",
+    )
+
+
 @pytest.mark.parametrize(("asked", "given"), [({}, 1), ({"processes": 2}, 2)])
 def test_its_parts_are_worked_on_one_by_one_unless_it_is_asked_for(
     tmp_path: Path, tiny_llama: Model, asked: dict[str, int], given: int

@@ -129,6 +129,16 @@ def test_a_masked_message_is_struck_through_and_the_hidden_text_marked(page: Pat
     assert re.search(r"<s>a <mark>48213</mark> b ", page.read_text())
 
 
+def test_a_table_of_findings_with_different_keys_has_a_column_for_each(tmp_path: Path):
+    every = '{% extends "study.html.j2" %}{% block results %}{{ macros.every("kl") }}{% endblock %}'
+    findings = Findings()
+    findings.number("kl", 1.0, layer=1_000_000)
+    findings.number("kl", 2.0, layer=2, head=7)
+    run = page_of(study_with(every, tmp_path / "page"), Settings(), Conclusion(findings), tmp_path)
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>.*?</tr>", run.read("report.html"), re.S)]
+    assert [row[:2] for row in rows if row] == [["1000000", "–"], ["2", "7"]]
+
+
 def test_a_page_without_views_may_run_no_script(page: Path):
     assert "script-src &#39;none&#39;" in page.read_text()
 

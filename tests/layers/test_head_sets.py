@@ -9,6 +9,7 @@ import pytest
 
 from kvprobe.layers import Component, against_random, head_sets, index_correlation, random_heads, ranked_heads
 from kvprobe.layers.head_sets import ALL, CHOSEN, FILTER, MATCHED, POISON, RANDOM
+from tests.refusals import refused
 
 PI = {(0, 0): 0.4, (0, 1): 0.1, (0, 2): -0.1, (1, 0): -0.4, (1, 1): 0.0, (1, 2): 0.2}
 
@@ -71,6 +72,7 @@ def test_sets_are_the_extremes_and_random_heads_of_their_layers():
         assert {one for [one] in sets[sort + MATCHED]} == {head(layer, 1), head(layer, 2)}
     [half_of_all] = head_sets(maps({"zeros": 1.0, "false": 20.0}), 9, 1, np.random.default_rng(0))[POISON]
     assert len(half_of_all) == 3
+    refused(lambda: head_sets(maps({"zeros": 1.0}), 0, 1, np.random.default_rng(0)), "top=0")
 
 
 def test_each_family_counts_alike_among_all_and_random_sets_of_the_same_prompt_are_taken_away():

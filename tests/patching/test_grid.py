@@ -10,6 +10,7 @@ import kvprobe as kv
 from kvprobe.inference.model import Model
 from kvprobe.patching import LogitDiff
 from tests.patching.pairs import SPANS, near, swept, two
+from tests.refusals import refused
 
 
 def test_a_grid_is_the_product_of_its_axes_and_unnamed_axes_are_whole(tiny_llama: Model):
@@ -67,6 +68,19 @@ def test_a_subspace_may_be_named_by_its_hook(tiny_llama: Model):
         for name in ((1, "V"), "blocks.1.attn.hook_v")
     )
     assert near(one.values, other.values)
+
+
+def test_a_matrix_says_which_part_it_is_of(tiny_llama: Model):
+    base, donor = two(tiny_llama)
+    patched = swept(base, donor, base.suffix(0, 2), over=("segment",), parts=("V", "K"))
+    table = patched.df()
+    assert patched.matrix("part", "segment", value="value").stack().tolist() == [
+        value for part in "VK" for value in table["value"][table["part"] == part]
+    ]
+    refused(lambda: patched.matrix("segment", "segment"), "has the parts V, K; say which one")
+    refused(lambda: patched.matrix("part", "segment", "k"), "no part in the sweep called 'k'")
+    refused(lambda: patched.matrix("part", "segment", content="along"), "no content in the sweep called 'along'")
+    refused(lambda: patched.matrix("part", "segment", value="effects"), "did you mean 'effect'")
 
 
 def test_a_table_has_a_row_for_each_cell(tiny_llama: Model):

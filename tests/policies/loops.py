@@ -267,8 +267,11 @@ def assert_acted(policy: Policy, before: Scene, kept: dict[Place, Slots]) -> Non
         positions = old.positions[row, held].tolist() if policy.mode == "gapped" else list(range(len(held)))
         assert new.positions[row, : len(held)].tolist() == positions
         assert new.following[row] == (old.following[row] if policy.mode == "gapped" else len(held))
-        origins = positions if policy.mode == "naive" else old.origins[row, held].tolist()
-        assert new.origins[row, : len(held)].tolist() == origins
+        turns = old.positions[row, held] - old.origins[row, held]
+        if policy.mode == "naive":
+            assert (new.positions[row, : len(held)] - new.origins[row, : len(held)]).tolist() == turns.tolist()
+        else:
+            assert new.origins[row, : len(held)].tolist() == old.origins[row, held].tolist()
         for layer, head in {(place[0], place[2]) for place in kept}:
             alive = [held.index(slot) for slot in sorted(kept[layer, row, head])]
             assert live_at(Scene(after), (layer, row, head)) == alive

@@ -303,7 +303,10 @@ def test_conversations_of_a_context_may_be_of_any_length_before_what_is_read(tin
         torch.testing.assert_close(vector, expected, atol=1e-5, rtol=0)
 
 
-def test_unknown_segments_and_wrong_orders_are_refused(tiny_llama: Model, design: Design):
+def test_unknown_segments_wrong_orders_and_counts_are_refused(tiny_llama: Model, design: Design):
+    refused(lambda: probe(tiny_llama, design, "T1", permutations=-1), "permutations=-1; it must be a whole number")
+    refused(lambda: probe(tiny_llama, design, "T1", folds=2), "folds=2; it must be a whole number, at least 3")
+    refused(lambda: probe(tiny_llama, design, "T1", seed=-1), "seed=-1")
     refused(lambda: probe(tiny_llama, design, "T22", folds=3), "'T2'")
     refused(lambda: probe(tiny_llama, design, "T1", hide=["T2"], folds=3), "cannot be hidden")
 

@@ -86,9 +86,10 @@ def test_texts_that_are_too_short_to_predict_anything_are_refused(tiny_llama: Mo
     refused(lambda: splice(tiny_llama, dictionary, [Tokens.of([1, 2])]), "3 tokens or more")
 
 
-def test_the_examples_of_a_latent_are_the_peaks_of_different_texts(tmp_path: Path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_examples_of_a_latent_are_the_peaks_of_different_texts(tmp_path: Path, dtype: torch.dtype):
     shards, _ = planted(tmp_path / "shards", shards=2, tokens=500)
-    dictionary = Dictionary(identity(16), PLACE)
+    dictionary = Dictionary(identity(16).to(dtype), PLACE)
     activations = torch.cat(list(shards.activations(PLACE)))
     (activity,) = activating(dictionary, shards, [5], examples=4)
     values = dictionary.encode(activations)[:, 5]

@@ -41,8 +41,6 @@ OF_TURNS = (
     _less("drift", "kl", {"run": "rebuilt"}, {"run": "control"}, **ANSWER),
     _less("cost", "nll", {"run": "rebuilt"}, {"run": "compacted"}, **ANSWER),
     _less("cause", "kl", {"run": "in_place"}, {"run": "rebuilt", "reference": "in_place"}, **ANSWER),
-    Ratio(name="healing", of="kl_by_read", over="spread", where={"reply": "early"}, keys={"turns": "all"}, **ANSWER),
-    Ratio(name="cost_healing", of="added_by_read", over="spread", where={"reply": "early"}, unit="nats"),
     *(
         _less("surprise_over", "nll", {"run": run}, {"run": than}, keys={"run": run, "than": than}, unit="nats")
         for run, than in (
@@ -82,6 +80,8 @@ OF_REBUILDS = (
 )
 ASKED: Where = {"turn": AFTER[1:]}
 OF_EARLY = (
+    Ratio(name="healing", of="kl_by_read", over="spread", keys={"turns": "all"}, **ANSWER),
+    Ratio(name="cost_healing", of="added_by_read", over="spread", unit="nats"),
     Mean(name="asked", of="kl", by=("turn", "read"), keys={"run": "rebuilt"}, unit="nats"),
     Mean(name="asked_at", of="kl", by=("place",), where={**ASKED, "place": ("summary", "own")}, unit="nats"),
     Difference(
@@ -128,8 +128,7 @@ def findings_of(tables: Mapping[str, Rows]) -> Findings:
     rebuilds = scripted.assign(before=rebuilt_before(scripted)).dropna(subset="before").astype({"before": int})
     grouped = [shown[shown["turn"].isin(turns)].assign(turns=name) for name, turns in TURNS.items()]
     findings = measure(
-        # Questions that were asked early have no `turns`, and count in the slopes alone.
-        pd.concat([*grouped, early], ignore_index=True),
+        pd.concat(grouped, ignore_index=True),
         OF_TURNS,
         (shown, OF_EACH_TURN),
         (rebuilds, OF_REBUILDS),
