@@ -15,6 +15,7 @@ from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.patching.grid import Cell
 from kvprobe.text.tokens import Decoder, token_texts
+from kvprobe.tidy import chosen
 
 VALUES = ("normalised", "effect", "value")
 """What a matrix of a sweep may hold."""
@@ -109,7 +110,7 @@ class PatchMap(Brief):
             UserError: an axis that the grid does not have, a part, content or value that the sweep does not have, or
                 cells that also differ in a third axis.
         """
-        chosen = table = self.df()
+        table = self.df()
         for column, wanted in (("part", part), ("content", content)):
             known = list(dict.fromkeys(table[column]))
             if wanted is None and len(known) > 1 and column not in (rows, columns):
@@ -118,8 +119,7 @@ class PatchMap(Brief):
                 )
             if wanted is not None and wanted not in known:
                 raise UserError(unknown(f"{column} in the sweep", wanted, known))
-            if wanted is not None:
-                chosen = chosen[chosen[column] == wanted]
+        cells = chosen(table, {"content": content} if part is None else {"content": content, "part": part})
         if value not in VALUES:
             raise UserError(unknown("value of a cell", value, VALUES))
         for axis in (rows, columns):
@@ -127,10 +127,10 @@ class PatchMap(Brief):
                 raise UserError(
                     f"The sweep has no axis {axis!r}; choose from {', '.join([*self.cells[0].labels, 'part'])}."
                 )
-        if len(set(zip(chosen[rows], chosen[columns], strict=True))) < len(chosen):
+        if len(set(zip(cells[rows], cells[columns], strict=True))) < len(cells):
             raise UserError(f"Cells of one {rows} and {columns} differ in another axis; sweep over these two alone.")
-        order: dict[str, Sequence[object]] = {axis: list(dict.fromkeys(chosen[axis])) for axis in (rows, columns)}
-        wide = chosen.pivot(index=rows, columns=columns, values=value)
+        order: dict[str, Sequence[object]] = {axis: list(dict.fromkeys(cells[axis])) for axis in (rows, columns)}
+        wide = cells.pivot(index=rows, columns=columns, values=value)
         wide = wide.reindex(index=order[rows], columns=order[columns])
         for number, axis in enumerate((rows, columns)):
             if axis == "slot":
