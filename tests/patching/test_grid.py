@@ -60,6 +60,17 @@ def test_parts_named_by_their_hooks_are_these_parts_at_these_layers(tiny_llama: 
     assert scores.df()[["layer", "part"]].drop_duplicates().values.tolist() == [[2, "V"]]
 
 
+def test_an_attribution_checks_at_least_one_cell_with_a_seed_that_there_is(tiny_llama: Model):
+    base, donor = two(tiny_llama)
+    for name, value in (("check", 0), ("seed", -1)):
+        refused(
+            lambda given={name: value}: kv.attribute(
+                tiny_llama, base.cache, donor.cache, base.suffix(0, 1), LogitDiff(1, 2), ("segment",), **given
+            ),
+            f"{name}={value}; it must be a whole number",
+        )
+
+
 def test_a_subspace_may_be_named_by_its_hook(tiny_llama: Model):
     base, donor = two(tiny_llama)
     direction = torch.randn(1, tiny_llama.geometry.n_kv_heads * tiny_llama.geometry.d_head)
