@@ -145,7 +145,7 @@ def _imported_from_beside(module: str, tree: ast.Module) -> list[ast.Module]:
         if inner:
             return first == home
         places = (folder / f"{first}.py", folder / first / "__init__.py")
-        return folder.name != "site-packages" and any(place.is_file() for place in places)
+        return not folder.name.endswith("-packages") and any(place.is_file() for place in places)
 
     trees: dict[str, ast.Module] = {}
     waiting = _imports(tree, sys.modules[module].__package__)
@@ -174,7 +174,7 @@ def _spec(module: str) -> ModuleSpec | None:
     """Where a module is; None if there is none of this name."""
     try:
         return find_spec(module)
-    except (ModuleNotFoundError, ValueError):
+    except (ImportError, ValueError):
         return None
 
 

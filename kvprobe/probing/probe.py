@@ -61,7 +61,7 @@ def probe(
         UserError: fewer contexts than folds, an unknown segment, answers that cannot be compared (see
             `kvprobe.probing.use.can_be_asked`), or what `probe_features` refuses.
     """
-    check_counts(folds=folds, permutations=permutations, seed=seed)
+    check_counts(folds, permutations, seed)
     rng = np.random.default_rng(seed)
     asking = Asking(model, design, at) if can_be_asked(model, design, at) else None
     read = partial(read_features, at=at, families=families, layers=layers, heads=heads, per_head=per_head)

@@ -26,9 +26,6 @@ from kvprobe.progress import Bar
 CONTROLS = 4
 """The least number of control tasks; each place of a target has its own."""
 
-LEAST = {"folds": 3}
-"""Of counts; 0 of others. One fold tests, one chooses the penalty, and the others train."""
-
 _TABLES = ("table", "summary", "floors", "codelength", "sparse")
 
 
@@ -57,7 +54,7 @@ def probe_features(
     """
     from scipy.stats import false_discovery_control  # slow to import
 
-    check_counts(folds=folds, permutations=permutations)
+    check_counts(folds, permutations)
     _check(features, permutations)
     single = len(np.unique(features.contexts)) == 1
     splits: tuple[Split, ...] = ("random",) if single else SPLITS
@@ -160,10 +157,11 @@ def _control_tasks(features: Features, rng: np.random.Generator) -> Int[Tensor, 
     return torch.cat(tasks)
 
 
-def check_counts(**counts: int) -> None:
-    """Refuse folds, permutations or a seed that no probing can have."""
-    for name, count in counts.items():
-        require_whole("A probing", name, count, LEAST.get(name, 0))
+def check_counts(folds: int, permutations: int, seed: int = 0) -> None:
+    """Refuse folds, permutations or a seed that no probing can have: one fold tests, one chooses the penalty, the
+    others train."""
+    for name, count, least in (("folds", folds, 3), ("permutations", permutations, 0), ("seed", seed, 0)):
+        require_whole("A probing", name, count, least)
 
 
 def _check(features: Features, permutations: int) -> None:
