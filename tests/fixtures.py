@@ -10,8 +10,10 @@ import hypothesis
 import pytest
 import torch
 from jaxtyping import config
+from transformers import AutoTokenizer
 
 from kvprobe.inference.model import Model, load
+from kvprobe.models.loading import resolve_folder
 from tests.checking import start_test
 from tests.models import ARCHITECTURES, tiny_tokenizer
 
@@ -25,6 +27,24 @@ hypothesis.settings.load_profile("kvprobe")
 def smol() -> Model:
     """SmolLM2-135M, the way a user gets it."""
     return load("smollm2-135m")
+
+
+@pytest.fixture(scope="session", params=["its own template", "no template"])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    """SmolLM2's, with its chat template and, as base models have it, without one."""
+    loaded = load_tokenizer()
+    if request.param == "no template":
+        loaded.chat_template = None
+    return loaded
+
+
+@pytest.fixture(scope="session")
+def smol_tokenizer() -> Any:
+    return load_tokenizer()
+
+
+def load_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(resolve_folder("smollm2-135m"), local_files_only=True)
 
 
 @pytest.fixture(scope="session")

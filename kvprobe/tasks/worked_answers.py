@@ -1,8 +1,8 @@
 """An answer in steps that states a wrong value early on, as it is put to a model.
 
 There are drafts with and without the slip, ways to go on from them, and earlier answers of which some are wrong.
-`kvprobe.tasks.worked_sums` and `kvprobe.tasks.worked_solutions` have such answers. A model is asked through functions
-that the caller gives: `Answering` and `Chances`.
+`kvprobe.tasks.worked_sums` has such answers. A model is asked through functions that the caller gives: `Answering` and
+`Chances`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -12,13 +12,13 @@ from kvprobe.cli import app
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
 from kvprobe.inference.model import Model
-from kvprobe.probes.candidate import candidate_probe
 from kvprobe.probes.card import CARD, CARD_SPLITS, WEIGHTS, Measure, ProbeInput, Training
 from kvprobe.probes.fitted import fitted_probe
 from kvprobe.probes.probe import Probe
 from kvprobe.probes.publishing import publish
 from kvprobe.probing.features import Features
 from kvprobe.probing.probe_features import probe_features
+from kvprobe.studies.leakage.candidate import candidate_probe
 from kvprobe.tasks.designs import Target
 from tests.probes.made_probes import TARGET, made_probe
 from tests.probing.planted import planted

@@ -11,10 +11,10 @@ from kvprobe.probing.arms import Arms, arm_read_outs
 from kvprobe.probing.by_split import BySplit, fit_by_split, folds_by_split
 from kvprobe.probing.features import READS, read_outs
 from kvprobe.probing.fits import chosen, fit_sites
-from kvprobe.probing.probe_arms import probe_arm, probe_change
 from kvprobe.probing.probe_features import probe_features
 from kvprobe.probing.splits import SPLITS, Split
 from kvprobe.probing.transfer import transfer_where_chosen
+from kvprobe.studies.leakage.probe_arms import probe_arm, probe_change
 from kvprobe.tasks.designs import Target
 from tests.random_caches import random_tokens
 

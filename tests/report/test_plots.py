@@ -19,15 +19,15 @@ from kvprobe.policies import catalogue as policies
 from kvprobe.report.document import HeatMap
 from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.plots.dots import Dots, Panel
-from kvprobe.report.plots.faults import FAULT_STYLES
 from kvprobe.report.plots.heatmaps import Heatmaps
 from kvprobe.report.plots.lines import Lines, Style
-from kvprobe.report.plots.policies import POLICY_STYLES
-from kvprobe.report.plots.scatter import Scatter
-from kvprobe.report.plots.stack_figure import StackFigure, stack_findings
 from kvprobe.report.plots.style import save
-from kvprobe.report.plots.tradeoff import Tradeoff
 from kvprobe.stats import Estimate
+from kvprobe.studies.features.scatter import Scatter
+from kvprobe.studies.memory.stack_figure import StackFigure, stack_findings
+from kvprobe.studies.policies.styles import POLICY_STYLES
+from kvprobe.studies.policies.tradeoff import Tradeoff
+from kvprobe.studies.robustness.styles import FAULT_STYLES
 from kvprobe.tidy import crossed
 from tests.refusals import refused
 

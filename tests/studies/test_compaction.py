@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.experiments.factorial import contrast
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
@@ -22,6 +21,7 @@ from kvprobe.probing.features import read_outs
 from kvprobe.studies.compaction import Config
 from kvprobe.studies.compaction.arms import ARMS, HIDDEN_SEGMENTS, MASK, RESTART, RETAINED, Arm
 from kvprobe.studies.compaction.conclude import FACTORS, HEADLINE, HIDDEN, OUTCOMES, conclude
+from kvprobe.studies.compaction.factorial import contrast
 from kvprobe.studies.compaction.reading import ASKED, CALIBRATION, CONDITIONS, LOOKED_AT, SEEN, read_context
 from kvprobe.studies.compaction.study import STUDY
 from kvprobe.tasks.compaction import KINDS, compacted_conversation, compactions

@@ -12,13 +12,13 @@ import pytest
 
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
-from kvprobe.patching.mementos import DONOR, OWN
-from kvprobe.probing.mementos import RESTART, RETAINED, sites_of
 from kvprobe.studies import memento_toy
 from kvprobe.studies.memento_toy import Config
 from kvprobe.studies.memento_toy.closing import BEYOND, ERASED, EVERYTHING, OPEN, RANDOM, STAND_IN, states_of
 from kvprobe.studies.memento_toy.collect import CHECKPOINT, MAIN, SEED, UNTRAINED
 from kvprobe.studies.memento_toy.conclude import conclude
+from kvprobe.studies.memento_toy.digits import RESTART, RETAINED, sites_of
+from kvprobe.studies.memento_toy.exchange import DONOR, OWN
 from kvprobe.studies.memento_toy.probes import BOTH, LINEAR, MLP, PARTS
 from kvprobe.studies.memento_toy.study import STUDY
 from kvprobe.tasks.mementos import visible_accuracy

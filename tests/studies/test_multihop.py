@@ -25,9 +25,9 @@ from kvprobe.probing.splits import SPLITS
 from kvprobe.studies.multihop import Config
 from kvprobe.studies.multihop.collect import CONDITIONS, TRANSFERRED
 from kvprobe.studies.multihop.conclude import conclude
+from kvprobe.studies.multihop.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, Turn, conversation
 from kvprobe.studies.multihop.reading import ARMS, DISTANCES, PLACES, SHOWN, USE_ARMS, Arm, lowest_layer, name_of, place
 from kvprobe.studies.multihop.study import STUDY
-from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, Turn, conversation
 from kvprobe.tasks.passcode import CODE
 from kvprobe.text.tokens import Tokens
 from tests.experiments.made_up import answer_of

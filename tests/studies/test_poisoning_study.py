@@ -21,9 +21,9 @@ from kvprobe.studies.poisoning import Config
 from kvprobe.studies.poisoning.collect import ALL, answers, answers_of, attention, edits, read_drafts, remarks, results
 from kvprobe.studies.poisoning.conclude import conclude, slopes
 from kvprobe.studies.poisoning.study import STUDY
+from kvprobe.studies.poisoning.worked_solutions import WorkedSolution
 from kvprobe.tasks.steps import LATER, SLIPPED, Draft
 from kvprobe.tasks.worked_answers import DRAFTS, HISTORY, Answering, WorkedAnswer
-from kvprobe.tasks.worked_solutions import WorkedSolution
 from kvprobe.tasks.worked_sums import WAITED, WorkedSum, with_errors
 from kvprobe.text.tokens import Tokens
 from kvprobe.training.steps import Steps

@@ -20,8 +20,8 @@ from kvprobe.policies import RestartInPlace
 from kvprobe.studies.compaction.arms import HIDDEN_SEGMENTS
 from kvprobe.studies.reliance import Config
 from kvprobe.studies.reliance.collect import EXCHANGED, Source, measure
+from kvprobe.studies.reliance.stated_twice import Word, stated_twice
 from kvprobe.studies.reliance.study import STUDY, conclude
-from kvprobe.tasks.stated_twice import Word, stated_twice
 from tests import models
 from tests.experiments.made_up import answer_of
 from tests.studies.runs import every, whole_run

@@ -9,19 +9,19 @@ import pandas as pd
 import pytest
 import torch
 
-from kvprobe.erasing.checks import ANEW, INTACT, SAME
-from kvprobe.erasing.place_erasers import INLP, LEACE, RANDOM_0
-from kvprobe.erasing.variants import PARTS
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.inference.model import Model
 from kvprobe.studies.use import Config, effects
+from kvprobe.studies.use.checks import ANEW, INTACT, SAME
 from kvprobe.studies.use.collect import chosen_places
 from kvprobe.studies.use.conclude import NEAR, SITES, conclude
 from kvprobe.studies.use.effects import BOTH, CONTROL, DONOR, ERASE, FULL, IN_VIEW, ITSELF, SWAP, VIEWS
+from kvprobe.studies.use.place_erasers import INLP, LEACE, RANDOM_0
 from kvprobe.studies.use.places import PLACES, cases_of, places_of, read_case
 from kvprobe.studies.use.study import STUDY
+from kvprobe.studies.use.variants import PARTS
 from kvprobe.tasks import passcode
 from kvprobe.tasks.passcode import Coded, conversation
 from tests.experiments.made_up import answer_of

@@ -14,7 +14,6 @@ from kvprobe.inference.model import Model
 from kvprobe.ranks import halves_agree, spearman
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Finding, Findings, Key
-from kvprobe.report.order import Order
 from kvprobe.report.published import add_published, published_facts
 from kvprobe.report.reported import reported
 from kvprobe.stats import DIFFERENCE, UNBOUNDED, Estimate, newcombe, statistic
@@ -22,6 +21,7 @@ from kvprobe.studies import answers
 from kvprobe.studies.answers import NATS, SOUND
 from kvprobe.studies.bands import NOISES, PARTS, Config, Cut
 from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, names_of
+from kvprobe.studies.bands.order import Order
 from kvprobe.tasks.task import Task
 from kvprobe.tidy import Rows, Where, beside, chosen, groups
 

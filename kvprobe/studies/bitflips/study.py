@@ -4,11 +4,11 @@ import numpy as np
 
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.findings import Key
-from kvprobe.report.plots.by_bit import PointsByBit, SharesByBit
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
 from kvprobe.studies.answers import LABELS, WRITTEN, inputs
 from kvprobe.studies.bitflips import Config
+from kvprobe.studies.bitflips.by_bit import PointsByBit, SharesByBit
 from kvprobe.studies.bitflips.collect import ANY, collect
 from kvprobe.studies.bitflips.conclude import conclude
 from kvprobe.wording import percent, points, two_digits

@@ -5,9 +5,9 @@ from itertools import product
 from typing import get_args
 
 from kvprobe.cache.cache import PositionMode
-from kvprobe.experiments.factorial import effects_of
 from kvprobe.policies.mask_spans import Delimiters, MaskSpans
 from kvprobe.policies.policy import Provenance
+from kvprobe.studies.compaction.factorial import effects_of
 
 HIDDEN_SEGMENTS = ("T1", "T2")
 MODES: tuple[PositionMode, ...] = ("gapped", "contiguous")

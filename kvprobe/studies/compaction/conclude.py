@@ -6,7 +6,6 @@ from typing import Any
 import pandas as pd
 
 from kvprobe.experiments.estimands import Difference, Estimand, Mean, measure
-from kvprobe.experiments.factorial import contrast
 from kvprobe.experiments.light_cone import light_cone
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
@@ -14,6 +13,7 @@ from kvprobe.report.document import chat_record
 from kvprobe.stats import DIFFERENCE, SHARE, UNBOUNDED
 from kvprobe.studies.compaction import Config
 from kvprobe.studies.compaction.arms import ARMS, EFFECTS, FACTORS, HIDDEN_SEGMENTS, MASK, RESTART
+from kvprobe.studies.compaction.factorial import contrast
 from kvprobe.studies.compaction.reading import CONDITIONS, LOOKED_AT, PAIRS
 from kvprobe.tasks.compaction import KINDS, compacted_conversation, compactions
 from kvprobe.tasks.passcode import CODE, contexts

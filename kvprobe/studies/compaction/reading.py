@@ -11,19 +11,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.attention.shares import attention_shares
 from kvprobe.cache.cache import KVCache
 from kvprobe.inference.forced import forced_logits
 from kvprobe.inference.forward import onwards
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence
-from kvprobe.inference.replies import answers_after, reply_logits
 from kvprobe.inference.sweep import first_divergence
 from kvprobe.models.lens import Family
 from kvprobe.probing.arms import arm_read_outs
 from kvprobe.probing.variants import Logits, Variants
 from kvprobe.studies.compaction import Config
 from kvprobe.studies.compaction.arms import ARMS, HIDDEN_SEGMENTS, MASK, RECOMPUTED, RESTART
+from kvprobe.studies.compaction.replies import answers_after, reply_logits
+from kvprobe.studies.compaction.shares import attention_shares
 from kvprobe.tasks.compaction import KINDS, Compaction, asked, compacted_conversation, unrelated
 from kvprobe.tasks.passcode import Context
 from kvprobe.text.tokens import Tokens

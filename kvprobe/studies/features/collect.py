@@ -24,8 +24,8 @@ from kvprobe.probing.splits import SPLITS, fold_numbers
 from kvprobe.progress import Bar
 from kvprobe.report.views.latents import latents_table
 from kvprobe.saes import Dictionary, Shards, activating, judge
-from kvprobe.saes.differences import Means, by_difference, differing_and_random
 from kvprobe.studies.features import Config
+from kvprobe.studies.features.differences import Means, by_difference, differing_and_random
 from kvprobe.studies.features.prepare import prepare
 from kvprobe.studies.features.reading import (
     PER_CODE,

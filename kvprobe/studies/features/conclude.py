@@ -13,11 +13,11 @@ from kvprobe.inference.model import Model
 from kvprobe.probing.intervals import LEVEL
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Finding, Findings
-from kvprobe.saes.differences import compare_latents, fewest
 from kvprobe.saes.quality import by_density
 from kvprobe.stats import DIFFERENCE, SHARE, estimate
 from kvprobe.studies.features import Config
 from kvprobe.studies.features.collect import DIGITS, EXCHANGED
+from kvprobe.studies.features.differences import compare_latents, fewest
 from kvprobe.studies.features.reading import HIDDEN_SEGMENTS, READERS, UNTOUCHED
 from kvprobe.tasks.passcode import contexts, conversation
 from kvprobe.tidy import Rows, beside, chosen

@@ -3,11 +3,11 @@
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.probing.intervals import LEVEL
 from kvprobe.report.plots.lines import Lines, Style
-from kvprobe.report.plots.scatter import Scatter
 from kvprobe.studies.features import Config
 from kvprobe.studies.features.collect import PARTS, collect
 from kvprobe.studies.features.conclude import conclude
 from kvprobe.studies.features.prepare import inputs
+from kvprobe.studies.features.scatter import Scatter
 from kvprobe.wording import count, formatted, percent, points
 
 SLOTS = {

@@ -21,10 +21,10 @@ from kvprobe.experiments.runs import Run
 from kvprobe.inference.forward import onwards
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
-from kvprobe.inference.named_rows import NamedRows, read_on
 from kvprobe.inference.outcomes import relative_entropy
 from kvprobe.policies import MaskSpans, RestartInPlace, RestartRebuilt
 from kvprobe.studies.idle_rebuild import MEASURED, Config
+from kvprobe.studies.idle_rebuild.named_rows import NamedRows, read_on
 from kvprobe.tasks.sessions import SUMMARISED, TURNS, Session, conversation, last_of_header, question, sessions
 from kvprobe.text.tokens import Tokens
 from kvprobe.tidy import crossed

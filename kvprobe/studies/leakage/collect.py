@@ -8,16 +8,16 @@ import pandas as pd
 
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
-from kvprobe.probes.candidate import candidate_probe
 from kvprobe.probes.card import Arm, Training
 from kvprobe.probes.publishing import PROBES
 from kvprobe.probing.arms import Arms
 from kvprobe.probing.by_split import picked_sites
 from kvprobe.probing.claims import FLOOR, Probing
 from kvprobe.probing.controls import random_model
-from kvprobe.probing.probe_arms import UNTRAINED, probe_arm, probe_change
 from kvprobe.stats import estimate
 from kvprobe.studies.leakage import Config
+from kvprobe.studies.leakage.candidate import candidate_probe
+from kvprobe.studies.leakage.probe_arms import UNTRAINED, probe_arm, probe_change
 from kvprobe.studies.leakage.reading import FLOORS, USE_ARMS, read
 
 ARMS = ("before", "hidden", "direct", "masked", "restart")

@@ -1,7 +1,7 @@
 """Can the channel be closed without harm? What a memento holds of its block's digits is taken out of its K and V.
 
 Exactly: the memento is written anew in view of another block that the text fits as well (a stand-in), so that it holds
-nothing of its own block but what is in the text. Or linearly; see `kvprobe.erasing.mementos`.
+nothing of its own block but what is in the text. Or linearly; see `kvprobe.studies.memento_toy.erasing`.
 """
 
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ import numpy as np
 import pandas as pd
 import torch
 
-from kvprobe.erasing.mementos import Erasers, erasing, fit_mementos, mean_ranks
-from kvprobe.inference.mementos import restarted, retained, stood_in, token_rows
 from kvprobe.inference.model import Model
-from kvprobe.probing.mementos import FOLDS, RESTART, digit_labels, read_linearly
 from kvprobe.studies.memento_toy import Config
+from kvprobe.studies.memento_toy.digits import FOLDS, RESTART, digit_labels, read_linearly
+from kvprobe.studies.memento_toy.erasing import Erasers, erasing, fit_mementos, mean_ranks
+from kvprobe.studies.memento_toy.traces import restarted, retained, stood_in, token_rows
 from kvprobe.tasks.mementos import Trace, draw_alike
 from kvprobe.tidy import crossed
 

@@ -12,10 +12,10 @@ from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.files import read_table
 from kvprobe.inference.model import Model, load
-from kvprobe.patching.mementos import exchange_blocks
 from kvprobe.probing.controls import random_model
 from kvprobe.studies.memento_toy import Config
 from kvprobe.studies.memento_toy.closing import measure_closing, states_of
+from kvprobe.studies.memento_toy.exchange import exchange_blocks
 from kvprobe.studies.memento_toy.probes import BOTH, TRACES, probe
 from kvprobe.tasks.mementos import draw_changed, draw_trace
 

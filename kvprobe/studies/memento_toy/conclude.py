@@ -10,14 +10,14 @@ import numpy as np
 from kvprobe.experiments.estimands import Difference, Estimand, Mean, Ratio, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
-from kvprobe.patching.mementos import DONOR, OWN
-from kvprobe.probing.mementos import RESTART, RETAINED
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
 from kvprobe.stats import DIFFERENCE, SHARE
 from kvprobe.studies.memento_toy import Config
 from kvprobe.studies.memento_toy.closing import ERASED, OPEN, STAND_IN
 from kvprobe.studies.memento_toy.collect import CHECKPOINT, MAIN, SEED
+from kvprobe.studies.memento_toy.digits import RESTART, RETAINED
+from kvprobe.studies.memento_toy.exchange import DONOR, OWN
 from kvprobe.studies.memento_toy.probes import BOTH, LINEAR
 from kvprobe.tasks.mementos import BASE, bayes_accuracy, block_name, draw_trace, hidden_blocks, visible_accuracy
 from kvprobe.tidy import Rows, beside

@@ -15,10 +15,18 @@ from jaxtyping import Int
 from kvprobe.experiments.parts import tensor_of_parts, tensor_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
-from kvprobe.probing.mementos import FOLDS, RESTART, RETAINED, digit_labels, read_linearly, read_sites, sites_of
-from kvprobe.probing.mlp import mlp_predictions
 from kvprobe.progress import Bar
 from kvprobe.studies.memento_toy import Config
+from kvprobe.studies.memento_toy.digits import (
+    FOLDS,
+    RESTART,
+    RETAINED,
+    digit_labels,
+    read_linearly,
+    read_sites,
+    sites_of,
+)
+from kvprobe.studies.memento_toy.mlp import mlp_predictions
 from kvprobe.tasks.mementos import BASE, Trace
 from kvprobe.tidy import crossed
 

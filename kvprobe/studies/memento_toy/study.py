@@ -5,14 +5,14 @@ from typing import Any
 
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.inference.model import load
-from kvprobe.patching.mementos import DONOR, OWN
-from kvprobe.probing.mementos import RESTART, RETAINED
 from kvprobe.report.plots import ARM_COLOURS
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies.memento_toy import Config
 from kvprobe.studies.memento_toy.closing import BEYOND, EVERYTHING, OPEN, RANDOM, STAND_IN
 from kvprobe.studies.memento_toy.collect import MAIN, UNTRAINED, collect
 from kvprobe.studies.memento_toy.conclude import conclude
+from kvprobe.studies.memento_toy.digits import RESTART, RETAINED
+from kvprobe.studies.memento_toy.exchange import DONOR, OWN
 from kvprobe.studies.memento_toy.probes import LINEAR, MLP
 from kvprobe.wording import formatted, percent, plain, points, share, signed
 

@@ -9,8 +9,8 @@ from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.measured import measure
 from kvprobe.inference.model import Model
-from kvprobe.inference.timed import growth, token_times
 from kvprobe.studies.memory import Config
+from kvprobe.studies.memory.timed import growth, token_times
 
 GENERATED = 2
 """The last tokens of each context, which are read one by one."""

@@ -9,15 +9,15 @@ import pandas as pd
 from kvprobe.experiments.estimands import Mean, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
-from kvprobe.inference.timed import power_of_length
 from kvprobe.memory.budget import Budget
 from kvprobe.memory.table import parts, rows
 from kvprobe.memory.units import both, short
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.report.plots.budget import Along
-from kvprobe.report.plots.stack_figure import stack_findings
 from kvprobe.stats import Estimate
 from kvprobe.studies.memory import Config
+from kvprobe.studies.memory.stack_figure import stack_findings
+from kvprobe.studies.memory.timed import power_of_length
 from kvprobe.tidy import Rows
 
 ALLOWED = 0.05

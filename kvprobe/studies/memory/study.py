@@ -3,11 +3,11 @@
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.memory.units import short
 from kvprobe.report.plots.lines import Lines, Style
-from kvprobe.report.plots.stack_figure import StackFigure
 from kvprobe.stats import Estimate
 from kvprobe.studies.memory import Config
 from kvprobe.studies.memory.collect import collect
 from kvprobe.studies.memory.conclude import conclude
+from kvprobe.studies.memory.stack_figure import StackFigure
 from kvprobe.wording import count
 
 WHAT = {

@@ -20,8 +20,8 @@ from kvprobe.probing.splits import Split
 from kvprobe.probing.transfer import transfer_where_chosen
 from kvprobe.progress import Bar
 from kvprobe.studies.multihop import Config
+from kvprobe.studies.multihop.hops import sessions
 from kvprobe.studies.multihop.reading import ARMS, DISTANCES, PLACES, USE_ARMS, name_of, place, read_session
-from kvprobe.tasks.hops import sessions
 from kvprobe.tasks.passcode import CODE, draw_codes
 from kvprobe.tidy import crossed
 

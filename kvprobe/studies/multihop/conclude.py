@@ -16,8 +16,8 @@ from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
 from kvprobe.stats import DIFFERENCE, SHARE
 from kvprobe.studies.multihop import Config
+from kvprobe.studies.multihop.hops import TURN_NAMES, conversation, sessions
 from kvprobe.studies.multihop.reading import ALL, ARMS, DISTANCES, PLACES, lowest_layer
-from kvprobe.tasks.hops import TURN_NAMES, conversation, sessions
 from kvprobe.tasks.passcode import CODE
 from kvprobe.tidy import Rows, beside
 from kvprobe.wording import few_clusters

@@ -18,11 +18,11 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.inference.capture import Captured
 from kvprobe.inference.forced import asked_logits
 from kvprobe.inference.model import Model
-from kvprobe.layers.light_cone import lowest_layers
 from kvprobe.models.lens import Family
 from kvprobe.probing.arms import arm_read_outs
 from kvprobe.probing.variants import Logits, Variants
-from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, conversation
+from kvprobe.studies.multihop.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, conversation
+from kvprobe.studies.multihop.light_cone import lowest_layers
 from kvprobe.text.tokens import Tokens
 
 Arm = Literal["all", "open", "hop-forced", "skip"]

@@ -17,10 +17,10 @@ from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.patching import LogitDiff, attribute, patch_sweep
-from kvprobe.patching.bands import Bands, bands_by_half
 from kvprobe.patching.grid import Over
 from kvprobe.patching.pairs import table_of
 from kvprobe.studies.patching import Config
+from kvprobe.studies.patching.bands import Bands, bands_by_half
 from kvprobe.tasks.facts import Pair, facts, pair
 from kvprobe.text.chat_template import Tokenizer
 

@@ -8,11 +8,11 @@ import numpy as np
 from kvprobe.experiments.estimands import Estimand, Ratio, Total, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
-from kvprobe.patching.bands import FEWEST, SHARE, band_of, bands_by_half, profile
 from kvprobe.patching.pairs import agreements
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
 from kvprobe.studies.patching import Config
+from kvprobe.studies.patching.bands import FEWEST, SHARE, band_of, bands_by_half, profile
 from kvprobe.studies.patching.collect import VALUE, Grid
 from kvprobe.tasks.facts import conversation, facts
 from kvprobe.tidy import Rows, Where, beside, chosen

@@ -21,11 +21,11 @@ from kvprobe.names import full_repr
 from kvprobe.patching.metrics import KL, LogitDiff
 from kvprobe.policies import RestartInPlace
 from kvprobe.studies.poisoning import SUMS, Config
-from kvprobe.tasks.solutions import WorkedProblem, worked_problems
+from kvprobe.studies.poisoning.solutions import WorkedProblem, worked_problems
+from kvprobe.studies.poisoning.worked_solutions import draw_solution
 from kvprobe.tasks.steps import Draft
 from kvprobe.tasks.worded_steps import LATER_STEPS, STEP, Wording
 from kvprobe.tasks.worked_answers import DRAFTS, HISTORY, WorkedAnswer
-from kvprobe.tasks.worked_solutions import draw_solution
 from kvprobe.tasks.worked_sums import WorkedSum, draw_sum
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.turns import Turns

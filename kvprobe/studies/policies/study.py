@@ -9,11 +9,11 @@ from kvprobe.policies.catalogue import CATALOGUE, SINKS
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.report.plots import styled
 from kvprobe.report.plots.figure import Labels
-from kvprobe.report.plots.policies import POLICY_STYLES
-from kvprobe.report.plots.tradeoff import Tradeoff
 from kvprobe.studies.policies import Config
 from kvprobe.studies.policies.collect import FULL, collect
 from kvprobe.studies.policies.conclude import GAINS, NAMES, conclude
+from kvprobe.studies.policies.styles import POLICY_STYLES
+from kvprobe.studies.policies.tradeoff import Tradeoff
 from kvprobe.tasks.instructions import PLACES
 
 PANELS = {

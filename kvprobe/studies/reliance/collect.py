@@ -22,9 +22,9 @@ from kvprobe.patching.patch_sweep import patch_sweep
 from kvprobe.policies import RestartInPlace
 from kvprobe.studies.compaction.arms import HIDDEN_SEGMENTS
 from kvprobe.studies.reliance import Config
+from kvprobe.studies.reliance.stated_twice import StatedTwice, Word, stated_twice
 from kvprobe.tasks.compaction import unrelated
 from kvprobe.tasks.passcode import contexts
-from kvprobe.tasks.stated_twice import StatedTwice, Word, stated_twice
 
 EXCHANGED = ("K", "V", "KV")
 Source = Literal["own", "other", "unrelated"]

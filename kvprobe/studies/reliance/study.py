@@ -14,7 +14,7 @@ from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies.compaction.arms import HIDDEN_SEGMENTS
 from kvprobe.studies.reliance import Config
 from kvprobe.studies.reliance.collect import collect
-from kvprobe.tasks.stated_twice import stated_twice
+from kvprobe.studies.reliance.stated_twice import stated_twice
 from kvprobe.tidy import Rows
 from kvprobe.wording import few_clusters
 

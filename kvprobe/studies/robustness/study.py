@@ -4,13 +4,13 @@ from typing import Any
 
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.faults.catalogue import CATALOGUE
-from kvprobe.report.plots.faults import FAULT_STYLES
 from kvprobe.report.plots.lines import Lines
 from kvprobe.stats import Estimate
 from kvprobe.studies.answers import LABELS, WRITTEN
 from kvprobe.studies.robustness import Config
 from kvprobe.studies.robustness.collect import UNITS, collect, inputs
 from kvprobe.studies.robustness.conclude import conclude
+from kvprobe.studies.robustness.styles import FAULT_STYLES
 from kvprobe.wording import percent, points, span, two_digits
 
 FAULTS = {name: fault.label for name, fault in CATALOGUE.items()}

@@ -16,10 +16,10 @@ from kvprobe.inference.model import Model
 from kvprobe.patching.metrics import LogitDiff
 from kvprobe.routing import Routing, agreement, load, mediate_each, read
 from kvprobe.studies.routing import Config
+from kvprobe.studies.routing.beginnings import beginnings
 from kvprobe.tasks.steps import LONGEST, Draft, draw_problem
 from kvprobe.tasks.worded_steps import Wording
 from kvprobe.tasks.worked_sums import WorkedSum, draw_sum
-from kvprobe.text.beginnings import beginnings
 from kvprobe.text.tokens import Tokens
 
 ALL = -1

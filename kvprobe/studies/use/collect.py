@@ -11,8 +11,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.erasing.place_erasers import INLP, LEACE, RANDOM_0, Erasers, check_places, eraser_sizes
-from kvprobe.erasing.variants import Variants
 from kvprobe.experiments.parts import table_of_parts, tensor_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.faults.scope import EVERY_LAYER, named_bands
@@ -20,7 +18,9 @@ from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.studies.use import Config
 from kvprobe.studies.use.effects import ERASE, FULL, IN_VIEW, SWAP, VIEWS, Scene
+from kvprobe.studies.use.place_erasers import INLP, LEACE, RANDOM_0, Erasers, check_places, eraser_sizes
 from kvprobe.studies.use.places import DIGITS, PLACES, cases_of, fit_halves, read_case
+from kvprobe.studies.use.variants import Variants
 from kvprobe.tasks.passcode import Coded
 from kvprobe.tidy import Rows
 

@@ -7,7 +7,6 @@ Each conversation is a cluster; its random subspaces are averaged before anythin
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from kvprobe.erasing.place_erasers import INLP, LEACE, RANDOM, RANDOM_0
 from kvprobe.experiments.estimands import Difference, HeldOut, Mean, Ratio, Share, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.faults.scope import EVERY_LAYER
@@ -18,6 +17,7 @@ from kvprobe.stats import SHARE
 from kvprobe.studies.use import Config
 from kvprobe.studies.use.collect import chosen_places
 from kvprobe.studies.use.effects import BOTH, CONTROL, DONOR, ERASE, ITSELF, SITES, SWAP
+from kvprobe.studies.use.place_erasers import INLP, LEACE, RANDOM, RANDOM_0
 from kvprobe.studies.use.places import DIGITS, SHRINKAGE, cases_of
 from kvprobe.tasks.passcode import conversation
 from kvprobe.tidy import Rows, Where, beside

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.erasing import mix
-from kvprobe.erasing.place_erasers import INLP, LEACE, RANDOM, RANDOM_0, Erasers, interchange_place
-from kvprobe.erasing.variants import PARTS, average_cache
 from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.inference.model import Model
 from kvprobe.patching import Cell
-from kvprobe.patching.code_answers import code_answers
 from kvprobe.studies.use import Config
+from kvprobe.studies.use.code_answers import code_answers
+from kvprobe.studies.use.place_erasers import INLP, LEACE, RANDOM, RANDOM_0, Erasers, interchange_place
 from kvprobe.studies.use.places import PLACES, places_of
+from kvprobe.studies.use.variants import PARTS, average_cache
 from kvprobe.tasks.passcode import Coded, conversation
 from kvprobe.text.tokens import Tokens
 

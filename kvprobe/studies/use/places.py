@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvprobe.erasing.place_erasers import Erasers, fit_places
-from kvprobe.erasing.variants import Variants, read_variants
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.studies.use import Config
+from kvprobe.studies.use.place_erasers import Erasers, fit_places
+from kvprobe.studies.use.variants import Variants, read_variants
 from kvprobe.tasks.passcode import CODE_LENGTH, Coded, Encoder, coded_contexts, conversation
 from kvprobe.text.tokens import Tokens
 

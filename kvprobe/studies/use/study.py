@@ -1,15 +1,15 @@
 """The use study: its declaration."""
 
-from kvprobe.erasing.checks import INTACT, SAME
-from kvprobe.erasing.place_erasers import INLP, LEACE, RANDOM
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.report.plots.dots import Dots, Panel
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies.use import Config
+from kvprobe.studies.use.checks import INTACT, SAME
 from kvprobe.studies.use.collect import NOTHING, collect
 from kvprobe.studies.use.conclude import NEAR, conclude
 from kvprobe.studies.use.effects import BOTH, CODE_MASKED, ERASE, FULL, IN_VIEW, SITES, SWAP, TURN_MASKED
+from kvprobe.studies.use.place_erasers import INLP, LEACE, RANDOM
 from kvprobe.wording import count, formatted, percent, plain, share, signed
 
 PLACES = {"code": "the code's own slots", "after": "its turn after it", "summary": "the summary"}

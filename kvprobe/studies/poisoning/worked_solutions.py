@@ -9,8 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from kvprobe.errors import UserError
-from kvprobe.tasks.gsm8k import REQUEST
-from kvprobe.tasks.solutions import (
+from kvprobe.studies.poisoning.solutions import (
     SlipPlace,
     WorkedProblem,
     equations_in,
@@ -18,6 +17,7 @@ from kvprobe.tasks.solutions import (
     numbers_in,
     shown,
 )
+from kvprobe.tasks.gsm8k import REQUEST
 from kvprobe.tasks.steps import Draft
 from kvprobe.tasks.worded_steps import EARLIER, LATER_STEPS, STEP
 from kvprobe.tasks.worked_answers import DRAFTS, HISTORY, Answering, Arm, Chances, History, Rest, Shown

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kvprobe.layers.light_cone import lowest_layers
+from kvprobe.studies.multihop.light_cone import lowest_layers
 from kvprobe.text.tokens import Tokens
 from tests.models import llama
 

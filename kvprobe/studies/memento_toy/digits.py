@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvprobe.inference.mementos import restarted, retained, token_rows
 from kvprobe.inference.model import Model
 from kvprobe.probing.ridge import fitted_by_fold
+from kvprobe.studies.memento_toy.traces import restarted, retained, token_rows
 from kvprobe.tasks.mementos import BASE, Trace, draw_alike
 
 RETAINED, RESTART = "retained", "restart"

@@ -18,9 +18,9 @@ from kvprobe.erasing.caches import LayerPart, erase
 from kvprobe.erasing.leace import leace_beyond_chance
 from kvprobe.erasing.random_eraser import random_eraser
 from kvprobe.erasing.subspace import Eraser
-from kvprobe.inference.mementos import Edit, retained, token_rows, vectors_of
 from kvprobe.inference.model import Model
 from kvprobe.probing.gram import one_hot_answers
+from kvprobe.studies.memento_toy.traces import Edit, retained, token_rows, vectors_of
 from kvprobe.tasks.mementos import BASE, Trace, expected_digits, memento_name
 
 SHUFFLES = 19
@@ -60,7 +60,7 @@ def fit_mementos(
 
 
 def erasing(erasers: Erasers) -> Edit:
-    """For `kvprobe.inference.mementos.retained`: erases in each memento as soon as it is written."""
+    """For `kvprobe.studies.memento_toy.traces.retained`: erases in each memento as soon as it is written."""
 
     def edit(number: int, cache: KVCache) -> KVCache:
         where = cache.ledger.in_segments([memento_name(number)])[0].nonzero()[:, 0].tolist()

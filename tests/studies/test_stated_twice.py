@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import pytest
 
-from kvprobe.tasks.stated_twice import TURNS, StatedTwice, Word, stated_twice
+from kvprobe.studies.reliance.stated_twice import TURNS, StatedTwice, Word, stated_twice
 
 ALL = stated_twice(48)
 

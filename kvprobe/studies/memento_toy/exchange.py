@@ -14,9 +14,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.inference.mementos import hide, memento, retained, token_rows
 from kvprobe.inference.model import Model
 from kvprobe.patching.grid import Part
+from kvprobe.studies.memento_toy.traces import hide, memento, retained, token_rows
 from kvprobe.tasks.mementos import PLACES, Change, Trace, block_name, memento_name
 from kvprobe.text.tokens import Tokens
 

@@ -2,8 +2,8 @@
 
 from itertools import combinations
 
-from kvprobe.report.order import Order
 from kvprobe.stats import Estimate
+from kvprobe.studies.bands.order import Order
 
 MEANS = {"b": 2.0, "a": 3.0, "c": 1.0}
 

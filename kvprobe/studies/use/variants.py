@@ -12,12 +12,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.erasing.checks import Samples
 from kvprobe.erasing.inlp import inlp
 from kvprobe.erasing.leace import leace_of
 from kvprobe.erasing.subspace import Eraser
 from kvprobe.inference.model import Model
 from kvprobe.probing.gram import Moments, one_hot_answers
+from kvprobe.studies.use.checks import Samples
 from kvprobe.text.tokens import Tokens
 
 PARTS = ("K", "V")

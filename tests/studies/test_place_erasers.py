@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from kvprobe.erasing import interchange
-from kvprobe.erasing.checks import ANEW, INTACT, SAME
-from kvprobe.erasing.place_erasers import (
+from kvprobe.inference.model import Model
+from kvprobe.studies.use.checks import ANEW, INTACT, SAME
+from kvprobe.studies.use.place_erasers import (
     INLP,
     LEACE,
     RANDOM_0,
@@ -17,9 +18,8 @@ from kvprobe.erasing.place_erasers import (
     fit_places,
     interchange_place,
 )
-from kvprobe.erasing.variants import PARTS, Variants, average_cache, read_variants
-from kvprobe.inference.model import Model
-from tests.erasing.test_variants import CLASSES, PLACES, variants
+from kvprobe.studies.use.variants import PARTS, Variants, average_cache, read_variants
+from tests.studies.test_use_variants import CLASSES, PLACES, variants
 
 SLOTS: Places = {"code": (0, 1), "after": (None,)}
 

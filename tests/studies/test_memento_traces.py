@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvprobe.inference.mementos import restarted, retained, stood_in, token_rows, vectors_of
+from kvprobe.studies.memento_toy.traces import restarted, retained, stood_in, token_rows, vectors_of
 from kvprobe.tasks.mementos import Trace, draw_alike, draw_trace
 from tests import models
 from tests.refusals import refused

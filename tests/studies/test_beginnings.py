@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvprobe.text.beginnings import beginnings
+from kvprobe.studies.routing.beginnings import beginnings
 from kvprobe.text.turns import Turns
 from kvprobe.training.steps import Steps
 from tests.models import tiny_tokenizer

@@ -7,11 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvprobe.studies.poisoning.solutions import WorkedProblem, worked_problems
+from kvprobe.studies.poisoning.worked_solutions import (
+    WorkedSolution,
+    draw_solution,
+    exchange,
+    last_number,
+    parted,
+    written,
+)
 from kvprobe.tasks.gsm8k import REQUEST
-from kvprobe.tasks.solutions import WorkedProblem, worked_problems
 from kvprobe.tasks.worded_steps import EARLIER, LATER_STEPS, STEP
 from kvprobe.tasks.worked_answers import DRAFTS, HISTORY
-from kvprobe.tasks.worked_solutions import WorkedSolution, draw_solution, exchange, last_number, parted, written
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.turns import Turns
 from tests.refusals import refused

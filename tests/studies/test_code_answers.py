@@ -5,7 +5,7 @@ import torch
 
 from kvprobe.inference.model import Model
 from kvprobe.patching import Cell
-from kvprobe.patching.code_answers import code_answers
+from kvprobe.studies.use.code_answers import code_answers
 from kvprobe.text.tokens import Tokens
 
 CODES = torch.tensor([[3, 4], [5, 6], [7, 4]])

@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvprobe.patching.bands import band_of, bands_by_half, profile
 from kvprobe.patching.pairs import agreements
+from kvprobe.studies.patching.bands import band_of, bands_by_half, profile
 
 
 @pytest.mark.parametrize(

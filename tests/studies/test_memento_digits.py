@@ -4,8 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from kvprobe.inference.mementos import restarted, retained, token_rows
-from kvprobe.probing.mementos import RESTART, RETAINED, Site, digit_labels, read_linearly, read_sites, sites_of
+from kvprobe.studies.memento_toy.digits import (
+    RESTART,
+    RETAINED,
+    Site,
+    digit_labels,
+    read_linearly,
+    read_sites,
+    sites_of,
+)
+from kvprobe.studies.memento_toy.traces import restarted, retained, token_rows
 from kvprobe.tasks.mementos import draw_trace
 from tests.toy import TINY, toy
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvprobe.probing.variants import Variants
 from kvprobe.studies.multihop import AVAILABLE_SESSIONS
-from kvprobe.tasks.hops import SUMMARY_NAMES, TURN_NAMES, Session, conversation, sessions
+from kvprobe.studies.multihop.hops import SUMMARY_NAMES, TURN_NAMES, Session, conversation, sessions
 from kvprobe.tasks.passcode import draw_codes
 from tests.refusals import refused
 

@@ -3,10 +3,10 @@
 import torch
 
 from kvprobe.attention import attend
-from kvprobe.attention.shares import attention_shares
 from kvprobe.cache.cache import KVCache
 from kvprobe.inference.forward import onwards
 from kvprobe.inference.model import Model
+from kvprobe.studies.compaction.shares import attention_shares
 from tests.random_caches import random_tokens
 from tests.refusals import refused
 

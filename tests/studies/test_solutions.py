@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvprobe.tasks.solutions import (
+from kvprobe.studies.poisoning.solutions import (
     BEADS,
     WorkedProblem,
     computed,

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from kvprobe.erasing import leace, random_eraser
-from kvprobe.erasing.checks import ANEW, INTACT, SAME, Samples, still_read
+from kvprobe.studies.use.checks import ANEW, INTACT, SAME, Samples, still_read
 from tests.probing.planted import planted
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.erasing.caches import interchange
-from kvprobe.erasing.checks import still_read
 from kvprobe.erasing.random_eraser import random_eraser
 from kvprobe.erasing.subspace import Eraser
-from kvprobe.erasing.variants import PARTS, Variants
 from kvprobe.progress import Bar
+from kvprobe.studies.use.checks import still_read
+from kvprobe.studies.use.variants import PARTS, Variants
 from kvprobe.tidy import crossed
 
 LEACE, INLP, RANDOM = "leace", "inlp", "random"

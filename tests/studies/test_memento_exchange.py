@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvprobe.inference.mementos import hide, retained, token_rows
-from kvprobe.patching.mementos import OWN, exchange_blocks
+from kvprobe.studies.memento_toy.exchange import OWN, exchange_blocks
+from kvprobe.studies.memento_toy.traces import hide, retained, token_rows
 from kvprobe.tasks.mementos import draw_changed
 from tests.toy import toy
 

@@ -3,7 +3,7 @@
 import torch
 
 from kvprobe.inference.model import Model
-from kvprobe.inference.named_rows import NamedRows, read_on
+from kvprobe.studies.idle_rebuild.named_rows import NamedRows, read_on
 from kvprobe.text.tokens import Tokens
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvprobe.saes.differences import by_difference, compare_latents, differing_and_random, fewest
+from kvprobe.studies.features.differences import by_difference, compare_latents, differing_and_random, fewest
 
 
 def planted() -> tuple[np.ndarray, np.ndarray]:

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from kvprobe.erasing.mementos import digit_answers, erasing, fit_mementos, mean_ranks
-from kvprobe.inference.mementos import retained, token_rows
+from kvprobe.studies.memento_toy.erasing import digit_answers, erasing, fit_mementos, mean_ranks
+from kvprobe.studies.memento_toy.traces import retained, token_rows
 from kvprobe.tasks.mementos import DIGITS, draw_trace
 from tests.toy import toy
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvprobe.probing.mlp import mlp_predictions
 from kvprobe.probing.ridge import fitted_by_fold
+from kvprobe.studies.memento_toy.mlp import mlp_predictions
 from tests.refusals import refused
 
 SAMPLES = 2000

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kvprobe.erasing.variants import PARTS, Variants, average_cache, read_variants
 from kvprobe.inference.model import Model
 from kvprobe.probing.gram import one_hot_answers
+from kvprobe.studies.use.variants import PARTS, Variants, average_cache, read_variants
 from kvprobe.text.tokens import Tokens
 
 PLACES = {"code": range(3, 5), "after": range(5, 9)}

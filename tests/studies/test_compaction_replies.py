@@ -7,7 +7,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.inference.forced import asked_logits
 from kvprobe.inference.forward import onwards
 from kvprobe.inference.model import Model
-from kvprobe.inference.replies import answers_after, reply_logits
+from kvprobe.studies.compaction.replies import answers_after, reply_logits
 from kvprobe.text.tokens import Tokens
 from tests.models import llama
 from tests.random_caches import random_tokens

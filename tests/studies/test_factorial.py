@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from kvprobe.experiments.factorial import contrast, effects_of
+from kvprobe.studies.compaction.factorial import contrast, effects_of
 
 
 def test_effects_are_those_that_were_planted():

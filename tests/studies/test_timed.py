@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvprobe.inference.timed import power_of_length
+from kvprobe.studies.memory.timed import power_of_length
 
 
 def test_the_power_of_the_length_is_that_over_its_longer_half():
