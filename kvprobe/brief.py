@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from html import escape
+from importlib import import_module
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
@@ -46,6 +47,12 @@ class Brief:
     def _html(self) -> str | None:
         table = self._table()
         return None if table is None else table_html(*table)
+
+
+def show_page(view: str, *results: object) -> None:
+    """Show the page that this function of `kv.views` makes of some results. Its room is above those of all results, so
+    it is found by name."""
+    getattr(import_module("kvprobe.report.views"), view)(*results).show()
 
 
 def brief(value: Any, limit: int = 200) -> str:

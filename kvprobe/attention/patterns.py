@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvprobe.brief import Brief, Table
+from kvprobe.brief import Brief, Table, show_page
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.visibility import visible
 from kvprobe.checks import whole_numbers
@@ -76,9 +76,7 @@ class Patterns(Brief):
 
         In a notebook the page is the output. Elsewhere it is written to a temporary file, and its path is printed.
         """
-        from kvprobe.report.views import attention
-
-        attention(self, after).show()
+        show_page("attention", self, after)
 
     def of_layers(self, layers: Sequence[int]) -> "Patterns":
         """The same for some of its layers; a layer that it does not have is refused."""
