@@ -23,7 +23,7 @@ import pandas as pd
 import kvprobe as kv
 from kvprobe.experiments import running
 from kvprobe.experiments.settings import from_mapping
-from kvprobe.inference.trials import Sample, answer
+from kvprobe.inference.trials import AskedItem, answer
 from kvprobe.presets import presets
 from kvprobe.studies import answers, find
 from kvprobe.studies.robustness import Config
@@ -38,7 +38,7 @@ def bare(model: kv.Model, config: Config) -> pd.DataFrame:
     items = [(task, item) for task in answers.tasks_of(config) for item in task.items(config.samples, config.seed)]
     rows: list[dict[str, Any]] = []
     for number, (task, item) in enumerate(items):
-        sample = Sample(task, item, number, prompt(item, model.tokenizer))
+        sample = AskedItem(task, item, number, prompt(item, model.tokenizer))
         rows += answer(model, sample, cases(config), config.seed, follow=config.follow)
     return pd.DataFrame(rows)
 
@@ -71,7 +71,7 @@ def main() -> None:
     if given.samples:
         config = replace(config, samples=given.samples)
     model = kv.load(config.model)
-    answer(model, Sample(*first_item(model, config)), cases(config)[:2], config.seed)  # the first pass warms up
+    answer(model, AskedItem(*first_item(model, config)), cases(config)[:2], config.seed)  # the first pass warms up
 
     alone, whole = Clock(), Clock()
     rows = alone.timed("answers", bare)(model, config)

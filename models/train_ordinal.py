@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from kvprobe.tasks.ordinal import PLACES, Memo, Split, draw, vocabulary
-from kvprobe.training.loop import Batch, train
+from kvprobe.training.loop import TrainingBatch, train
 from kvprobe.training.schedule import Schedule
 from kvprobe.training.words import word_tokenizer
 
@@ -32,7 +32,7 @@ CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ ' ' + message['c
 
 @dataclass(frozen=True)
 class Ordinal:
-    """How the model is trained, a `kvprobe.training.loop.Recipe`.
+    """How the model is trained, a `kvprobe.training.loop.TrainingRecipe`.
 
     Attributes:
         layers, width, heads: of the Llama.
@@ -96,7 +96,7 @@ def _example(memo: Memo, rng: np.random.Generator) -> Example:
     return Example(memo, memo.swapped((memo.place + int(rng.integers(1, len(PLACES)))) % len(PLACES)))
 
 
-def batch_of(examples: Sequence[Example]) -> Batch:
+def batch_of(examples: Sequence[Example]) -> TrainingBatch:
     """Examples as one pass: start, list of the question, list of the summary, summary, question, answer. Both lists
     have the same positions; the answer and the end after it count, as the rest of a memo is random or fixed."""
     number = {word: index for index, word in enumerate(vocabulary())}
@@ -117,7 +117,7 @@ def batch_of(examples: Sequence[Example]) -> Batch:
             visible[row, summary[:, None] & summarys_list] = False
         if not example.question_sees:
             visible[row, question[:, None] & questions_list] = False
-    return Batch(
+    return TrainingBatch(
         ids=ids,
         counts=(piece == piece.max()).expand(len(rows), -1),
         present=torch.ones_like(ids, dtype=torch.bool),
@@ -133,7 +133,7 @@ def _pieces(example: Example) -> list[list[str]]:
     return [["<bos>", *start], block, summarised_block, summary, question, [example.answer, "<eos>"]]
 
 
-def answer_loss(model: PreTrainedModel, batch: Batch) -> Float[Tensor, ""]:
+def answer_loss(model: PreTrainedModel, batch: TrainingBatch) -> Float[Tensor, ""]:
     """Cross-entropy of the answer and the end after it."""
     return torch.nn.functional.cross_entropy(_last_logits(model, batch).flatten(0, 1), batch.ids[:, -2:].flatten())
 
@@ -145,7 +145,7 @@ def accuracy(model: PreTrainedModel, examples: Sequence[Example]) -> float:
     return float((_last_logits(model, batch)[:, 0].argmax(-1) == batch.ids[:, -2]).float().mean())
 
 
-def _last_logits(model: PreTrainedModel, batch: Batch) -> Float[Tensor, "batch 2 vocab"]:
+def _last_logits(model: PreTrainedModel, batch: TrainingBatch) -> Float[Tensor, "batch 2 vocab"]:
     """The logits from which the answer and the end after it are read."""
     output: Any = model(**batch.inputs, logits_to_keep=2, use_cache=False)
     return output.logits

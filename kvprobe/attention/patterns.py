@@ -6,7 +6,7 @@ queries. On the hooked lane TransformerLens computes whole patterns, and the cho
 long text is read in chunks.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvprobe.brief import Brief, Table, show_page
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.visibility import visible
+from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.checks import whole_numbers
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import cache_of, forward_pass, new_slots, one_row_each, taps
@@ -190,9 +190,8 @@ class _Reading:
         self._weights: dict[int, Tensor] = {}
         new = new_slots([piece], lanes.device)
         self.ledger = new if past is None else past.ledger.append(new)
-        windows = {lanes.geometry.windows[layer] for layer in layers}
         slots = self.here + self.ledger.slots - len(piece)
-        self._seen: Mapping[int | None, Tensor] = {window: visible(self.ledger, slots, window) for window in windows}
+        self._seen = visible_by_layer(self.ledger, slots, lanes.geometry.windows)
 
     @property
     def weights(self) -> Float[Tensor, "layers heads queries slots"]:
@@ -211,33 +210,12 @@ class _Reading:
     def _compute(self, attending: Attending) -> None:
         layer = attending.layer
         if layer in self.layers:
-            seen = self._seen[self.lanes.geometry.windows[layer]]
-            live = seen[layer if seen.shape[0] > 1 else 0, 0]
-            self._weights[layer] = _softmax(attending, attending.query[0, :, self.here], attending.key[0], live)
+            chosen = replace(attending, query=attending.query[:, :, self.here])
+            self._weights[layer] = chosen.weights(self._seen[layer])[0]
 
     def _take(self, layer: int, pattern: Tensor) -> None:
         if layer in self.layers:
             self._weights[layer] = pattern[0, :, self.here].float()
-
-
-def _softmax(
-    attending: Attending,
-    query: Float[Tensor, "heads queries d_head"],
-    key: Float[Tensor, "kv_heads slots d_head"],
-    seen: Bool[Tensor, "kv_heads_or_1 queries slots"],
-) -> Float[Tensor, "heads queries slots"]:
-    """The attention of one row's queries, in fp32."""
-    heads, count, _ = query.shape
-    kv_heads = key.shape[0]
-    grouped = query.float().reshape(kv_heads, -1, query.shape[-1])
-    scores = (grouped @ key.float().transpose(1, 2)).view(kv_heads, -1, count, key.shape[1]) * attending.scale
-    if attending.softcap is not None:
-        scores = (scores / attending.softcap).tanh() * attending.softcap
-    scores = scores.masked_fill(~seen[:, None], -torch.inf).view(heads, count, -1)
-    if attending.sinks is None:
-        return scores.softmax(-1)
-    sinks = attending.sinks.float()[:, None, None].expand(heads, count, 1)
-    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
 
 
 def _layers(model: Model, layers: Sequence[int] | None) -> tuple[int, ...]:

@@ -115,7 +115,7 @@ class Evicts:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SlotPlan:
     """What a policy does to the number of slots.
 
     Attributes:

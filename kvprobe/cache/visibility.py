@@ -1,5 +1,7 @@
 """Which slots each query may attend to, from the ledger: causal by slot order, windows by position, never by length."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -23,6 +25,15 @@ def visible(
         distance = ledger.positions[:, query_slots, None] - ledger.positions[:, None, :]
         seen = seen & (distance < window)[None, :, None]
     return seen | (slots == query_slots[:, None])
+
+
+def visible_by_layer(
+    ledger: Ledger, queries: int | Int[Tensor, "queries"], windows: Sequence[int | None]
+) -> list[Bool[Tensor, "batch kv_heads queries slots"]]:
+    """Which slots each query may attend to in each layer, from the layers' windows; see `visible`. Layers that see the
+    same slots share one tensor."""
+    by_window = {window: list(visible(ledger, queries, window)) for window in dict.fromkeys(windows)}
+    return [by_window[window][layer if ledger.live.shape[0] > 1 else 0] for layer, window in enumerate(windows)]
 
 
 def additive(

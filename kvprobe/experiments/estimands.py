@@ -56,7 +56,7 @@ class Estimand(ABC):
     claims: int = 0
 
     @abstractmethod
-    def cells(self, rows: Rows) -> "list[Cell]":
+    def cells(self, rows: Rows) -> "list[PendingFinding]":
         """What is to be estimated, from all rows."""
 
 
@@ -64,12 +64,12 @@ class Estimand(ABC):
 class Mean(Estimand):
     """The mean over clusters; of fewer than two there is no finding."""
 
-    def cells(self, rows: Rows) -> "list[Cell]":
+    def cells(self, rows: Rows) -> "list[PendingFinding]":
         return several(self.cell(keys, values) for keys, values in by_cluster(rows, self, self.where))
 
-    def cell(self, keys: Mapping[str, Key], values: Values) -> "Cell":
+    def cell(self, keys: Mapping[str, Key], values: Values) -> "PendingFinding":
         known = values[np.isfinite(values)]
-        return Cell(self, keys, len(known), lambda count: self.estimated(known, count))
+        return PendingFinding(self, keys, len(known), lambda count: self.estimated(known, count))
 
     def estimated(self, known: Values, comparisons: int) -> Estimate:
         return estimate(known, None, self.within, comparisons)
@@ -87,13 +87,13 @@ class HeldOut(Mean):
 class Share(Estimand):
     """The share of clusters, each of which is one trial however often it was measured (Wilson's interval)."""
 
-    def cells(self, rows: Rows) -> "list[Cell]":
+    def cells(self, rows: Rows) -> "list[PendingFinding]":
         known = ((keys, values[np.isfinite(values)]) for keys, values in by_cluster(rows, self, self.where))
         return [self.cell(keys, values) for keys, values in known if len(values)]
 
-    def cell(self, keys: Mapping[str, Key], values: Values) -> "Cell":
+    def cell(self, keys: Mapping[str, Key], values: Values) -> "PendingFinding":
         right = min(float(values.sum()), len(values))
-        return Cell(self, keys, len(values), lambda count: wilson(right, len(values), count))
+        return PendingFinding(self, keys, len(values), lambda count: wilson(right, len(values), count))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class Difference(Mean):
 
     less: Where
 
-    def cells(self, rows: Rows) -> "list[Cell]":
+    def cells(self, rows: Rows) -> "list[PendingFinding]":
         others = {tuple(keys.values()): values for keys, values in by_cluster(rows, self, self.less)}
         paired = [
             (keys, values, others.get(tuple(keys.values()))) for keys, values in by_cluster(rows, self, self.where)
@@ -124,13 +124,15 @@ class Ratio(Estimand):
 
     over: str
 
-    def cells(self, rows: Rows) -> "list[Cell]":
+    def cells(self, rows: Rows) -> "list[PendingFinding]":
         tops, bottoms = (by_cluster(rows, replace(self, of=column), self.where) for column in (self.of, self.over))
         return several(self.cell(keys, top, bottom) for (keys, top), (_, bottom) in zip(tops, bottoms, strict=True))
 
-    def cell(self, keys: Mapping[str, Key], top: Values, bottom: Values) -> "Cell":
+    def cell(self, keys: Mapping[str, Key], top: Values, bottom: Values) -> "PendingFinding":
         known = np.isfinite(top) & np.isfinite(bottom)
-        return Cell(self, keys, int(known.sum()), lambda count: ratio(top[known], bottom[known], self.within, count))
+        return PendingFinding(
+            self, keys, int(known.sum()), lambda count: ratio(top[known], bottom[known], self.within, count)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,31 +148,31 @@ class Pooled(Estimand):
 
     less: Where | None = None
 
-    def cells(self, rows: Rows) -> "list[Cell]":
+    def cells(self, rows: Rows) -> "list[PendingFinding]":
         kinds = [(keys, [chosen]) for keys, chosen in groups(rows, self.by, self.where)]
         if self.less is not None:
             less = {tuple(keys.values()): others for keys, others in groups(rows, self.by, self.less)}
             kinds = [(keys, [*one, less[place]]) for keys, one in kinds if (place := tuple(keys.values())) in less]
         return several(self.cell(keys, both) for keys, both in kinds)
 
-    def cell(self, keys: Mapping[str, Key], kinds: Sequence[Rows]) -> "Cell":
+    def cell(self, keys: Mapping[str, Key], kinds: Sequence[Rows]) -> "PendingFinding":
         known = [rows[np.isfinite(rows[self.of].to_numpy(float))] for rows in kinds]
         clusters = min(rows[self.cluster].nunique() for rows in known)
         columns = [(rows[self.of].to_numpy(float), rows[self.cluster].to_numpy()) for rows in known]
-        return Cell(self, keys, clusters, lambda count: pooled(columns, self.within, count))
+        return PendingFinding(self, keys, clusters, lambda count: pooled(columns, self.within, count))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Total(Estimand):
     """The sum over rows, which has no interval."""
 
-    def cells(self, rows: Rows) -> "list[Cell]":
+    def cells(self, rows: Rows) -> "list[PendingFinding]":
         totals = ((keys, Estimate(float(chosen[self.of].sum()))) for keys, chosen in groups(rows, self.by, self.where))
-        return [Cell(self, keys, 0, lambda _, total=total: total) for keys, total in totals]
+        return [PendingFinding(self, keys, 0, lambda _, total=total: total) for keys, total in totals]
 
 
 @dataclass(frozen=True)
-class Cell:
+class PendingFinding:
     """One finding to be: `estimated` takes the number of comparisons over which its interval shall hold."""
 
     estimand: Estimand
@@ -191,7 +193,7 @@ class Cell:
         return estimand.family or estimand.name, tuple(self.keys[key] for key in estimand.together)
 
 
-def several(cells: "Iterable[Cell]") -> "list[Cell]":
+def several(cells: "Iterable[PendingFinding]") -> "list[PendingFinding]":
     """Those of at least two clusters."""
     return [cell for cell in cells if cell.clusters > 1]
 

@@ -21,7 +21,7 @@ _WHICH_BIT = 53
 
 
 @dataclass(frozen=True)
-class Layout:
+class BitLayout:
     """How a dtype lays out its bits, from the lowest: mantissa, exponent, sign."""
 
     dtype: torch.dtype
@@ -44,10 +44,10 @@ class Layout:
         return next(name for name in get_args(Field) if bit in self.field(name))
 
 
-LAYOUTS: dict[str, Layout] = {
-    "fp32": Layout(torch.float32, torch.int32, 23, 8),
-    "bf16": Layout(torch.bfloat16, torch.int16, 7, 8),
-    "fp16": Layout(torch.float16, torch.int16, 10, 5),
+LAYOUTS: dict[str, BitLayout] = {
+    "fp32": BitLayout(torch.float32, torch.int32, 23, 8),
+    "bf16": BitLayout(torch.bfloat16, torch.int16, 7, 8),
+    "fp16": BitLayout(torch.float16, torch.int16, 10, 5),
 }
 
 
@@ -101,7 +101,7 @@ class BitFlips(Fault):
             bits = choice.start + (struck.uniform(_WHICH_BIT, numbers.shape[1], part) * len(choice)).long()
         return flipped(numbers.to(layout.dtype), bits).to(numbers.dtype)
 
-    def _refuse_bit(self, layout: Layout) -> None:
+    def _refuse_bit(self, layout: BitLayout) -> None:
         if self.bit is not None and not 0 <= self.bit < layout.bits:
             raise UserError(
                 f"BitFlips has bit={self.bit}; in {layout.dtype}, give a bit from 0 to {layout.bits - 1}, or a field."

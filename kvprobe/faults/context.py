@@ -17,7 +17,7 @@ from kvprobe.names import unknown
 
 
 @dataclass(frozen=True)
-class Moments:
+class SlotMoments:
     """Mean, spread and covariance of one layer's K or V over slots.
 
     Attributes:
@@ -31,7 +31,7 @@ class Moments:
     covariance: Float[Tensor, "kv_heads d d"]
 
     @classmethod
-    def of(cls, vectors: Float[Tensor, "kv_heads slots d"]) -> "Moments":
+    def of(cls, vectors: Float[Tensor, "kv_heads slots d"]) -> "SlotMoments":
         """In fp32."""
         vectors = vectors.float()
         mean = vectors.mean(1)
@@ -108,11 +108,11 @@ class FaultContext:
         """K or V of a layer's slots that hold a token."""
         return _filled(self.cache, layer, part)
 
-    def moments(self, layer: int, part: Part) -> Moments:
+    def moments(self, layer: int, part: Part) -> SlotMoments:
         """Of the clean cache."""
         return self._remember(None, self.cache, layer, part)
 
-    def donor_moments(self, name: str, layer: int, part: Part) -> Moments:
+    def donor_moments(self, name: str, layer: int, part: Part) -> SlotMoments:
         """Of a donor's cache."""
         return self._remember(name, self.donor(name), layer, part)
 
@@ -121,10 +121,10 @@ class FaultContext:
         """What faults have computed from this context and will need again."""
         return {}
 
-    def _remember(self, donor: str | None, cache: KVCache, layer: int, part: Part) -> Moments:
+    def _remember(self, donor: str | None, cache: KVCache, layer: int, part: Part) -> SlotMoments:
         known = self.computed.get(("moments", donor, layer, part))
-        if not isinstance(known, Moments):
-            known = Moments.of(_filled(cache, layer, part))
+        if not isinstance(known, SlotMoments):
+            known = SlotMoments.of(_filled(cache, layer, part))
             self.computed["moments", donor, layer, part] = known
         return known
 

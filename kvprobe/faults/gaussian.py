@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.cache.attention import scores_of
 from kvprobe.errors import UserError
 from kvprobe.faults.context import FaultContext
 from kvprobe.faults.draws import Draws
@@ -122,7 +123,7 @@ def effect(context: FaultContext, layer: int, part: Part, share: float) -> Float
         raise UserError("Noise matched by its effect needs the fault context's queries; let Model.sweep read them.")
     keys, values = context.vectors(layer, "k").float(), context.vectors(layer, "v").float()
     queries, scale = context.queries.rows[layer].float(), context.queries.scale[layer]
-    scores = queries @ keys.transpose(1, 2) * scale
+    scores = scores_of(queries @ keys.transpose(1, 2), scale)
     weights = scores.softmax(-1)
     output = weights @ values
     vectors = keys if part == "k" else values
@@ -132,7 +133,7 @@ def effect(context: FaultContext, layer: int, part: Part, share: float) -> Float
         # Only one slot's value changes: the output moves by that change, times the slot's weight.
         moved = weights.square() * (mixed - values).square().sum(-1)[:, None]
     else:
-        changed = queries @ mixed.transpose(1, 2) * scale
+        changed = scores_of(queries @ mixed.transpose(1, 2), scale)
         # One slot's weight goes from a to b and the others shrink in proportion: the output moves by
         # (b − a)/(1 − a) · (value − output).
         rest = torch.log1p(-weights.clamp(max=1 - 1e-6)) + scores.logsumexp(-1, keepdim=True)

@@ -16,7 +16,7 @@ from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
 from kvprobe.faults.strike import Damage, strike
 from kvprobe.inference.forward import new_slots
-from kvprobe.models.hf_cache import Layer, past_key_values
+from kvprobe.models.hf_cache import CacheLayer, past_key_values
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.loading import free_bytes
 from kvprobe.models.unproved import Lane
@@ -99,7 +99,7 @@ class Batch:
         return order[:count]
 
 
-class Buffer(Layer):
+class Buffer(CacheLayer):
     """One layer's K and V with room for later tokens; `keys` and `values` are views of the slots that hold a token.
 
     Attributes:

@@ -71,7 +71,7 @@ def forced_logits(
     return torch.cat([first, following], 1)
 
 
-class Given(NamedTuple):
+class ForcedAnswer(NamedTuple):
     """An answer that a model was given.
 
     Attributes:
@@ -83,13 +83,13 @@ class Given(NamedTuple):
     likeliest: bool
 
 
-def given_answer(model: Model, past: KVCache | None, prompt: Tokens, answer: Sequence[int]) -> Given:
+def given_answer(model: Model, past: KVCache | None, prompt: Tokens, answer: Sequence[int]) -> ForcedAnswer:
     """How likely these tokens are, one after the other, where a prompt ends that is read after `past`."""
     read = prompt + Tokens.of(answer[:-1], "answer", prompt.following)
     logits = model.extend(past, [read], logits=len(answer))[1][0].float()
     tokens = torch.tensor(answer, device=logits.device)
     log_probs = logits.log_softmax(-1).gather(-1, tokens[:, None])
-    return Given(float(log_probs.double().sum()), bool((logits.argmax(-1) == tokens).all()))
+    return ForcedAnswer(float(log_probs.double().sum()), bool((logits.argmax(-1) == tokens).all()))
 
 
 def chances(model: Model, before: Tokens, endings: Sequence[Sequence[int]]) -> list[float]:

@@ -17,7 +17,7 @@ from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import differing
 from kvprobe.inference.readable import refuse_unreadable, require_type
-from kvprobe.models.hf_cache import Layer, past_key_values
+from kvprobe.models.hf_cache import CacheLayer, past_key_values
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.unproved import Lane
 from kvprobe.text.tokens import Tokens
@@ -46,7 +46,7 @@ def prefill(lanes: Lanes, tokens: Sequence[Tokens], lane: Lane = "plain") -> KVC
     return extend(lanes, None, tokens, lane)[0]
 
 
-class TapLayer(Layer):
+class TapLayer(CacheLayer):
     """One layer of a Hugging Face cache that starts from a kvprobe cache, without changing it.
 
     Attributes:
@@ -150,7 +150,7 @@ def forward_pass(
     lanes: Lanes,
     past: KVCache | None,
     tokens: Sequence[Tokens],
-    layers: Sequence[Layer],
+    layers: Sequence[CacheLayer],
     lane: Lane,
     logits: int,
 ) -> tuple[Ledger, Float[Tensor, "batch last vocab"]]:

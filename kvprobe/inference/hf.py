@@ -20,7 +20,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import as_seen, new_slots, prefill, refuse_foreign
 from kvprobe.inference.readable import require_type
-from kvprobe.models.hf_cache import Layer, past_key_values
+from kvprobe.models.hf_cache import CacheLayer, past_key_values
 from kvprobe.models.lanes import Lanes
 from kvprobe.text.tokens import Tokens
 
@@ -52,7 +52,7 @@ def from_hf(lanes: Lanes, past: Cache, tokens: Sequence[Tokens]) -> KVCache:
                 f"Layer {number} of the cache is a {type(layer).__name__}, which keeps a state in place "
                 "of slots; give the cache of a model whose layers all have full or sliding-window attention."
             )
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, Layer):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, CacheLayer):
             raise UserError(
                 f"Layer {number} of the cache is a {type(layer).__name__}; kvprobe reads full and sliding layers of a "
                 "DynamicCache, so generate with one."
@@ -90,9 +90,9 @@ def to_hf(lanes: Lanes, cache: KVCache) -> DynamicCache:
             "The cache has slots that are masked, padding, or not at the position of their index, which a cache of "
             "transformers cannot say; evict what is hidden and re-index the rest: cache.evict(…).reindex()."
         )
-    seen, layers = as_seen(lanes, cache), list[Layer]()
+    seen, layers = as_seen(lanes, cache), list[CacheLayer]()
     for keys, values in zip(seen.keys, seen.values, strict=True):
-        layer = Layer()
+        layer = CacheLayer()
         layer.update(keys.clone(), values.clone())
         layers.append(layer)
     return past_key_values(layers)

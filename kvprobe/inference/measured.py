@@ -26,7 +26,7 @@ from kvprobe.models.loading import free_bytes
 
 
 @dataclass(frozen=True)
-class Phase:
+class MeasuredPhase:
     """Bytes beside the weights during one pass.
 
     Attributes:
@@ -51,8 +51,8 @@ class Measured(Brief):
 
     budget: Budget
     weights: int
-    reading: Phase
-    generating: Phase | None
+    reading: MeasuredPhase
+    generating: MeasuredPhase | None
 
     @property
     def peak(self) -> int:
@@ -175,12 +175,12 @@ def _storages(value: object) -> dict[int, int]:
     return storages
 
 
-def _measured_phase(runs: list[Callable[[], None]], past: Callable[[], Cache], device: torch.device) -> Phase:
+def _measured_phase(runs: list[Callable[[], None]], past: Callable[[], Cache], device: torch.device) -> MeasuredPhase:
     """Run these, and return the bytes of the last one."""
     return _on_gpu(runs, past, device) if device.type == "cuda" else _on_cpu(runs, past)
 
 
-def _on_gpu(runs: list[Callable[[], None]], past: Callable[[], Cache], device: torch.device) -> Phase:
+def _on_gpu(runs: list[Callable[[], None]], past: Callable[[], Cache], device: torch.device) -> MeasuredPhase:
     for run in runs[:-1]:
         run()
     torch.cuda.synchronize(device)
@@ -188,10 +188,10 @@ def _on_gpu(runs: list[Callable[[], None]], past: Callable[[], Cache], device: t
     before, cached = torch.cuda.memory_allocated(device), sum(storage_bytes(past()))
     runs[-1]()
     torch.cuda.synchronize(device)
-    return Phase(sum(storage_bytes(past())), cached + torch.cuda.max_memory_allocated(device) - before)
+    return MeasuredPhase(sum(storage_bytes(past())), cached + torch.cuda.max_memory_allocated(device) - before)
 
 
-def _on_cpu(runs: list[Callable[[], None]], past: Callable[[], Cache]) -> Phase:
+def _on_cpu(runs: list[Callable[[], None]], past: Callable[[], Cache]) -> MeasuredPhase:
     from torch.profiler import ProfilerActivity, profile, record_function
 
     with _silenced(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -210,7 +210,7 @@ def _on_cpu(runs: list[Callable[[], None]], past: Callable[[], Cache]) -> Phase:
         if time >= start:
             now += change
             most = max(most, now)
-    return Phase(sum(storage_bytes(past())), cached + most)
+    return MeasuredPhase(sum(storage_bytes(past())), cached + most)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Sample:
+class AskedItem:
     """One item to be answered.
 
     Attributes:
@@ -56,7 +56,7 @@ class Sample:
 
 
 def answer(
-    model: Model, asked: Sequence[tuple[Sample, Sequence[Case]]], seed: int, *, follow: bool = True
+    model: Model, asked: Sequence[tuple[AskedItem, Sequence[Case]]], seed: int, *, follow: bool = True
 ) -> list[dict[str, Any]]:
     """One row per sample and case, the clean answer first (its `case` is -1; its labels are missing).
 
@@ -95,7 +95,7 @@ def answer(
     return rows
 
 
-def _row(sample: Sample, case: int, labels: Labels, outcome: Outcome, clean: Outcome) -> dict[str, Any]:
+def _row(sample: AskedItem, case: int, labels: Labels, outcome: Outcome, clean: Outcome) -> dict[str, Any]:
     task = sample.task
     scores = task.score(outcome.text, sample.item)
     diverged = first_divergence(clean.tokens, outcome.tokens)

@@ -193,4 +193,4 @@ class Suffix:
 
     def _attention(self, attending: Attending) -> Float[Tensor, "rows heads queries d_value"]:
         base, layer = self.reader.base, attending.layer
-        return attention(attending, base.keys[layer][0], base.values[layer][0], self.reader.seen(layer))
+        return attention(attending, base.keys[layer][0], base.values[layer][0], self.reader.seen[layer])

@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING, get_args
 
 from kvprobe.brief import cut
-from kvprobe.cache.slots import Plan
+from kvprobe.cache.slots import SlotPlan
 from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.memory import hf, vllm
@@ -124,7 +124,7 @@ def budget(
             source=source,
             dtype=numbers,
             numbers=numbers if cache_dtype is None else numbers_named(cache_dtype),
-            plan=Plan() if policy is None else plan_of(policy),
+            plan=SlotPlan() if policy is None else plan_of(policy),
         ),
         engine=engine,
         blocks=vllm.Engine(block=block, ranks=ranks, batched_tokens=batched_tokens),

@@ -11,7 +11,7 @@ from kvprobe.names import unknown
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionStore:
     """A layer that stores a key and a value per token and KV head.
 
     Attributes:
@@ -81,14 +81,14 @@ class State:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerStore:
     """What one layer stores: for attention, for recurrence, for both, or nothing.
 
     Attributes:
         shares: the layer whose K and V it reads instead of storing its own (Gemma 3n).
     """
 
-    attention: Attention | None = None
+    attention: AttentionStore | None = None
     state: State | None = None
     shares: int | None = None
 
@@ -141,7 +141,7 @@ def text_model(config: Config) -> Config:
     return config.with_defaults(defaults_of(kind))
 
 
-def layers_of(config: Config) -> tuple[Layer, ...]:
+def layers_of(config: Config) -> tuple[LayerStore, ...]:
     """What each layer of a text model stores.
 
     Raises:
@@ -153,24 +153,24 @@ def layers_of(config: Config) -> tuple[Layer, ...]:
     sharing = _sharing(config, types)
     alike = {kind: _layer(config, kind) for kind in dict.fromkeys(types)}
     return tuple(
-        Layer(shares=sharing[number]) if number in sharing else alike[kind] for number, kind in enumerate(types)
+        LayerStore(shares=sharing[number]) if number in sharing else alike[kind] for number, kind in enumerate(types)
     )
 
 
-def _layer(config: Config, kind: LayerType) -> Layer:
+def _layer(config: Config, kind: LayerType) -> LayerStore:
     if kind == "none":
-        return Layer()
+        return LayerStore()
     if kind in ("linear", "conv"):
-        return Layer(state=_state(config, kind))
+        return LayerStore(state=_state(config, kind))
     if kind == "hybrid":
-        return Layer(_attention(config, "full"), _state(config, "linear"))
-    return Layer(_attention(config, kind))
+        return LayerStore(_attention(config, "full"), _state(config, "linear"))
+    return LayerStore(_attention(config, kind))
 
 
-def _attention(config: Config, kind: LayerType) -> Attention:
+def _attention(config: Config, kind: LayerType) -> AttentionStore:
     reach = {"sliding": window, "chunked": lambda config: config.size("attention_chunk_size")}.get(kind)
     if config.kind.startswith("deepseek"):
-        return Attention(
+        return AttentionStore(
             heads(config),
             kv_heads=1,
             d_key=config.size("kv_lora_rank"),
@@ -178,7 +178,7 @@ def _attention(config: Config, kind: LayerType) -> Attention:
             latent=True,
             d_index=config.size("index_head_dim") if kind == "indexed" else 0,
         )
-    return Attention(
+    return AttentionStore(
         heads(config),
         kv_heads(config),
         d_head(config),

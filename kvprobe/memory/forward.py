@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Literal
 
 from kvprobe.memory import hf
-from kvprobe.memory.caches import Attention, Layer
+from kvprobe.memory.caches import AttentionStore, LayerStore
 from kvprobe.memory.config import Config
 from kvprobe.memory.request import Request
 from kvprobe.memory.widths import Widths
@@ -53,7 +53,7 @@ class Phase:
         return self.cache + self.activations + self.logits + self.growth
 
 
-def reading(layers: tuple[Layer, ...], widths: Widths, request: Request, kernel: Kernel, logits: Logits) -> Phase:
+def reading(layers: tuple[LayerStore, ...], widths: Widths, request: Request, kernel: Kernel, logits: Logits) -> Phase:
     """The fullest phase of one pass that reads the prompt into an empty cache."""
     whole = request.after_prompt
     sizes = hf.held(layers, whole)
@@ -81,7 +81,7 @@ def reading(layers: tuple[Layer, ...], widths: Widths, request: Request, kernel:
     return max(phases, key=lambda phase: phase.total)
 
 
-def _mask_bytes(layers: tuple[Layer, ...], widths: Widths, request: Request, kernel: Kernel) -> int:
+def _mask_bytes(layers: tuple[LayerStore, ...], widths: Widths, request: Request, kernel: Kernel) -> int:
     """Bytes of the masks that are held for the whole pass: one for each kind of layer that needs one."""
     prompt, number = request.prompt, request.dtype.bytes(1)
     kinds = {(layer.attention.reach, layer.attention.chunked) for layer in layers if layer.attention is not None}
@@ -90,7 +90,7 @@ def _mask_bytes(layers: tuple[Layer, ...], widths: Widths, request: Request, ker
     return sum(prompt**2 for reach, _ in kinds if widths.masked or (reach is not None and prompt >= reach))
 
 
-def _attending(attention: Attention, widths: Widths, request: Request, kernel: Kernel) -> int:
+def _attending(attention: AttentionStore, widths: Widths, request: Request, kernel: Kernel) -> int:
     """Bytes of queries, output, and the kernel's copies of mask, keys and values."""
     prompt, number = request.prompt, request.dtype.bytes(1)
     tokens = request.batch * prompt
@@ -112,7 +112,7 @@ def _attending(attention: Attention, widths: Widths, request: Request, kernel: K
     return number * tokens * (2 * wide + repeated) + (square * number if masked else 0)
 
 
-def growing(layers: tuple[Layer, ...], widths: Widths, request: Request, kernel: Kernel) -> Phase:
+def growing(layers: tuple[LayerStore, ...], widths: Widths, request: Request, kernel: Kernel) -> Phase:
     """The fullest phase of reading the last token, where layer after layer of the cache is copied to be one longer."""
     before, after = hf.held(layers, replace(request, new=request.new - 1)), hf.held(layers, request)
     number = request.dtype.bytes(1)
@@ -131,7 +131,7 @@ def growing(layers: tuple[Layer, ...], widths: Widths, request: Request, kernel:
     return max(phases, key=lambda phase: phase.total)
 
 
-def _copies(attention: Attention, before: int, after: int, request: Request) -> int:
+def _copies(attention: AttentionStore, before: int, after: int, request: Request) -> int:
     """Bytes beside a layer's keys and values while the longer ones are made."""
     if not request.numbers.is_plain:
         # All of them are dequantised and joined with the new ones.
@@ -142,7 +142,7 @@ def _copies(attention: Attention, before: int, after: int, request: Request) -> 
     return round(max(after * key, after - before * key))
 
 
-def _looking_back(attention: Attention, request: Request, kernel: Kernel) -> int:
+def _looking_back(attention: AttentionStore, request: Request, kernel: Kernel) -> int:
     """Bytes of one token's attention: eager attention repeats keys and values for all query heads, and has scores."""
     if kernel == "sdpa":
         return 0

@@ -7,7 +7,7 @@ selects everything.
 """
 
 from kvprobe.errors import UserError
-from kvprobe.memory.caches import STATE_BYTES, Attention, Layer, State
+from kvprobe.memory.caches import STATE_BYTES, AttentionStore, LayerStore, State
 from kvprobe.memory.request import Request
 
 GROUP = 64
@@ -17,7 +17,7 @@ RESIDUAL = 128
 """Generated tokens that a quanto cache holds at full precision before it quantises everything again."""
 
 
-def held(layers: tuple[Layer, ...], request: Request) -> list[int]:
+def held(layers: tuple[LayerStore, ...], request: Request) -> list[int]:
     """Bytes of the storage that each layer's tensors hold.
 
     Raises:
@@ -27,7 +27,7 @@ def held(layers: tuple[Layer, ...], request: Request) -> list[int]:
     return [_layer(layer, number, len(layers), request) for number, layer in enumerate(layers)]
 
 
-def _layer(layer: Layer, number: int, layers: int, request: Request) -> int:
+def _layer(layer: LayerStore, number: int, layers: int, request: Request) -> int:
     total = 0
     if layer.attention is not None:
         attention, heads = layer.attention, _heads(layer.attention)
@@ -46,7 +46,7 @@ def _layer(layer: Layer, number: int, layers: int, request: Request) -> int:
     return total
 
 
-def rows_held(attention: Attention, prompt: int, new: int) -> int:
+def rows_held(attention: AttentionStore, prompt: int, new: int) -> int:
     """Slots that a layer's tensors hold."""
     context = prompt + new
     if attention.reach in (None, 1) or new == 0:
@@ -54,7 +54,7 @@ def rows_held(attention: Attention, prompt: int, new: int) -> int:
     return min(context, attention.reach)
 
 
-def _heads(attention: Attention) -> int:
+def _heads(attention: AttentionStore) -> int:
     return attention.copies or attention.kv_heads
 
 
@@ -85,7 +85,7 @@ def fuller_steps(request: Request) -> list[int]:
     return [before] if 0 <= before < request.new else []
 
 
-def check(layers: tuple[Layer, ...], request: Request) -> None:
+def check(layers: tuple[LayerStore, ...], request: Request) -> None:
     """Refuse lengths whose numbers do not fill whole groups of quanto.
 
     Raises:
@@ -103,7 +103,7 @@ def check(layers: tuple[Layer, ...], request: Request) -> None:
                     )
 
 
-def _refuse(layers: tuple[Layer, ...], request: Request) -> None:
+def _refuse(layers: tuple[LayerStore, ...], request: Request) -> None:
     name = request.numbers.name
     if "hf" not in request.numbers.engines:
         raise UserError(f"transformers has no cache of {name}; use a float, fp8, int4 or int2, or engine='vllm'.")

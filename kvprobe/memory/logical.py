@@ -1,10 +1,10 @@
 """The logical view: the bytes that a query may read, each number at its width, without what an engine adds."""
 
-from kvprobe.memory.caches import STATE_BYTES, Attention, Layer, State
+from kvprobe.memory.caches import STATE_BYTES, AttentionStore, LayerStore, State
 from kvprobe.memory.request import Request
 
 
-def held(layers: tuple[Layer, ...], request: Request) -> list[int]:
+def held(layers: tuple[LayerStore, ...], request: Request) -> list[int]:
     """Bytes of each layer.
 
     The scales of a policy that rounds are counted, since they are part of the policy; those of a cache format are not,
@@ -13,7 +13,7 @@ def held(layers: tuple[Layer, ...], request: Request) -> list[int]:
     return [_layer(layer, number, len(layers), request) for number, layer in enumerate(layers)]
 
 
-def _layer(layer: Layer, number: int, layers: int, request: Request) -> int:
+def _layer(layer: LayerStore, number: int, layers: int, request: Request) -> int:
     total = 0
     if layer.attention is not None:
         total += _attention(layer.attention, number, layers, request)
@@ -22,7 +22,7 @@ def _layer(layer: Layer, number: int, layers: int, request: Request) -> int:
     return total * request.batch
 
 
-def _attention(attention: Attention, number: int, layers: int, request: Request) -> int:
+def _attention(attention: AttentionStore, number: int, layers: int, request: Request) -> int:
     if attention.crosses:
         return request.numbers.bytes(request.source * attention.numbers)
     kept = request.plan.kept(request.prompt, request.new, number, layers)

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeVar
 
-from kvprobe.cache.slots import Plan
+from kvprobe.cache.slots import SlotPlan
 from kvprobe.errors import UserError
 from kvprobe.memory import forward, hf, logical, vllm
-from kvprobe.memory.caches import Layer
+from kvprobe.memory.caches import LayerStore
 from kvprobe.memory.config import Config
 from kvprobe.memory.forward import Kernel, Logits, Phase
 from kvprobe.memory.request import Request
@@ -51,7 +51,7 @@ class Needs:
     """
 
     config: Config
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerStore, ...]
     widths: Widths
     parameters: int
     active: int
@@ -235,7 +235,7 @@ class Needs:
     @property
     def without_policy(self: Same) -> Same:
         """The same where every slot is retained, at full precision."""
-        return replace(self, request=replace(self.request, plan=Plan()))
+        return replace(self, request=replace(self.request, plan=SlotPlan()))
 
     @property
     def without_format(self: Same) -> Same:

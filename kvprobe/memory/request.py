@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from kvprobe.cache.slots import Plan
+from kvprobe.cache.slots import SlotPlan
 from kvprobe.memory.numbers import FORMATS, Numbers
 
 
@@ -26,7 +26,7 @@ class Request:
     source: int = 0
     dtype: Numbers = FORMATS["bfloat16"]
     numbers: Numbers = FORMATS["bfloat16"]
-    plan: Plan = field(default_factory=Plan)
+    plan: SlotPlan = field(default_factory=SlotPlan)
 
     @property
     def context(self) -> int:
@@ -36,4 +36,4 @@ class Request:
     @property
     def after_prompt(self) -> "Request":
         """The same when the prompt has been read and no policy has acted yet."""
-        return replace(self, new=0, plan=Plan())
+        return replace(self, new=0, plan=SlotPlan())

@@ -10,7 +10,7 @@ tokens in flight, since they are written before older blocks are freed. Sources:
 from dataclasses import dataclass
 
 from kvprobe.errors import UserError
-from kvprobe.memory.caches import Attention, Layer, State
+from kvprobe.memory.caches import AttentionStore, LayerStore, State
 from kvprobe.memory.request import Request
 
 BLOCK = 16
@@ -67,7 +67,7 @@ class Reserved:
         return self.blocks * self.block_bytes
 
 
-def reserved(layers: tuple[Layer, ...], request: Request, engine: Engine) -> Reserved:
+def reserved(layers: tuple[LayerStore, ...], request: Request, engine: Engine) -> Reserved:
     """The blocks that vLLM counts for one conversation of this length, on one rank.
 
     Raises:
@@ -101,7 +101,7 @@ def reserved(layers: tuple[Layer, ...], request: Request, engine: Engine) -> Res
     )
 
 
-def _block(layers: tuple[Layer, ...], request: Request, engine: Engine) -> tuple[int, int | None]:
+def _block(layers: tuple[LayerStore, ...], request: Request, engine: Engine) -> tuple[int, int | None]:
     """Tokens in a block, and, for a model with attention and states, the bytes to which their pages are padded."""
     states = [_state_bytes(layer.state, request, engine) for layer in layers if layer.state is not None]
     attentions = [_token_bytes(layer.attention, request, engine) for layer in layers if layer.attention is not None]
@@ -113,7 +113,7 @@ def _block(layers: tuple[Layer, ...], request: Request, engine: Engine) -> tuple
     return block, block * token
 
 
-def _spec(part: Attention | State, request: Request, engine: Engine, block: int, page: int | None) -> Spec:
+def _spec(part: AttentionStore | State, request: Request, engine: Engine, block: int, page: int | None) -> Spec:
     if isinstance(part, State):
         # With prefix caching, the default of hybrid models, there are two states: the current one and the last cached
         # one.
@@ -132,7 +132,7 @@ def _spec(part: Attention | State, request: Request, engine: Engine, block: int,
     return Spec(key, page, -(-tokens // block) + slack)
 
 
-def _token_bytes(attention: Attention, request: Request, engine: Engine) -> int:
+def _token_bytes(attention: AttentionStore, request: Request, engine: Engine) -> int:
     """Bytes of one token in one layer, on one rank."""
     name = request.numbers.name
     if attention.latent:
@@ -144,7 +144,7 @@ def _token_bytes(attention: Attention, request: Request, engine: Engine) -> int:
     return heads * sum(_vector_bytes(d, name, request) for d in (attention.d_key, attention.d_value))
 
 
-def _index_bytes(attention: Attention) -> int:
+def _index_bytes(attention: AttentionStore) -> int:
     """Bytes of one key of a sparse-attention index: fp8 numbers, and a scale for each 128."""
     return attention.d_index + attention.d_index // 128 * 4
 
@@ -162,7 +162,7 @@ def _state_bytes(state: State, request: Request, engine: Engine) -> int:
     return (state.channels * (state.kernel - 1) * number + state.recurrent * recurrent) // engine.ranks
 
 
-def _refuse(layers: tuple[Layer, ...], request: Request, engine: Engine) -> None:
+def _refuse(layers: tuple[LayerStore, ...], request: Request, engine: Engine) -> None:
     name = request.numbers.name
     if "vllm" not in request.numbers.engines:
         raise UserError(

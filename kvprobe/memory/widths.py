@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvprobe.memory.caches import Layer
+from kvprobe.memory.caches import LayerStore
 from kvprobe.memory.config import Config
 
 
@@ -61,7 +61,7 @@ _ROTATED = {"phi": 0.5, "glm": 0.5, "glm4": 0.5, "gpt_neox": 0.25, "stablelm": 0
 """Families that rotate only this share of a head, unless the config states another."""
 
 
-def widths_of(config: Config, layers: tuple[Layer, ...]) -> Widths:
+def widths_of(config: Config, layers: tuple[LayerStore, ...]) -> Widths:
     """The widths of a text model.
 
     Raises:
@@ -92,7 +92,7 @@ def widths_of(config: Config, layers: tuple[Layer, ...]) -> Widths:
     )
 
 
-def _mlp(config: Config, hidden: int, layers: tuple[Layer, ...]) -> int:
+def _mlp(config: Config, hidden: int, layers: tuple[LayerStore, ...]) -> int:
     kind = config.kind
     widest = max((layer.state.channels for layer in layers if layer.state is not None), default=0)
     recurrent = 4 * widest

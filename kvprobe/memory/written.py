@@ -7,7 +7,7 @@ from inspect import isabstract
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from kvprobe.cache.slots import Evicts, Plan, Rounds
+from kvprobe.cache.slots import Evicts, Rounds, SlotPlan
 from kvprobe.errors import UserError
 from kvprobe.extensions import extension, extensions
 from kvprobe.names import unknown
@@ -22,7 +22,7 @@ _EXACT = 1 << 53
 """Whole numbers below this are exact as floats."""
 
 
-def plan_of(policy: "Policy | str") -> Plan:
+def plan_of(policy: "Policy | str") -> SlotPlan:
     """The plan of a policy of `kv.policies`, or of its text: `SinkWindow(4, 1020) | TOVA(512)`, `Quantise(4)`.
 
     Nothing in a text is run but the policy's own constructor, with literals.
@@ -52,7 +52,7 @@ def plan_of(policy: "Policy | str") -> Plan:
             f"{policy} has budgets that differ by layer or head in a chain, so its settings do not determine the "
             "number of retained slots; give one policy."
         )
-    return Plan(str(policy), evicts, rounds[0] if rounds else None)
+    return SlotPlan(str(policy), evicts, rounds[0] if rounds else None)
 
 
 def policy_members(text: str) -> "list[Policy]":

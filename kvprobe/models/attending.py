@@ -6,10 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from kvprobe.cache.attention import output_of, weights_of
 from kvprobe.errors import UserError
 
 
@@ -34,6 +35,16 @@ class Attending:
     scale: float
     softcap: float | None = None
     sinks: Float[Tensor, "heads"] | None = None
+
+    def weights(self, seen: Bool[Tensor, "#rows #kv_heads queries slots"]) -> Float[Tensor, "rows heads queries slots"]:
+        """The share of its attention that each query pays each slot it sees, in fp32."""
+        return weights_of(self.query, self.key, seen, self.scale, self.softcap, self.sinks)
+
+    def output(
+        self, seen: Bool[Tensor, "#rows #kv_heads queries slots"]
+    ) -> Float[Tensor, "rows heads queries d_value"]:
+        """What each query reads, in fp32."""
+        return output_of(self.weights(seen), self.value)
 
 
 Attend = Callable[[Attending], Float[Tensor, "rows heads queries d_value"]]

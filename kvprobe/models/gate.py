@@ -14,10 +14,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvprobe.cache.ledger import PADDING, Ledger
+from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.errors import UserError
 from kvprobe.models.attending import Attending
 from kvprobe.models.geometry import embedded_tokens
-from kvprobe.models.hf_cache import Layer, past_key_values
+from kvprobe.models.hf_cache import CacheLayer, past_key_values
 from kvprobe.models.unproved import Lane, UnprovedLanes
 from kvprobe.names import one_line
 
@@ -108,10 +109,10 @@ def prove_attention(lanes: UnprovedLanes) -> None:
     """
     ids = few_tokens(lanes)
     ledger, worst = fresh_ledger(ids), [0.0]
-    masks = lanes.masks(ledger, _LENGTH)
+    seen = visible_by_layer(ledger, _LENGTH, lanes.geometry.windows)
 
     def compare(inputs: Attending, computed: Float[Tensor, "rows queries heads d_value"]) -> None:
-        worst.append(difference(_standard(inputs, masks[inputs.layer]).transpose(1, 2), computed))
+        worst.append(difference(inputs.output(seen[inputs.layer]).transpose(1, 2), computed))
 
     with torch.no_grad(), lanes.observing_attention_unproved(compare):
         lanes.unproved(ids, ledger, empty_cache(lanes), masked=True)
@@ -121,22 +122,6 @@ def prove_attention(lanes: UnprovedLanes) -> None:
             f"{max(worst):.1e}), so its attention can be neither shown nor replaced on the plain lane; patch with "
             f"KVCache.patch, one cell at a time."
         )
-
-
-def _standard(
-    inputs: Attending, mask: Float[Tensor, "rows heads_or_1 queries slots"]
-) -> Float[Tensor, "rows heads queries d_value"]:
-    """The output of a softmax over scaled scores for these inputs."""
-    groups = inputs.query.shape[1] // inputs.key.shape[1]
-    key, value = (tensor.repeat_interleave(groups, 1).float() for tensor in (inputs.key, inputs.value))
-    scores = inputs.query.float() @ key.transpose(2, 3) * inputs.scale
-    if inputs.softcap is not None:
-        scores = (scores / inputs.softcap).tanh() * inputs.softcap
-    scores = scores + mask.float()
-    if inputs.sinks is not None:
-        sinks = inputs.sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
-        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ value
-    return scores.softmax(-1) @ value
 
 
 def _plain_checks(lanes: UnprovedLanes) -> Iterator[Check]:
@@ -319,7 +304,7 @@ def _after(
 def _grown(
     lanes: UnprovedLanes, held: _Held | None, ids: Int[Tensor, "batch queries"], ledger: Ledger, lane: Lane = "plain"
 ) -> tuple[Reading, _Held]:
-    layers = [Layer() for _ in range(lanes.geometry.n_layers)]
+    layers = [CacheLayer() for _ in range(lanes.geometry.n_layers)]
     if held is not None:
         for layer, keys, values in zip(layers, held.keys, held.values, strict=True):
             layer.update(keys, values)
@@ -339,7 +324,7 @@ def _first(held: _Held, slots: int) -> _Held:
 
 
 def empty_cache(lanes: UnprovedLanes) -> DynamicCache:
-    return past_key_values([Layer() for _ in range(lanes.geometry.n_layers)])
+    return past_key_values([CacheLayer() for _ in range(lanes.geometry.n_layers)])
 
 
 def fresh_ledger(ids: Int[Tensor, "batch slots"], places: Int[Tensor, "batch slots"] | None = None) -> Ledger:

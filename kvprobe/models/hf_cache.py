@@ -8,7 +8,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 
-class Layer(DynamicLayer):
+class CacheLayer(DynamicLayer):
     """One layer of a Hugging Face cache, with the annotations that transformers leaves out."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Layer(DynamicLayer):
         return parent.update(key_states, value_states)
 
 
-def past_key_values(layers: Sequence[Layer]) -> DynamicCache:
+def past_key_values(layers: Sequence[CacheLayer]) -> DynamicCache:
     """A Hugging Face cache made of these layers."""
     past = DynamicCache()
     past.layers = list(layers)  # pyright: ignore[reportAttributeAccessIssue] - it is a plain list

@@ -167,7 +167,7 @@ def _dequantise(gguf: Path, folder: Path) -> Path:
     """Write the weights and tokenizer of a GGUF file to `folder` as float32 safetensors."""
     from gguf import GGUFReader
 
-    class Reader(GGUFReader):
+    class MappedReader(GGUFReader):
         """Reads from a plain view of the mapped file: slices of a `memmap` take more than twice as long, and the
         vocabulary needs millions of them."""
 
@@ -176,7 +176,7 @@ def _dequantise(gguf: Path, folder: Path) -> Path:
             return super()._get(*where, **how)
 
     try:
-        reader = Reader(gguf)
+        reader = MappedReader(gguf)
         weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
     except Exception as error:
         raise UserError(f"{gguf.name} is not a GGUF file ({one_line(error)}); fetch it again.") from error

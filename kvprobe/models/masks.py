@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvprobe.cache.ledger import Ledger
-from kvprobe.cache.visibility import additive, visible
+from kvprobe.cache.visibility import additive, visible_by_layer
 from kvprobe.errors import UserError
 from kvprobe.models.geometry import Geometry
 
@@ -19,16 +19,12 @@ from kvprobe.models.geometry import Geometry
 def masks_of(ledger: Ledger, queries: int, geometry: Geometry, dtype: torch.dtype) -> list[Tensor]:
     """One additive mask per layer; layers that see the same slots share one tensor."""
     groups = geometry.n_heads // geometry.n_kv_heads
-    shared: dict[tuple[int, int | None], Tensor] = {}
-    masks: list[Tensor] = []
-    seen_by_window = {window: visible(ledger, queries, window) for window in dict.fromkeys(geometry.windows)}
-    for layer, window in enumerate(geometry.windows):
-        seen = seen_by_window[window]
-        key = (layer if seen.shape[0] > 1 else 0, window)
-        if key not in shared:
-            shared[key] = additive(seen[key[0]], groups, dtype)
-        masks.append(shared[key])
-    return masks
+    seen = visible_by_layer(ledger, queries, geometry.windows)
+    shared: dict[int, Tensor] = {}
+    for layer in seen:
+        if id(layer) not in shared:
+            shared[id(layer)] = additive(layer, groups, dtype)
+    return [shared[id(layer)] for layer in seen]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from kvprobe.cache.rotary import Layout, Rotary, Rotation
 from kvprobe.errors import UserError
 from kvprobe.models.geometry import Geometry, embedded_tokens
-from kvprobe.models.hf_cache import Layer, past_key_values
+from kvprobe.models.hf_cache import CacheLayer, past_key_values
 
 _PROBED_POSITION, _PROBED_TOKENS = 37, 4
 
@@ -27,7 +27,7 @@ def rotaries_of(plain: PreTrainedModel, geometry: Geometry) -> tuple[Rotary | No
     tokens = torch.arange(1, 2 * _PROBED_TOKENS, 2, device=device)[:, None]
     ids = tokens * embedded_tokens(plain) // (2 * _PROBED_TOKENS)
     at = torch.tensor([[0], [far]], device=device).repeat_interleave(len(ids), 0)
-    layers = [Layer() for _ in range(geometry.n_layers)]
+    layers = [CacheLayer() for _ in range(geometry.n_layers)]
     past = past_key_values(layers)
     with torch.no_grad():
         plain(input_ids=ids.repeat(2, 1), position_ids=at, past_key_values=past, use_cache=True)

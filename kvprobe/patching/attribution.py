@@ -208,7 +208,7 @@ class _Slopes:
         swaps = (reader.swaps(layer, rows, "K"), reader.swaps(layer, rows, "V"))
         base = (reader.base.keys[layer][0], reader.base.values[layer][0])
         with torch.no_grad():
-            moved = attention(attending, *base, reader.seen(layer), *swaps) - self.outputs[layer]
+            moved = attention(attending, *base, reader.seen[layer], *swaps) - self.outputs[layer]
             return (moved.float() * slope.float()).flatten(1).sum(1).double().cpu().numpy()
 
     def linear(self, layer: int, cells: Sequence[Cell]) -> Float[np.ndarray, "cells"]:
@@ -241,15 +241,10 @@ class _Slopes:
     def _attend(self, attending: Attending) -> Tensor:
         """Attention to the base and the suffix at once, in one softmax, which autograd can follow."""
         reader, layer = self.reader, attending.layer
-        groups = reader.groups
         self.clean[layer] = attending
-        keys = torch.cat([self.keys[layer][None], attending.key.float()], 2).repeat_interleave(groups, 1)
-        values = torch.cat([self.values[layer][None], attending.value.float()], 2).repeat_interleave(groups, 1)
-        scores = attending.query.float() @ keys.transpose(2, 3) * attending.scale
-        if attending.softcap is not None:
-            scores = (scores / attending.softcap).tanh() * attending.softcap
-        seen = reader.seen(layer)
-        seen = seen.repeat_interleave(groups, 0) if seen.shape[0] > 1 else seen
-        output = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).to(attending.query.dtype)
+        keys = torch.cat([self.keys[layer][None], attending.key.float()], 2)
+        values = torch.cat([self.values[layer][None], attending.value.float()], 2)
+        whole = replace(attending, key=keys, value=values)
+        output = whole.output(reader.seen[layer]).to(attending.query.dtype)
         self.outputs[layer] = output
         return output

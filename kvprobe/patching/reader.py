@@ -15,8 +15,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvprobe.cache.attention import scores_of
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.visibility import visible
+from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import new_slots, warn_of_taken_positions
 from kvprobe.inference.model import Model
@@ -79,8 +80,7 @@ class Reader:
         shape = lanes.geometry
         self.groups = shape.n_heads // shape.n_kv_heads
         self.queries = len(suffix)
-        by_window = {window: visible(self.ledger, self.queries, window) for window in dict.fromkeys(shape.windows)}
-        self._seen = [by_window[window] for window in shape.windows]
+        self.seen = visible_by_layer(self.ledger, self.queries, shape.windows)
 
     def row_bytes(self, cells: Sequence[Cell]) -> int:
         """What a row takes at its widest: scores, their exponentials and masks, and its share of what is swapped."""
@@ -103,7 +103,7 @@ class Reader:
                 attending,
                 self.base.keys[layer][0],
                 self.base.values[layer][0],
-                self.seen(layer),
+                self.seen[layer],
                 self.swaps(layer, patched, "K"),
                 self.swaps(layer, patched, "V"),
             )
@@ -121,11 +121,6 @@ class Reader:
         rows = max(1, min(ROWS, BYTES // (self.row_bytes(cells) + clean.numel() * clean.element_size())))
         for first in range(0, len(cells), rows):
             yield self.logits(cells[first : first + rows], kept)[1:]
-
-    def seen(self, layer: int) -> Bool[Tensor, "kv_heads queries slots"]:
-        """Which slots, the suffix's own included, each query may attend to; one KV head where all agree."""
-        live = self._seen[layer]
-        return live[layer if live.shape[0] > 1 else 0, 0]
 
     def swaps(self, layer: int, cells: Sequence[tuple[int, Cell]], part: str) -> Swaps | None:
         """What these rows (by number, with their cells) see at a layer in place of the base's K or V."""
@@ -160,7 +155,7 @@ def attention(
     attending: Attending,
     keys: Float[Tensor, "kv_heads slots d_head"],
     values: Float[Tensor, "kv_heads slots d_value"],
-    seen: Bool[Tensor, "kv_heads_or_1 queries all_slots"],
+    seen: Bool[Tensor, "1 kv_heads_or_1 queries all_slots"],
     swapped_keys: Swaps | None = None,
     swapped_values: Swaps | None = None,
 ) -> Float[Tensor, "rows heads queries d_value"]:
@@ -173,14 +168,9 @@ def attention(
     query = attending.query.float().view(rows, kv_heads, heads // kv_heads, queries, -1).transpose(0, 1)
     past = _scores_of_prefix(query, keys, swapped_keys)
     own_keys, own_values = (tensor.float().transpose(0, 1)[:, :, None] for tensor in (attending.key, attending.value))
-    suffix = query @ own_keys.transpose(3, 4)
-    hidden = ~seen[:, None, None]
-    for scores, unseen in ((past, hidden[..., :slots]), (suffix, hidden[..., slots:])):
-        scores *= attending.scale
-        if attending.softcap is not None:
-            scores.div_(attending.softcap).tanh_().mul_(attending.softcap)
-        if bool(unseen.any()):
-            scores.masked_fill_(unseen, -torch.inf)
+    hidden = ~seen[0][:, None, None]
+    past = scores_of(past, attending.scale, attending.softcap, hidden[..., :slots])
+    suffix = scores_of(query @ own_keys.transpose(3, 4), attending.scale, attending.softcap, hidden[..., slots:])
 
     top = suffix.amax(-1, keepdim=True)
     if slots:

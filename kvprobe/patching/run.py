@@ -13,10 +13,10 @@ from kvprobe.patching.metrics import KL, Metric, kept_by, measured
 from kvprobe.patching.plan import Plan
 from kvprobe.patching.reader import Reader
 from kvprobe.patching.rows import BYTES, ROWS
-from kvprobe.patching.total import Total
+from kvprobe.patching.total import TotalReader
 from kvprobe.progress import Bar
 
-Runner = Reader | Total
+Runner = Reader | TotalReader
 """Reads the clean row and one row for each cell."""
 
 
@@ -27,7 +27,7 @@ def run(plan: Plan, metric: Metric | KL, rows: int = ROWS, progress: bool = Fals
         rows: most cells to a pass.
     """
     kept = kept_by(metric)
-    runner = Reader(plan.lanes, plan.base, plan.contents, plan.suffix) if plan.reads == "reader" else Total(plan)
+    runner = Reader(plan.lanes, plan.base, plan.contents, plan.suffix) if plan.reads == "reader" else TotalReader(plan)
     clean = runner.logits([], kept)[0]
     metric = metric.to(clean) if isinstance(metric, KL) else metric
     donor = Reader(plan.lanes, plan.donor, {}, plan.donor_suffix).logits([], kept)[0]

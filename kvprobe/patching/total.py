@@ -9,13 +9,14 @@ layer at which they differ (`kvprobe.patching.rows`).
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvprobe.cache.visibility import visible
+from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.errors import UserError
 from kvprobe.inference.capture import capture, editing, plain_ports
 from kvprobe.inference.forward import new_slots
@@ -31,7 +32,7 @@ TOLERANCE, HALF_PRECISION = 1e-3, 0.05
 dtypes that round each number by up to 0.4 %."""
 
 
-class Total:
+class TotalReader:
     """A prompt and its suffix to be read with cells swapped as the prompt is computed.
 
     Raises:
@@ -100,11 +101,10 @@ class Total:
 class _Pass:
     """One pass from slot `start` on, with the cells of each layer by row."""
 
-    def __init__(self, total: Total, by_layer: Mapping[int, list[tuple[int, Cell]]], start: int) -> None:
+    def __init__(self, total: TotalReader, by_layer: Mapping[int, list[tuple[int, Cell]]], start: int) -> None:
         self.total, self.by_layer, self.start = total, by_layer, start
         queries = total.ledger.slots - start
-        windows = dict.fromkeys(total.lanes.geometry.windows)
-        self.seen = {window: visible(total.ledger, queries, window)[0] for window in windows}
+        self.seen = visible_by_layer(total.ledger, queries, total.lanes.geometry.windows)
 
     def attend(self, attending: Attending) -> Float[Tensor, "rows heads queries d_value"]:
         """Attention of all rows to the base before `start`, and to their own keys and values with cells swapped."""
@@ -113,19 +113,16 @@ class _Pass:
         keys = self._swapped("K", layer, attending.key)
         values = self._swapped("V", layer, attending.value)
         rows, heads = attending.query.shape[:2]
-        groups = heads // keys.shape[1]
 
         def whole(before: Tensor, from_start: Tensor) -> Tensor:
-            both = torch.cat([before[:, :, : self.start].expand(rows, -1, -1, -1), from_start], 2)
-            return both.repeat_interleave(groups, 1)
+            return torch.cat([before[:, :, : self.start].expand(rows, -1, -1, -1), from_start], 2)
 
         keys, values = whole(base.keys[layer], keys), whole(base.values[layer], values)
-        seen = self.seen[self.total.lanes.geometry.windows[layer]]
-        if attending.softcap is None:
-            return scaled_dot_product_attention(attending.query, keys, values, attn_mask=seen, scale=attending.scale)
-        scores = attending.query @ keys.transpose(2, 3) * attending.scale
-        scores = (scores / attending.softcap).tanh() * attending.softcap
-        return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values
+        seen, query = self.seen[layer], attending.query
+        if attending.softcap is not None:
+            return replace(attending, key=keys, value=values).output(seen).to(query.dtype)
+        keys, values = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (keys, values))
+        return scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=attending.scale)
 
     @contextmanager
     def swapping(self) -> Iterator[None]:

@@ -82,7 +82,7 @@ def fitted_probe(
             "All features are constant over the samples, so there is nothing to read; fit a probe of another site."
         )
 
-    def fit(rows: Bool[Tensor, "samples"], penalties: Sequence[float]) -> _Ridge:
+    def fit(rows: Bool[Tensor, "samples"], penalties: Sequence[float]) -> _RidgeFit:
         return _ridge(features[rows], labels[:, rows], classes, penalties, floor, through_origin)
 
     prior = log_frequency(labels, classes)[:, None].to(features.dtype)
@@ -124,7 +124,7 @@ def distance(
 
 
 @dataclass(frozen=True)
-class _Ridge:
+class _RidgeFit:
     """Weights on features less their centre, and the features' deviations about it."""
 
     centre: Float[Tensor, "dim"]
@@ -139,7 +139,7 @@ def _ridge(
     penalties: Sequence[float],
     floor: Float[Tensor, ""],
     through_origin: bool,
-) -> _Ridge:
+) -> _RidgeFit:
     """Regression of one-hot labels, less their shares, on features in units of their deviations, at each penalty."""
     centre = torch.zeros_like(features[0]) if through_origin else features.mean(0)
     deviation = (features - centre).square().mean(0).sqrt()
@@ -151,4 +151,4 @@ def _ridge(
     for penalty in penalties:
         stiff = gram + penalty * len(features) * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
         solved.append(torch.cholesky_solve(cross, torch.linalg.cholesky(stiff)) / deviation[:, None])
-    return _Ridge(centre, deviation, torch.stack(solved).float())
+    return _RidgeFit(centre, deviation, torch.stack(solved).float())

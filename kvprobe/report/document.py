@@ -70,7 +70,7 @@ def chat_record(
 
 
 @dataclass(frozen=True)
-class Figure:
+class FigureFile:
     """A figure in the run's `figures/` folder; `file` without suffix."""
 
     file: str

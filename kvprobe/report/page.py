@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvprobe.errors import UserError
-from kvprobe.report.document import Figure, Passage
+from kvprobe.report.document import FigureFile, Passage
 
 LARGEST_FIGURE = 2**25
 """Bytes."""
 
 
-def picture(figures: Path, figure: Figure) -> str:
+def picture(figures: Path, figure: FigureFile) -> str:
     """A figure as the source of an image.
 
     Raises:

@@ -14,7 +14,7 @@ from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Control, Written
 from kvprobe.faults.fault import When
 from kvprobe.inference.model import Model
-from kvprobe.inference.trials import Case, Sample, answer
+from kvprobe.inference.trials import AskedItem, Case, answer
 from kvprobe.report.findings import Findings
 from kvprobe.studies.settings import TIMINGS, AnswerSettings, Timing
 from kvprobe.tasks.catalogue import find_task
@@ -55,7 +55,7 @@ def inputs(config: AnswerSettings) -> dict[str, str]:
 
 
 def collect_answers(
-    model: Model, config: AnswerSettings, run: Run, cases_of: Callable[[Sample], Sequence[Case]]
+    model: Model, config: AnswerSettings, run: Run, cases_of: Callable[[AskedItem], Sequence[Case]]
 ) -> pd.DataFrame:
     """All items of all tasks under all cases of a sample; see `kvprobe.inference.trials.answer` for the columns."""
     groups: list[tuple[Task, int, list[Item]]] = []
@@ -67,7 +67,7 @@ def collect_answers(
     def answered(group: tuple[Task, int, list[Item]]) -> pd.DataFrame:
         task, first, items = group
         prompts = [prompt(item, model.tokenizer) for item in items]
-        samples = [Sample(task, item, first + place, prompts[place]) for place, item in enumerate(items)]
+        samples = [AskedItem(task, item, first + place, prompts[place]) for place, item in enumerate(items)]
         asked = [(sample, cases_of(sample)) for sample in samples]
         return pd.DataFrame(answer(model, asked, config.seed, follow=config.follow))
 

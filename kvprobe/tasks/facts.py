@@ -48,7 +48,7 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Pair:
+class FactPair:
     """The two conversations of a fact, in tokens.
 
     Attributes:
@@ -67,16 +67,16 @@ class Pair:
     half: int = 0
 
     @property
-    def turned(self) -> "Pair":
+    def turned(self) -> "FactPair":
         """The same with the second conversation first."""
         return replace(self, prompts=self.prompts[::-1], answers=self.answers[::-1])
 
-    def divided(self, part: str) -> "Pair":
+    def divided(self, part: str) -> "FactPair":
         """The same with a part of both prompts as a segment of its own; see `Tokens.divided`."""
         first, second = (prompt.divided(part) for prompt in self.prompts)
         return replace(self, prompts=(first, second))
 
-    def ending(self, last: int) -> "Pair":
+    def ending(self, last: int) -> "FactPair":
         """The same with so many tokens in the suffix, the others before them in both prompts."""
         first, second = (prompt + self.suffix for prompt in self.prompts)
         cut = len(first) - last
@@ -131,7 +131,7 @@ def conversation(fact: Fact, value: str) -> Transcript:
     return Transcript.from_messages(messages, names)
 
 
-def pair(fact: Fact, tokenizer: Tokenizer) -> Pair:
+def pair(fact: Fact, tokenizer: Tokenizer) -> FactPair:
     """The two conversations of a fact in the tokens of this tokenizer and its chat template.
 
     Raises:
@@ -152,12 +152,12 @@ def pair(fact: Fact, tokenizer: Tokenizer) -> Pair:
             f"distinguishes them; give values that differ in a token."
         )
     cut = start + shared
-    return Pair(
+    return FactPair(
         fact.id, fact.kind, (first[:start], second[:start]), first[start:cut], (first.ids[cut], second.ids[cut])
     )
 
 
-def pairs_in_turn(chosen: Sequence[Fact], tokenizer: Tokenizer, seed: int) -> list[Pair]:
+def pairs_in_turn(chosen: Sequence[Fact], tokenizer: Tokenizer, seed: int) -> list[FactPair]:
     """The pair of each fact with its number and half; every second one is turned, so that neither value is always
     in the first conversation.
 

@@ -41,7 +41,7 @@ class Instruction:
 
 
 @dataclass(frozen=True)
-class Needle:
+class NeedleSentence:
     """A user's sentence that holds `{code}` once, the question for it, and the reply up to the code."""
 
     text: str
@@ -62,7 +62,7 @@ class Given:
     """
 
     instructions: tuple[tuple[Instruction, str], ...]
-    needle: Needle
+    needle: NeedleSentence
     code: str
     fillers: tuple[Context, ...]
     depth: float
@@ -76,10 +76,11 @@ def instructions() -> tuple[Instruction, ...]:
 
 
 @cache
-def needles() -> tuple[Needle, ...]:
+def needles() -> tuple[NeedleSentence, ...]:
     """All needles that ship with kvprobe."""
     return tuple(
-        Needle(**{field.name: entry[field.name] for field in fields(Needle)}) for entry in _entries()["needles"]
+        NeedleSentence(**{field.name: entry[field.name] for field in fields(NeedleSentence)})
+        for entry in _entries()["needles"]
     )
 
 

@@ -26,7 +26,7 @@ DRAFTS: tuple[Draft, ...] = ("sound", "slip")
 
 
 @dataclass(frozen=True)
-class Arm:
+class Continuation:
     """One way to go on from a draft.
 
     Attributes:
@@ -102,7 +102,7 @@ class WorkedAnswer(Protocol):
 
     def rest(self) -> Rest: ...
 
-    def arms(self) -> Sequence[Arm]:
+    def arms(self) -> Sequence[Continuation]:
         """Every way to go on, from a sound draft and from one with the slip."""
         ...
 

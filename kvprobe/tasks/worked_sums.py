@@ -21,7 +21,7 @@ from kvprobe.tasks.steps import (
     on_registers,
 )
 from kvprobe.tasks.worded_steps import Wording
-from kvprobe.tasks.worked_answers import DRAFTS, HISTORY, Answering, Arm, Chances, History, Rest, Shown
+from kvprobe.tasks.worked_answers import DRAFTS, HISTORY, Answering, Chances, Continuation, History, Rest, Shown
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.turns import question_and_answer
 
@@ -74,14 +74,14 @@ class WorkedSum:
         written = len(self.wording.ids(self.wording.steps(self.slip.later)))
         return Rest(suffix[:written], suffix[written:], right, wrong)
 
-    def arms(self) -> list[Arm]:
+    def arms(self) -> list[Continuation]:
         wording, problem, question = self.wording, self.slip.problem, self.question
 
-        def answering(name: str, draft: Draft, text: str, delay: int = LATER, main: bool = True) -> Arm:
+        def answering(name: str, draft: Draft, text: str, delay: int = LATER, main: bool = True) -> Continuation:
             """The model goes on with its own answer."""
-            return Arm(name, draft, self.asked + wording.after(self.asked, "answer", text), delay, main)
+            return Continuation(name, draft, self.asked + wording.after(self.asked, "answer", text), delay, main)
 
-        ways: list[Arm] = []
+        ways: list[Continuation] = []
         for draft in DRAFTS:
             steps = self.stated(draft)
             answer = wording.steps(steps)
@@ -98,8 +98,8 @@ class WorkedSum:
                 "handed": wording.chat(wording.handed(problem, steps, "continue")),
                 "other's": wording.chat(wording.handed(problem, steps, "review")),
             }
-            ways += [Arm(name, draft, prompt, LATER) for name, prompt in talks.items()]
-        return [*ways, Arm("fresh", "slip", self.asked, LATER)]
+            ways += [Continuation(name, draft, prompt, LATER) for name, prompt in talks.items()]
+        return [*ways, Continuation("fresh", "slip", self.asked, LATER)]
 
     def outcome(self, text: str) -> dict[str, float]:
         steps, right = self.wording.read(text), self.slip.problem.steps()

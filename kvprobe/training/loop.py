@@ -32,7 +32,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @runtime_checkable
-class Recipe(Protocol):
+class TrainingRecipe(Protocol):
     """What is trained, and on what. A dataclass, whose fields and module decide all numbers."""
 
     @property
@@ -56,7 +56,7 @@ class Recipe(Protocol):
         ...
 
 
-def train(recipe: Recipe, folder: Path) -> dict[str, Any]:
+def train(recipe: TrainingRecipe, folder: Path) -> dict[str, Any]:
     """Train a model, and write its weights, config, tokenizer and `training.json` to `folder`; a folder that holds a
     part of the same training is gone on with, and one that holds all of it is left as it is.
 
@@ -108,7 +108,7 @@ def train(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def accuracy(recipe: Recipe, model: PreTrainedModel) -> dict[str, float]:
+def accuracy(recipe: TrainingRecipe, model: PreTrainedModel) -> dict[str, float]:
     """What `Recipe.accuracy` gives of examples that no step draws."""
     rng = np.random.default_rng([recipe.schedule.seed, recipe.schedule.steps])
     return {kind: round(share, 6) for kind, share in recipe.accuracy(model.eval(), rng).items()}
@@ -121,7 +121,7 @@ def _ended(schedule: Schedule, record: Mapping[str, Any]) -> bool:
     return done >= schedule.steps or (measured is not None and schedule.ends(measured))
 
 
-def _measure(recipe: Recipe, model: PreTrainedModel, folder: Path, record: Mapping[str, Any]) -> None:
+def _measure(recipe: TrainingRecipe, model: PreTrainedModel, folder: Path, record: Mapping[str, Any]) -> None:
     """Add the accuracy after the steps so far to the record, and keep the weights where the schedule asks for it."""
     done = len(record["losses"])
     record["accuracy"][str(done)] = accuracy(recipe, model)
@@ -129,7 +129,7 @@ def _measure(recipe: Recipe, model: PreTrainedModel, folder: Path, record: Mappi
         _write(recipe, model, folder / KEPT / str(done))
 
 
-def _write(recipe: Recipe, model: PreTrainedModel, folder: Path) -> None:
+def _write(recipe: TrainingRecipe, model: PreTrainedModel, folder: Path) -> None:
     """Write a folder that loads."""
     recipe.tokenizer().save_pretrained(folder)
     model.save_pretrained(folder)
@@ -160,7 +160,9 @@ def _parsed(text: str) -> object:
         return None
 
 
-def _start(recipe: Recipe, tensors: Mapping[str, Tensor], done: int) -> tuple[PreTrainedModel, torch.optim.AdamW]:
+def _start(
+    recipe: TrainingRecipe, tensors: Mapping[str, Tensor], done: int
+) -> tuple[PreTrainedModel, torch.optim.AdamW]:
     """The model and its optimiser after so many steps."""
     with torch.random.fork_rng():
         torch.manual_seed(recipe.schedule.seed)
@@ -190,7 +192,7 @@ def _keep(model: PreTrainedModel, optimiser: torch.optim.AdamW, folder: Path, re
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """Examples padded on the right.
 
     Attributes:
@@ -226,7 +228,7 @@ class Batch:
         return (self.likeliest(model) | ~self.counts[:, 1:]).all(1)
 
 
-def loss_of(model: PreTrainedModel, batches: Sequence[Batch]) -> Float[Tensor, ""]:
+def loss_of(model: PreTrainedModel, batches: Sequence[TrainingBatch]) -> Float[Tensor, ""]:
     """Cross-entropy of the tokens that count, in nats, their mean over all batches; and a router's own loss, which
     keeps experts in use."""
     routed = getattr(model.config, "router_aux_loss_coef", 0.0)

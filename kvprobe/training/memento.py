@@ -42,7 +42,7 @@ from kvprobe.tasks.mementos import (
     vocabulary,
 )
 from kvprobe.text.tokens import Tokens
-from kvprobe.training.loop import Batch, loss_of
+from kvprobe.training.loop import TrainingBatch, loss_of
 from kvprobe.training.schedule import Provenance, Schedule, check_view, until_95
 from kvprobe.training.words import word_tokenizer
 
@@ -131,7 +131,7 @@ class Memento:
         counted = batch.likeliest(model)[:, batch.counts[0, 1:]]
         return counted.reshape(len(traces), self.blocks, PLACES).all(2)
 
-    def batch(self, traces: Sequence[Trace]) -> Batch:
+    def batch(self, traces: Sequence[Trace]) -> TrainingBatch:
         """Traces as one pass; the memento digits that are to be written count.
 
         Raises:
@@ -143,7 +143,7 @@ class Memento:
         run = torch.tensor([[number[word] for word in trace.words()] for trace in traces])
         layout = self.layout
         rows = len(traces)
-        return Batch(
+        return TrainingBatch(
             ids=run[:, layout.positions],
             counts=layout.counts.expand(rows, -1),
             present=torch.ones(rows, len(layout.positions), dtype=torch.bool),

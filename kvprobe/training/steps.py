@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from kvprobe.tasks.steps import LONGEST, Problem, Step, draw_problem, draw_wrong, text_of, vocabulary
-from kvprobe.training.loop import Batch, loss_of
+from kvprobe.training.loop import TrainingBatch, loss_of
 from kvprobe.training.schedule import Corpus, Schedule, Shape
 from kvprobe.training.words import word_tokenizer
 
@@ -123,7 +123,7 @@ class Steps:
         return {kind: float(batch_of(rows).right(model).float().mean()) for kind, rows in kinds.items()}
 
 
-def batch_of(rows: Sequence[Turn]) -> Batch:
+def batch_of(rows: Sequence[Turn]) -> TrainingBatch:
     """Conversations as a batch, each after the start token."""
     number = {word: index for index, word in enumerate(vocabulary())}
     length = 1 + max(map(len, rows))
@@ -133,7 +133,7 @@ def batch_of(rows: Sequence[Turn]) -> Batch:
         ids[row, : 1 + len(words)] = torch.tensor([number["<bos>"], *(number[word] for word, _ in words)])
         counts[row, 1 : 1 + len(words)] = torch.tensor([target for _, target in words])
         present[row, : 1 + len(words)] = True
-    return Batch(ids, counts, present)
+    return TrainingBatch(ids, counts, present)
 
 
 def conversation(corpus: Corpus, rng: np.random.Generator) -> Turn:

@@ -8,7 +8,7 @@ import pandas as pd
 from kvprobe.faults import Distractor, Gaussian, Scope, Zeros
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Trial
-from kvprobe.inference.trials import Case, Sample, answer
+from kvprobe.inference.trials import AskedItem, Case, answer
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.task import prompt
 from tests.models import llama, tiny_tokenizer
@@ -21,7 +21,7 @@ def test_items_of_one_batch_are_answered_as_one_by_one():
     faults = [Gaussian("channel", scope=scope, at="every", transient=True), Distractor(scope=scope), Zeros(scope=scope)]
     cases = [Case({"fault": number}, Trial(fault, number)) for number, fault in enumerate(faults)]
     asked = [
-        (Sample(task, item, number, prompt(item, model.tokenizer)), cases[: 3 - number])
+        (AskedItem(task, item, number, prompt(item, model.tokenizer)), cases[: 3 - number])
         for number, item in enumerate(task.items(3, 0))
     ]
     assert len({len(sample.tokens) for sample, _ in asked}) > 1, "prompts of unequal length"

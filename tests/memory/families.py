@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, MllamaForCausalLM
 
-from kvprobe.memory.caches import Layer, layers_of, text_model
+from kvprobe.memory.caches import LayerStore, layers_of, text_model
 from kvprobe.memory.config import Config
 
 _BASE = {
@@ -125,7 +125,7 @@ def settings(name: str) -> dict[str, Any]:
 
 
 @cache
-def tiny(name: str) -> tuple[Any, tuple[Layer, ...]]:
+def tiny(name: str) -> tuple[Any, tuple[LayerStore, ...]]:
     """The model, and what the budget says its layers store, from the settings alone."""
     kind, overrides = TINY[name]
     config = AutoConfig.for_model(kind, **{**_BASE, **overrides})

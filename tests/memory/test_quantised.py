@@ -16,7 +16,7 @@ from transformers.cache_utils import QuantizedCache
 from kvprobe.inference.measured import storage_bytes
 from kvprobe.memory import hf
 from kvprobe.memory.budget import budget
-from kvprobe.memory.caches import Attention, Layer, State
+from kvprobe.memory.caches import AttentionStore, LayerStore, State
 from kvprobe.memory.numbers import FORMATS
 from kvprobe.memory.request import Request
 from kvprobe.memory.written import plan_of
@@ -63,9 +63,9 @@ class Conversation:
         self.cache.update(keys, values, 0)
         return storage_bytes(self.cache)
 
-    def layers(self, **changes: Any) -> tuple[Layer, ...]:
+    def layers(self, **changes: Any) -> tuple[LayerStore, ...]:
         _, heads, d_key = self.shape
-        return (Layer(Attention(heads * 2, heads, d_key, self.d_value, **changes)),)
+        return (LayerStore(AttentionStore(heads * 2, heads, d_key, self.d_value, **changes)),)
 
     def request(self, prompt: int, new: int = 0) -> Request:
         return Request(prompt, new, self.shape[0], dtype=self.dtype, numbers=self.numbers)
@@ -157,19 +157,19 @@ def test_a_format_without_groups_refuses_no_length():
 @pytest.mark.parametrize(
     "layer",
     [
-        Layer(Attention(4, 2, 16, 16, reach=8)),
-        Layer(Attention(4, 2, 16, 16, reach=8, chunked=True)),
-        Layer(Attention(4, 2, 16, 16, crosses=True)),
-        Layer(Attention(4, 1, 16, 8, latent=True, d_index=8)),
-        Layer(state=State("Mamba", 8, 4, 8)),
-        Layer(Attention(4, 2, 16, 16), State("Mamba", 8, 4, 8)),
-        Layer(),
+        LayerStore(AttentionStore(4, 2, 16, 16, reach=8)),
+        LayerStore(AttentionStore(4, 2, 16, 16, reach=8, chunked=True)),
+        LayerStore(AttentionStore(4, 2, 16, 16, crosses=True)),
+        LayerStore(AttentionStore(4, 1, 16, 8, latent=True, d_index=8)),
+        LayerStore(state=State("Mamba", 8, 4, 8)),
+        LayerStore(AttentionStore(4, 2, 16, 16), State("Mamba", 8, 4, 8)),
+        LayerStore(),
     ],
     ids=str,
 )
-def test_only_full_attention_is_quantised(numbers: str, layer: Layer):
+def test_only_full_attention_is_quantised(numbers: str, layer: LayerStore):
     refused(
-        lambda: hf.held((Layer(Attention(4, 2, 16, 16)), layer), Request(64, numbers=FORMATS[numbers])),
+        lambda: hf.held((LayerStore(AttentionStore(4, 2, 16, 16)), layer), Request(64, numbers=FORMATS[numbers])),
         "full attention",
     )
 
@@ -190,4 +190,4 @@ def test_caches_that_transformers_lacks_are_refused_in_a_sentence(name: str, cho
 
 def test_policies_and_quantised_caches_do_not_mix():
     request = Request(64, numbers=FORMATS["int4"], plan=plan_of("TOVA(8)"))
-    refused(lambda: hf.held((Layer(Attention(4, 2, 16, 16)),), request), "cannot evict")
+    refused(lambda: hf.held((LayerStore(AttentionStore(4, 2, 16, 16)),), request), "cannot evict")

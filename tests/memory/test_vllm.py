@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvprobe.memory.budget import budget
-from kvprobe.memory.caches import Attention, Layer, layers_of, text_model
+from kvprobe.memory.caches import AttentionStore, LayerStore, layers_of, text_model
 from kvprobe.memory.numbers import FORMATS
 from kvprobe.memory.request import Request
 from kvprobe.memory.sources import config_of, shipped_configs
@@ -34,7 +34,7 @@ engines = st.builds(
 
 
 @cache
-def layers(name: str) -> tuple[Layer, ...]:
+def layers(name: str) -> tuple[LayerStore, ...]:
     return layers_of(text_model(config_of(name)))
 
 
@@ -92,7 +92,8 @@ def test_ranks_divide_states():
 @given(context=contexts, engine=engines, reach=st.integers(1, 5000))
 def test_a_window_takes_at_most_one_block_more(context: int, engine: Engine, reach: int):
     windowed, full = (
-        reserved((Layer(Attention(4, 2, 64, 64, reach=window)),), request(context), engine) for window in (reach, None)
+        reserved((LayerStore(AttentionStore(4, 2, 64, 64, reach=window)),), request(context), engine)
+        for window in (reach, None)
     )
     assert windowed.blocks <= full.blocks + 1
     if context >= reach + engine.steps * engine.batched_tokens + 2 * engine.block:
@@ -102,7 +103,11 @@ def test_a_window_takes_at_most_one_block_more(context: int, engine: Engine, rea
 @given(context=contexts, engine=engines, reach=st.integers(1, 5000))
 def test_chunks_never_take_more_than_full_attention(context: int, engine: Engine, reach: int):
     chunked, full = (
-        reserved((Layer(Attention(4, 2, 64, 64, reach=window, chunked=window is not None)),), request(context), engine)
+        reserved(
+            (LayerStore(AttentionStore(4, 2, 64, 64, reach=window, chunked=window is not None)),),
+            request(context),
+            engine,
+        )
         for window in (reach, None)
     )
     assert chunked.blocks <= full.blocks
@@ -164,7 +169,7 @@ def test_fp8_is_half_of_bfloat16_layer_by_layer(name: str):
 
 
 def test_an_index_of_keys_is_fp8_with_a_scale_whatever_the_latent_is_stored_in():
-    indexed = (Layer(Attention(128, 1, 512, 64, latent=True, d_index=128)),)
+    indexed = (LayerStore(AttentionStore(128, 1, 512, 64, latent=True, d_index=128)),)
     for numbers, expected in (("bfloat16", 576 * 2 + 132), ("fp8_ds_mla", 656 + 132)):
         assert reserved(indexed, request(16, numbers), Engine()).bytes == 16 * expected
 
@@ -191,7 +196,9 @@ def test_caches_that_vllm_lacks_are_refused_in_a_sentence(name: str, choices: di
 
 def test_the_format_of_512_and_64_numbers_is_refused_for_another_latent():
     refused(
-        lambda: reserved((Layer(Attention(16, 1, 256, 64, latent=True)),), request(16, "fp8_ds_mla"), Engine()),
+        lambda: reserved(
+            (LayerStore(AttentionStore(16, 1, 256, 64, latent=True)),), request(16, "fp8_ds_mla"), Engine()
+        ),
         "512 + 64",
     )
 

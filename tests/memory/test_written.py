@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvprobe import policies
-from kvprobe.cache.slots import Plan
+from kvprobe.cache.slots import SlotPlan
 from kvprobe.inference.model import Model
 from kvprobe.memory import logical
-from kvprobe.memory.caches import Layer, layers_of, text_model
+from kvprobe.memory.caches import LayerStore, layers_of, text_model
 from kvprobe.memory.config import Config
 from kvprobe.memory.numbers import FORMATS
 from kvprobe.memory.request import Request
@@ -77,7 +77,7 @@ few = settings(max_examples=10)
 
 
 @cache
-def built(n_layers: int) -> tuple[Model, tuple[Layer, ...]]:
+def built(n_layers: int) -> tuple[Model, tuple[LayerStore, ...]]:
     """A tiny model, and what the budget reads in its config."""
     model = llama(num_hidden_layers=n_layers)
     return model, layers_of(text_model(Config("tiny", model.lanes.plain.config.to_dict())))
@@ -89,7 +89,7 @@ def counted(policy: Policy, prompt: int, new: int, n_layers: int, batch: int = 1
     return built(n_layers)[0].generate(rows, policy=policy, max_new_tokens=new + 1, stop=()).cache.footprint
 
 
-def computed(plan: Plan, prompt: int, new: int, n_layers: int, batch: int = 1) -> int:
+def computed(plan: SlotPlan, prompt: int, new: int, n_layers: int, batch: int = 1) -> int:
     """The same from the settings alone."""
     numbers = FORMATS["float32"]
     request = Request(prompt, new, batch, dtype=numbers, numbers=numbers, plan=plan)
@@ -119,7 +119,7 @@ def test_head_budgets_leave_as_many_slots_as_their_settings_say_but_for_ada_kvs_
     policy: Policy, prompt: int, new: int, n_layers: int
 ):
     heads = n_layers * built(n_layers)[0].geometry.n_kv_heads
-    slot = computed(Plan(), 1, 0, n_layers) // heads
+    slot = computed(SlotPlan(), 1, 0, n_layers) // heads
     off = counted(policy, prompt, new, n_layers) - computed(plan_of(policy), prompt, new, n_layers)
     assert -1.5 * heads * slot <= off <= heads * slot
 
@@ -155,7 +155,7 @@ def test_a_chain_with_uneven_budgets_is_computed_exactly_or_refused(
 def test_without_a_policy_every_token_stays():
     model, _ = built(3)
     cache = model.generate([Tokens.of(range(9), "text")], max_new_tokens=4, stop=()).cache
-    assert cache.footprint == computed(Plan(), 9, 3, 3)
+    assert cache.footprint == computed(SlotPlan(), 9, 3, 3)
 
 
 @given(policy=even | layered | headed, prompt=st.integers(1, 10**6), new=st.integers(0, 10**6))

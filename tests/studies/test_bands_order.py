@@ -3,18 +3,18 @@
 from itertools import combinations
 
 from kvprobe.stats import Estimate
-from kvprobe.studies.bands.order import Order
+from kvprobe.studies.bands.order import Ranking
 
 MEANS = {"b": 2.0, "a": 3.0, "c": 1.0}
 
 
-def order(apart: str) -> Order:
+def order(apart: str) -> Ranking:
     """Of three things, of which these pairs, the larger first, differ significantly."""
     pairs = {}
     for first, second in combinations(MEANS, 2):
         sign = (first + second in apart.split()) - (second + first in apart.split())
         pairs[first, second] = Estimate(float(sign), sign - 0.5, sign + 0.5, 20)
-    found = Order.of({name: Estimate(mean) for name, mean in MEANS.items()}, pairs)
+    found = Ranking.of({name: Estimate(mean) for name, mean in MEANS.items()}, pairs)
     assert found is not None
     return found
 
@@ -35,5 +35,5 @@ def test_things_are_ordered_by_their_means_and_the_extreme_one_is_significantly_
 
 def test_there_is_no_order_where_a_mean_or_a_difference_is_missing():
     one = Estimate(1.0, 0.5, 1.5, 20)
-    assert Order.of({"a": one, "b": None}, {("a", "b"): one}) is None
-    assert Order.of({"a": one, "b": one}, {("a", "b"): None}) is None
+    assert Ranking.of({"a": one, "b": None}, {("a", "b"): one}) is None
+    assert Ranking.of({"a": one, "b": one}, {("a", "b"): None}) is None

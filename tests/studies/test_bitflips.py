@@ -15,7 +15,7 @@ from kvprobe.experiments.study import Conclusion
 from kvprobe.faults import BitFlips, Scope
 from kvprobe.faults.bit_flips import LAYOUTS
 from kvprobe.inference.model import Model
-from kvprobe.inference.trials import Sample
+from kvprobe.inference.trials import AskedItem
 from kvprobe.stats import Estimate, wilson
 from kvprobe.studies.bitflips import Config
 from kvprobe.studies.bitflips.collect import FIELDS, cases, places
@@ -33,9 +33,9 @@ MODEL, HOLD = "tiny_llama", [True, True]
 SHAPE = any_model(6).geometry
 
 
-def a_sample(number: int) -> Sample:
+def a_sample(number: int) -> AskedItem:
     task = find_task("retrieve")
-    return Sample(task, task.items(1, 0)[0], number, Tokens.of([1, 2], "prompt", 0))
+    return AskedItem(task, task.items(1, 0)[0], number, Tokens.of([1, 2], "prompt", 0))
 
 
 def test_a_flip_strikes_one_number_and_the_same_at_every_bit_of_every_dtype():

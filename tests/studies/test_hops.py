@@ -9,14 +9,14 @@ import pytest
 
 from kvprobe.probing.variants import Variants
 from kvprobe.studies.multihop import AVAILABLE_SESSIONS
-from kvprobe.studies.multihop.hops import SUMMARY_NAMES, TURN_NAMES, Session, conversation, sessions
+from kvprobe.studies.multihop.hops import SUMMARY_NAMES, TURN_NAMES, HopSession, conversation, sessions
 from kvprobe.tasks.passcode import draw_codes
 from tests.refusals import refused
 
 every_session = pytest.mark.parametrize("session", sessions(), ids=lambda session: session.id)
 
 
-def texts(session: Session) -> list[str]:
+def texts(session: HopSession) -> list[str]:
     said = [text for turn in session.turns for text in (turn.user, turn.assistant, turn.summary)]
     return [session.system, session.request, session.question, session.answer, *said]
 
@@ -29,7 +29,7 @@ def test_there_are_as_many_sessions_as_settings_allow_and_no_text_stands_twice()
 
 
 @every_session
-def test_the_code_stands_in_the_first_turn_and_nothing_else_has_a_digit(session: Session):
+def test_the_code_stands_in_the_first_turn_and_nothing_else_has_a_digit(session: HopSession):
     assert session.turns[0].user.count("{code}") == 1
     said = " ".join(texts(session))
     assert said.count("{") == 1
@@ -41,7 +41,7 @@ def test_the_code_stands_in_the_first_turn_and_nothing_else_has_a_digit(session:
 
 
 @every_session
-def test_turns_are_short_and_each_has_a_summary_right_after_it(session: Session):
+def test_turns_are_short_and_each_has_a_summary_right_after_it(session: HopSession):
     for turn in session.turns:
         assert len(turn.user.split()) <= 25
         assert len(turn.assistant.split()) <= 20

@@ -7,7 +7,7 @@ import torch
 from kvprobe.studies.memento_toy.digits import (
     RESTART,
     RETAINED,
-    Site,
+    DigitSite,
     digit_labels,
     read_linearly,
     read_sites,
@@ -23,8 +23,8 @@ def test_all_layers_are_read_next_to_the_block_and_the_last_one_farther_off():
     assert len(set(sites)) == len(sites)
     assert {site.distance for site in sites if site.arm == RESTART} == {2, 3, 4}
     assert {site.distance for site in sites if site.layer == 0} == {0, 2}
-    assert {site.distance for site in sites if site == Site(RETAINED, site.distance, 2)} == {-1, 0, 1, 2, 3, 4}
-    nearest = [Site(arm, 2, layer) for arm in (RETAINED, RESTART) for layer in range(3)]
+    assert {site.distance for site in sites if site == DigitSite(RETAINED, site.distance, 2)} == {-1, 0, 1, 2, 3, 4}
+    nearest = [DigitSite(arm, 2, layer) for arm in (RETAINED, RESTART) for layer in range(3)]
     assert sites_of(3, 2, 6, 1, everywhere=False) == nearest
 
 
@@ -34,7 +34,7 @@ def test_a_site_holds_k_and_v_of_its_memento_under_its_arm():
     rows = token_rows(model, traces)
     kept = {written.number: written for written in retained(model, rows, 0, TINY.blocks)}
     again = {written.number: written for written in restarted(model, rows, 0, [3, 4])}
-    for site, written in ((Site(RETAINED, 2, 2), kept[4]), (Site(RESTART, 1, 0), again[3])):
+    for site, written in ((DigitSite(RETAINED, 2, 2), kept[4]), (DigitSite(RESTART, 1, 0), again[3])):
         expected = written.vectors[site.layer].transpose(0, 1).flatten(2)
         torch.testing.assert_close(tensors[site.name], expected, atol=1e-5, rtol=1e-5)
     assert tensors[f"right.{RETAINED}"].shape == (3, 4)

@@ -25,7 +25,7 @@ from kvprobe.probing.splits import SPLITS
 from kvprobe.studies.multihop import Config
 from kvprobe.studies.multihop.collect import CONDITIONS, TRANSFERRED
 from kvprobe.studies.multihop.conclude import conclude
-from kvprobe.studies.multihop.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, Turn, conversation
+from kvprobe.studies.multihop.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, HopSession, HopTurn, conversation
 from kvprobe.studies.multihop.reading import ARMS, DISTANCES, PLACES, SHOWN, USE_ARMS, Arm, lowest_layer, name_of, place
 from kvprobe.studies.multihop.study import STUDY
 from kvprobe.tasks.passcode import CODE
@@ -46,10 +46,10 @@ def shaped(layers: int) -> Model:
     return llama(seed=3, num_hidden_layers=layers, tokenizer=tiny_tokenizer(), initializer_range=0.3)
 
 
-def session_of(number: int) -> Session:
-    first = Turn("code {code} so", "well", "a code")
-    later = [Turn("and" + " the" * turn, "it is", "so" + " be" * (turn % 3)) for turn in range(1, TURNS)]
-    return Session(f"made-{number}", "be kind" + " so" * number, "so?", "what is it?", "it is", (first, *later))
+def session_of(number: int) -> HopSession:
+    first = HopTurn("code {code} so", "well", "a code")
+    later = [HopTurn("and" + " the" * turn, "it is", "so" + " be" * (turn % 3)) for turn in range(1, TURNS)]
+    return HopSession(f"made-{number}", "be kind" + " so" * number, "so?", "what is it?", "it is", (first, *later))
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from kvprobe.studies.use.place_erasers import (
     fit_places,
     interchange_place,
 )
-from kvprobe.studies.use.variants import PARTS, Variants, average_cache, read_variants
+from kvprobe.studies.use.variants import PARTS, VariantReads, average_cache, read_variants
 from tests.studies.test_use_variants import CLASSES, PLACES, variants
 
 SLOTS: Places = {"code": (0, 1), "after": (None,)}
@@ -31,7 +31,7 @@ def reads(tiny_llama: Model) -> list[dict[str, torch.Tensor]]:
 
 
 def fitted(reads: list[dict[str, torch.Tensor]], seed: int = 0) -> Erasers:
-    return fit_places(Variants(reads[:3]), SLOTS, CLASSES, 1, np.random.default_rng(seed), 0.1)
+    return fit_places(VariantReads(reads[:3]), SLOTS, CLASSES, 1, np.random.default_rng(seed), 0.1)
 
 
 def test_each_slot_of_a_place_and_each_place_has_its_erasers(reads: list[dict[str, torch.Tensor]]):
@@ -53,7 +53,7 @@ def test_each_slot_of_a_place_and_each_place_has_its_erasers(reads: list[dict[st
 
 def test_probes_read_the_token_of_a_slot_in_its_first_layer_until_it_is_erased(reads: list[dict[str, torch.Tensor]]):
     erasers = fitted(reads)
-    table = check_places(Variants(reads[3:]), Variants(reads[:3]), erasers, SLOTS, CLASSES, [LEACE, RANDOM_0])
+    table = check_places(VariantReads(reads[3:]), VariantReads(reads[:3]), erasers, SLOTS, CLASSES, [LEACE, RANDOM_0])
     assert len(table) == 2 * len(PARTS) * 3 * 2 * 3 * int(table["layer"].nunique())
     first = table[(table["place"] == "code") & (table["part"] == "V") & (table["layer"] == 0)]
     means = first.groupby(["probe", "state"])["accuracy"].mean()

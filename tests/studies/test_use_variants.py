@@ -5,7 +5,7 @@ import torch
 
 from kvprobe.inference.model import Model
 from kvprobe.probing.gram import one_hot_answers
-from kvprobe.studies.use.variants import PARTS, Variants, average_cache, read_variants
+from kvprobe.studies.use.variants import PARTS, VariantReads, average_cache, read_variants
 from kvprobe.text.tokens import Tokens
 
 PLACES = {"code": range(3, 5), "after": range(5, 9)}
@@ -47,14 +47,14 @@ def test_what_is_kept_is_what_each_variant_leaves_less_their_average(
 
 
 def test_samples_of_several_conversations_stand_side_by_side(reads: list[dict[str, torch.Tensor]]):
-    both = Variants(reads[:2])
+    both = VariantReads(reads[:2])
     assert both.conversations.tolist() == [0] * COUNT + [1] * COUNT
     assert torch.equal(both.features("code", "K", 1)[:, COUNT:], reads[1]["code.K"][:, :, 1])
     assert torch.equal(both.labels[:, COUNT:], reads[1]["labels"])
 
 
 def test_an_eraser_fitted_on_slots_guards_their_mean(reads: list[dict[str, torch.Tensor]]):
-    half = Variants(reads)
+    half = VariantReads(reads)
     answers = one_hot_answers(half.labels, CLASSES, torch.float64)
     for part in PARTS:
         intact = half.features("after", part)

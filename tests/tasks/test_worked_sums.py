@@ -9,7 +9,7 @@ import pytest
 
 from kvprobe.tasks.steps import LATER, SLIPPED, Draft, Slip, draw_slip, text_of, vocabulary
 from kvprobe.tasks.worded_steps import Wording
-from kvprobe.tasks.worked_answers import DRAFTS, HISTORY, Arm
+from kvprobe.tasks.worked_answers import DRAFTS, HISTORY, Continuation
 from kvprobe.tasks.worked_sums import WorkedSum, draw_sum, single, with_errors
 from kvprobe.text.tokens import Tokens
 from kvprobe.training.steps import CHAT_TEMPLATE, Steps
@@ -31,7 +31,7 @@ def a_slip(seed: int = 3, wraps: bool = True) -> Slip:
     return draw_slip(np.random.default_rng(seed), wraps)
 
 
-def texts_of(wording: Wording, arm: Arm) -> str:
+def texts_of(wording: Wording, arm: Continuation) -> str:
     return wording.tokenizer.decode(list(arm.prompt.ids))
 
 

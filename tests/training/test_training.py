@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from kvprobe.inference.model import load
 from kvprobe.tasks.steps import Operation, Problem, Step, read_steps
-from kvprobe.training.loop import CHECKPOINT, KEPT, Batch, Recipe, loss_of, train
+from kvprobe.training.loop import CHECKPOINT, KEPT, TrainingBatch, TrainingRecipe, loss_of, train
 from kvprobe.training.memento import MEMENTOS, Memento
 from kvprobe.training.schedule import Corpus, Schedule, Shape, UntilRight
 from kvprobe.training.steps import Steps, batch_of, conversation
@@ -45,12 +45,12 @@ class Killed(Exception):
 
 
 @pytest.fixture(scope="module", params=[SMALL, SMALL_MEMENTO], ids=["steps", "memento"])
-def recipe(request: pytest.FixtureRequest) -> Recipe:
+def recipe(request: pytest.FixtureRequest) -> TrainingRecipe:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def whole(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(recipe: TrainingRecipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     train(recipe, folder)
     return folder
@@ -63,12 +63,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 6])
 def test_an_interrupted_training_goes_on_as_if_it_had_not_been(
-    recipe: Recipe, whole: Path, tmp_path: Path, stop: int, monkeypatch: pytest.MonkeyPatch
+    recipe: TrainingRecipe, whole: Path, tmp_path: Path, stop: int, monkeypatch: pytest.MonkeyPatch
 ):
     taken = type(recipe).loss
     steps = iter(range(100))
 
-    def dies(recipe: Recipe, model: torch.nn.Module, rng: np.random.Generator) -> torch.Tensor:
+    def dies(recipe: TrainingRecipe, model: torch.nn.Module, rng: np.random.Generator) -> torch.Tensor:
         if next(steps) == stop:
             raise Killed
         return taken(recipe, model, rng)  # pyright: ignore[reportArgumentType]
@@ -82,7 +82,7 @@ def test_an_interrupted_training_goes_on_as_if_it_had_not_been(
     assert not (tmp_path / CHECKPOINT).exists()
 
 
-def test_a_finished_training_is_left_as_it_is(recipe: Recipe, whole: Path):
+def test_a_finished_training_is_left_as_it_is(recipe: TrainingRecipe, whole: Path):
     before = (whole / "model.safetensors").stat().st_mtime_ns
     record = train(recipe, whole)
     assert (whole / "model.safetensors").stat().st_mtime_ns == before
@@ -90,11 +90,11 @@ def test_a_finished_training_is_left_as_it_is(recipe: Recipe, whole: Path):
     assert [*record["accuracy"]][-4:] == ["2", "4", "6", "7"]
 
 
-def test_another_recipe_is_refused_in_the_same_folder(recipe: Recipe, whole: Path):
+def test_another_recipe_is_refused_in_the_same_folder(recipe: TrainingRecipe, whole: Path):
     refused(lambda: train(replace(recipe, tested=3), whole), "another recipe")  # pyright: ignore[reportArgumentType]
 
 
-def test_the_written_folder_loads_and_answers(recipe: Recipe, whole: Path):
+def test_the_written_folder_loads_and_answers(recipe: TrainingRecipe, whole: Path):
     model = load(whole)
     answer = model.generate([{"role": "user", "content": "3 7 1"}], max_new_tokens=3)
     assert len(answer.tokens[0]) > 0
@@ -104,7 +104,7 @@ def test_the_written_folder_loads_and_answers(recipe: Recipe, whole: Path):
 # ---- until enough is right
 
 
-def test_weights_are_kept_at_each_checkpoint_if_the_schedule_says_so(recipe: Recipe, whole: Path):
+def test_weights_are_kept_at_each_checkpoint_if_the_schedule_says_so(recipe: TrainingRecipe, whole: Path):
     """And those before the first step, which are as drawn."""
     kept = {path.name for path in whole.glob(f"{KEPT}/*")}
     if not recipe.schedule.keeps:
@@ -282,8 +282,8 @@ def test_padding_changes_nothing_not_even_the_balance_of_experts():
         torch.cat([known, padding.to(known.dtype)], 1) for known in (batch.ids, batch.counts, batch.present)
     )
     expected = loss_of(model, [batch])
-    torch.testing.assert_close(loss_of(model, [Batch(ids, counts, present)]), expected, rtol=2e-5, atol=0)
-    counted = loss_of(model, [Batch(ids, counts, torch.ones_like(present))])
+    torch.testing.assert_close(loss_of(model, [TrainingBatch(ids, counts, present)]), expected, rtol=2e-5, atol=0)
+    counted = loss_of(model, [TrainingBatch(ids, counts, torch.ones_like(present))])
     assert abs(counted - expected) / expected > 2e-4
 
 

@@ -21,7 +21,7 @@ from kvprobe.studies import answers
 from kvprobe.studies.answers import NATS, SOUND
 from kvprobe.studies.bands import NOISES, PARTS, Config, Cut
 from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, names_of
-from kvprobe.studies.bands.order import Order
+from kvprobe.studies.bands.order import Ranking
 from kvprobe.tasks.task import Task
 from kvprobe.tidy import Rows, Where, beside, chosen, groups
 
@@ -226,7 +226,7 @@ def orders(findings: Findings, config: Config) -> list[dict[str, Any]]:
             (first, second): findings.get(pair, **at, cut=cut, first=first, second=second)
             for first, second in combinations(names_of(cut), 2)
         }
-        order = Order.of(means, pairs)
+        order = Ranking.of(means, pairs)
         if order is not None:
             known = {"cut": cut, "measure": of, "rate": rate, "bands": [*order.names], "apart": order.apart}
             decided.append({**at, **known, "last": order.largest(LAST), "buffer": order.smallest(BUFFER)})

@@ -11,7 +11,7 @@ Verdict = Literal["yes", "no", "open"]
 
 
 @dataclass(frozen=True)
-class Order:
+class Ranking:
     """Things by their means.
 
     Attributes:
@@ -25,7 +25,7 @@ class Order:
     @classmethod
     def of(
         cls, means: Mapping[str, Estimate | None], differences: Mapping[tuple[str, str], Estimate | None]
-    ) -> "Order | None":
+    ) -> "Ranking | None":
         """The order of these means; None where a mean or a difference is missing."""
         known = {name: mean.mean for name, mean in means.items() if mean is not None}
         known_differences = {pair: difference for pair, difference in differences.items() if difference is not None}

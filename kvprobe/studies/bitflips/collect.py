@@ -13,7 +13,7 @@ from kvprobe.faults.bit_flips import LAYOUTS, Field, Stored
 from kvprobe.faults.scope import Part
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Trial
-from kvprobe.inference.trials import Case, Labels, Sample
+from kvprobe.inference.trials import AskedItem, Case, Labels
 from kvprobe.models.geometry import Geometry
 from kvprobe.studies.answers import collect_answers
 from kvprobe.studies.bitflips import Config
@@ -30,7 +30,7 @@ _WHERE = 0x62
 
 
 @dataclass(frozen=True)
-class Place:
+class FlipPlace:
     """Where a flip strikes; slot and channel are drawn by the scope, from the draws of the flip's number."""
 
     flip: int
@@ -48,7 +48,7 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     return collect_answers(model, config, run, lambda sample: list(cases(config, sample, model.geometry)))
 
 
-def cases(config: Config, sample: Sample, shape: Geometry) -> Iterator[Case]:
+def cases(config: Config, sample: AskedItem, shape: Geometry) -> Iterator[Case]:
     """Single flips, then error rates, then the control that flips nothing.
 
     Labels: `group` (single, rate, control), `dtype`, `field`, `bit` (0 the lowest of the mantissa), `flip`, `layer`,
@@ -68,11 +68,11 @@ def cases(config: Config, sample: Sample, shape: Geometry) -> Iterator[Case]:
         yield _everywhere("control", dtype, ANY, None, 0.0)
 
 
-def places(config: Config, sample: int, shape: Geometry) -> list[Place]:
+def places(config: Config, sample: int, shape: Geometry) -> list[FlipPlace]:
     """Where the flips of a sample strike, whatever their bit and dtype; more flips begin with those of fewer."""
     rng = np.random.default_rng([config.seed, sample, _WHERE])
     return [
-        Place(
+        FlipPlace(
             flip, int(rng.integers(shape.n_layers)), int(rng.integers(shape.n_kv_heads)), rng.choice(("k", "v")).item()
         )
         for flip in range(config.flips)

@@ -23,7 +23,7 @@ from kvprobe.inference.forward import onwards
 from kvprobe.inference.model import Model, load
 from kvprobe.patching import KL, LogitDiff, payload_or_pointer
 from kvprobe.studies.dangling import Config
-from kvprobe.tasks.facts import Pair, facts, pairs_in_turn
+from kvprobe.tasks.facts import FactPair, facts, pairs_in_turn
 from kvprobe.tasks.ordinal import VERBS, Reference, draw_exchanged
 from kvprobe.tidy import Rows, chosen
 
@@ -38,7 +38,7 @@ Sets = Mapping[tuple[str, int, int], Sequence[KVHead]]
 """KV heads by sort, size and draw."""
 
 
-def pairs_of(config: Config, model: Model) -> list[Pair]:
+def pairs_of(config: Config, model: Model) -> list[FactPair]:
     """The conversations of a config, of which the first of each pair is read.
 
     Raises:
@@ -61,10 +61,10 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     """
     parts = partial(table_of_parts, run, pairs_of(config, model), unit="conversation")
 
-    def measured(pair: Pair) -> pd.DataFrame:
+    def measured(pair: FactPair) -> pd.DataFrame:
         return measure(model, pair).assign(prompt=pair.id, half=pair.half)
 
-    def rescued(pair: Pair) -> pd.DataFrame:
+    def rescued(pair: FactPair) -> pd.DataFrame:
         return rescue(model, pair, by_half[1 - pair.half]).assign(prompt=pair.id, half=pair.half)
 
     table = parts("arms", measured, doing="Hiding a turn")
@@ -73,7 +73,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     return tables | {"memos": collect_memos(config, run)} if config.memos else tables
 
 
-def measure(model: Model, pair: Pair) -> pd.DataFrame:
+def measure(model: Model, pair: FactPair) -> pd.DataFrame:
     """Outcomes of all arms, and what each head's attention to the turn became in all but the first."""
     patterns = {arm: read(model, cache, pair) for arm, cache in arms_of(model, pair).items()}
     full, masked = patterns[FULL], patterns[MASKED]
@@ -94,7 +94,7 @@ def measure(model: Model, pair: Pair) -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True)
 
 
-def arms_of(model: Model, pair: Pair) -> dict[str, KVCache]:
+def arms_of(model: Model, pair: FactPair) -> dict[str, KVCache]:
     """The cache in each arm; gaps can be closed only where keys turn with position."""
     clean = model.prefill(pair.prompts[0])
     arms = {FULL: clean, MASKED: clean.mask(HIDDEN)}
@@ -103,13 +103,13 @@ def arms_of(model: Model, pair: Pair) -> dict[str, KVCache]:
     return arms
 
 
-def read(model: Model, cache: KVCache, pair: Pair) -> Patterns:
+def read(model: Model, cache: KVCache, pair: FactPair) -> Patterns:
     """The suffix read where the cache ends, and what all its tokens attend to."""
     suffix = onwards(cache, [pair.suffix])[0]
     return attend(model, suffix, cache, queries=range(len(suffix)))
 
 
-def outcome_of(pair: Pair, full: torch.Tensor, logits: torch.Tensor) -> dict[str, float]:
+def outcome_of(pair: FactPair, full: torch.Tensor, logits: torch.Tensor) -> dict[str, float]:
     """Logit difference of right and wrong, and KL from the run with everything in view."""
     return {"margin": float(LogitDiff(*pair.answers)(logits[None])), "kl": float(KL().to(full[None])(logits[None]))}
 
@@ -131,7 +131,7 @@ def sets_by_half(table: Rows, config: Config, model: Model) -> dict[int, Sets]:
     return by_half
 
 
-def rescue(model: Model, pair: Pair, sets: Sets) -> pd.DataFrame:
+def rescue(model: Model, pair: FactPair, sets: Sets) -> pd.DataFrame:
     """Outcomes with the turn in view of each set of KV heads."""
     clean = model.prefill(pair.prompts[0])
     full = model.extend(clean, pair.suffix)[1][0, -1].float()

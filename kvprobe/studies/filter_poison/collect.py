@@ -25,7 +25,7 @@ from kvprobe.layers.head_sets import HeadSets
 from kvprobe.names import unknown
 from kvprobe.patching.grid import even_bands
 from kvprobe.studies.filter_poison import FALSE, Config
-from kvprobe.tasks.facts import Pair, facts, pairs_in_turn
+from kvprobe.tasks.facts import FactPair, facts, pairs_in_turn
 from kvprobe.tidy import Rows
 
 NONE = "none"
@@ -37,7 +37,7 @@ STATE = "state"
 _SHARED = ("kind", "layer", "family", "prompt", "half")
 
 
-def pairs_of(config: Config, model: Model) -> list[Pair]:
+def pairs_of(config: Config, model: Model) -> list[FactPair]:
     """The conversations of a config, of which the first of each pair is true, up to the last tokens before the answer.
 
     Raises:
@@ -56,7 +56,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     """
     parts = partial(table_of_parts, run, pairs_of(config, model), unit="conversation")
 
-    def restored(pair: Pair) -> pd.DataFrame:
+    def restored(pair: FactPair) -> pd.DataFrame:
         tables = []
         for family, clean, damaged in damages(model, config, pair, control=True):
             layers = model.geometry.n_layers
@@ -73,7 +73,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
             tables.append(table.assign(family=family))
         return pd.concat(tables, ignore_index=True).assign(prompt=pair.id, half=pair.half)
 
-    def together(pair: Pair) -> pd.DataFrame:
+    def together(pair: FactPair) -> pd.DataFrame:
         sets = by_half[1 - pair.half]
         tables = [
             restored_sets(model, clean, damaged, pair.suffix, sets, kept=config.suffix).assign(family=family)
@@ -97,7 +97,7 @@ def heads_by_half(maps: Rows, config: Config) -> dict[int, HeadSets]:
     }
 
 
-def damages(model: Model, config: Config, pair: Pair, control: bool = False) -> list[tuple[str, KVCache, KVCache]]:
+def damages(model: Model, config: Config, pair: FactPair, control: bool = False) -> list[tuple[str, KVCache, KVCache]]:
     """For each family the clean cache and the damaged one."""
     true, false = pair.prompts
     clean = model.prefill(true)

@@ -23,7 +23,7 @@ FOLDS = 4
 """Fold 0 is tested, fold 1 chooses penalties and epochs."""
 
 
-class Site(NamedTuple):
+class DigitSite(NamedTuple):
     """Where digits are read: in the slots of a memento so many blocks after their own, in one layer, of one arm."""
 
     arm: str
@@ -35,7 +35,7 @@ class Site(NamedTuple):
         return f"{self.arm}.{self.distance}.{self.layer}"
 
 
-def sites_of(layers: int, block: int, blocks: int, keep: int = 0, *, everywhere: bool = True) -> list[Site]:
+def sites_of(layers: int, block: int, blocks: int, keep: int = 0, *, everywhere: bool = True) -> list[DigitSite]:
     """Where the digits of a block are read.
 
     All layers of the memento that is written next to the block, and of the first one that is written while the block is
@@ -48,21 +48,21 @@ def sites_of(layers: int, block: int, blocks: int, keep: int = 0, *, everywhere:
         everywhere: otherwise the first hidden memento alone.
     """
     hidden, last = keep + 1, layers - 1
-    first = [Site(arm, hidden, layer) for arm, layer in product((RETAINED, RESTART), range(layers))]
+    first = [DigitSite(arm, hidden, layer) for arm, layer in product((RETAINED, RESTART), range(layers))]
     if not everywhere:
         return first
     later = range(hidden + 1, blocks - block + 1)
     return [
-        *([Site(RETAINED, -1, last)] if block > 1 else []),
-        *(Site(RETAINED, 0, layer) for layer in range(layers)),
-        *(Site(RETAINED, distance, last) for distance in range(1, hidden)),
+        *([DigitSite(RETAINED, -1, last)] if block > 1 else []),
+        *(DigitSite(RETAINED, 0, layer) for layer in range(layers)),
+        *(DigitSite(RETAINED, distance, last) for distance in range(1, hidden)),
         *first,
-        *(Site(arm, distance, last) for arm, distance in product((RETAINED, RESTART), later)),
+        *(DigitSite(arm, distance, last) for arm, distance in product((RETAINED, RESTART), later)),
     ]
 
 
 def read_sites(
-    model: Model, traces: Sequence[Trace], sites: Sequence[Site], block: int, keep: int = 0
+    model: Model, traces: Sequence[Trace], sites: Sequence[DigitSite], block: int, keep: int = 0
 ) -> dict[str, Tensor]:
     """Of each trace, by site, K and V `[rows, 2, slots × width]`; and `right.ARM` `[rows, mementos]`, whether each
     memento is right, of the arm `restart` from the first one on that is written while the block is hidden. Of all,
@@ -87,7 +87,7 @@ def read_sites(
             tensors |= {site.name: vectors[site.layer].transpose(0, 1).float().cpu().contiguous() for site in here}
         tensors[f"right.{arm}"] = torch.stack(right, 1).cpu()
     pairs = [
-        [tensors[Site(arm, first - block, layer).name] for arm in (RETAINED, RESTART)]
+        [tensors[DigitSite(arm, first - block, layer).name] for arm in (RETAINED, RESTART)]
         for layer in range(model.geometry.n_layers)
     ]
     tensors["reach"] = torch.stack([(one - other).abs().max() / one.abs().max() for one, other in pairs])[None]

@@ -22,7 +22,7 @@ SUMMARY_NAMES = tuple(f"summary{number}" for number in range(1, TURNS + 1))
 
 
 @dataclass(frozen=True)
-class Turn:
+class HopTurn:
     """What the user says, the reply, and the summary of both."""
 
     user: str
@@ -31,7 +31,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Session:
+class HopSession:
     """One hand-written session; the first turn's `user` holds `{code}` once, and no other text depends on the code.
 
     Attributes:
@@ -45,7 +45,7 @@ class Session:
     request: str
     question: str
     answer: str
-    turns: tuple[Turn, ...]
+    turns: tuple[HopTurn, ...]
 
     def __post_init__(self) -> None:
         if len(self.turns) != TURNS:
@@ -53,15 +53,16 @@ class Session:
 
 
 @cache
-def sessions() -> tuple[Session, ...]:
+def sessions() -> tuple[HopSession, ...]:
     """All sessions that ship with kvprobe."""
-    text = resources.files("kvprobe.tasks").joinpath("hops.yaml").read_text(encoding="utf-8")
+    text = resources.files("kvprobe.studies.multihop").joinpath("hops.yaml").read_text(encoding="utf-8")
     return tuple(
-        Session(**{**entry, "turns": tuple(Turn(**turn) for turn in entry["turns"])}) for entry in yaml.safe_load(text)
+        HopSession(**{**entry, "turns": tuple(HopTurn(**turn) for turn in entry["turns"])})
+        for entry in yaml.safe_load(text)
     )
 
 
-def conversation(session: Session, code: str) -> Transcript:
+def conversation(session: HopSession, code: str) -> Transcript:
     """The whole session with this code."""
     messages: list[dict[str, object]] = [{"role": "system", "content": session.system}]
     names = ["system"]

@@ -21,7 +21,7 @@ from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
 from kvprobe.probing.arms import arm_read_outs
 from kvprobe.probing.variants import Logits, Variants
-from kvprobe.studies.multihop.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, Session, conversation
+from kvprobe.studies.multihop.hops import SUMMARY_NAMES, TURN_NAMES, TURNS, HopSession, conversation
 from kvprobe.studies.multihop.light_cone import lowest_layers
 from kvprobe.text.tokens import Tokens
 
@@ -73,7 +73,7 @@ def name_of(condition: str, at: Place) -> str:
 
 
 def read_session(
-    model: Model, session: Session, codes: Sequence[str], families: Sequence[Family], batch: int
+    model: Model, session: HopSession, codes: Sequence[str], families: Sequence[Family], batch: int
 ) -> dict[str, Tensor]:
     """Features and use measurements for one session and its codes.
 

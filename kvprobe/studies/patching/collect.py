@@ -21,7 +21,7 @@ from kvprobe.patching.grid import Over
 from kvprobe.patching.pairs import table_of
 from kvprobe.studies.patching import Config
 from kvprobe.studies.patching.bands import Bands, bands_by_half
-from kvprobe.tasks.facts import Pair, facts, pair
+from kvprobe.tasks.facts import FactPair, facts, pair
 from kvprobe.text.chat_template import Tokenizer
 
 VALUE, AFTER = "value", "fact after"
@@ -43,12 +43,12 @@ class Grid(StrEnum):
     TOTAL = "total"  # the same, seen by the prompt as well
 
 
-def pairs_of(config: Config, tokenizer: Tokenizer) -> list[Pair]:
+def pairs_of(config: Config, tokenizer: Tokenizer) -> list[FactPair]:
     """The runs of a config: of each pair the first conversation is patched, with K and V of the second (the donor).
 
     Bands that are found on the facts of one half are tested on those of the other.
     """
-    runs: list[Pair] = []
+    runs: list[FactPair] = []
     chosen = facts(config.kinds, config.facts)
     halves = np.random.default_rng([config.seed, 1]).permutation(len(chosen)) % 2
     for place, (fact, half) in enumerate(zip(chosen, halves.tolist(), strict=True)):
@@ -67,7 +67,9 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     the cells of whole segments.
     """
 
-    def tables(name: str, doing: str, cases: Sequence[Pair], measured: Callable[[Pair], pd.DataFrame]) -> pd.DataFrame:
+    def tables(
+        name: str, doing: str, cases: Sequence[FactPair], measured: Callable[[FactPair], pd.DataFrame]
+    ) -> pd.DataFrame:
         return table_of_parts(run, cases, name, measured, doing=doing, unit="pair")
 
     cases = pairs_of(config, model.tokenizer)
@@ -84,7 +86,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     return {"samples": samples, "example": example}
 
 
-def measure(model: Model, case: Pair, config: Config) -> pd.DataFrame:
+def measure(model: Model, case: FactPair, config: Config) -> pd.DataFrame:
     """All maps of one run."""
     names, swept = case.prompts[0].names, Swept(model, case)
     whole = swept.by(Grid.WHOLE, {"segment": names})
@@ -105,7 +107,7 @@ def able(table: pd.DataFrame) -> bool:
     return bool((table["base"] > 0).all() and (table["donor"] < 0).all())
 
 
-def measure_bands(model: Model, case: Pair, bands: Bands) -> pd.DataFrame:
+def measure_bands(model: Model, case: FactPair, bands: Bands) -> pd.DataFrame:
     """The other half's bands, all slots at once, and all other layers."""
     swept, tables = Swept(model, case), []
     for part, by_half in bands.items():
@@ -117,7 +119,7 @@ def measure_bands(model: Model, case: Pair, bands: Bands) -> pd.DataFrame:
     return swept.labelled(tables, True)
 
 
-def measure_slots(model: Model, case: Pair) -> pd.DataFrame:
+def measure_slots(model: Model, case: FactPair) -> pd.DataFrame:
     """Slot by slot, from two slots before the value on, which are the light cone's control."""
     prompt, swept = case.prompts[0], Swept(model, case)
     start = prompt.span(VALUE).start
@@ -135,7 +137,7 @@ def measure_slots(model: Model, case: Pair) -> pd.DataFrame:
 class Swept:
     """The two caches of a pair, and tables of what their patches do."""
 
-    def __init__(self, model: Model, case: Pair) -> None:
+    def __init__(self, model: Model, case: FactPair) -> None:
         self.model, self.case = model, case
         self.base, self.donor = map(model.prefill, case.prompts)
         # Positive where the model says the base's own value.

@@ -20,7 +20,7 @@ from kvprobe.studies.poisoning.solutions import (
 from kvprobe.tasks.gsm8k import REQUEST
 from kvprobe.tasks.steps import Draft
 from kvprobe.tasks.worded_steps import EARLIER, LATER_STEPS, STEP
-from kvprobe.tasks.worked_answers import DRAFTS, HISTORY, Answering, Arm, Chances, History, Rest, Shown
+from kvprobe.tasks.worked_answers import DRAFTS, HISTORY, Answering, Chances, Continuation, History, Rest, Shown
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.turns import Turns, as_long, question_and_answer
 
@@ -117,8 +117,8 @@ class WorkedSolution:
         suffix = Tokens.of(both, LATER_STEPS, self.drafts()["sound"].following)
         return Rest(suffix[:-1], suffix[-1:], right[0], wrong[0])
 
-    def arms(self) -> list[Arm]:
-        ways: list[Arm] = []
+    def arms(self) -> list[Continuation]:
+        ways: list[Continuation] = []
         for draft in DRAFTS:
             lines, right = self.lines(draft), self.lines("sound")[self.place.line]
             answer, until = written(lines), written(lines[: self.place.line + 1])
@@ -131,8 +131,8 @@ class WorkedSolution:
                 "handed": self.chat(self.handed(lines, GO_ON)),
                 "other's": self.chat(self.handed(lines, REVIEW)),
             }
-            ways += [Arm(name, draft, prompt, 0) for name, prompt in talks.items()]
-        return [*ways, Arm("fresh", "slip", self.asked, 0)]
+            ways += [Continuation(name, draft, prompt, 0) for name, prompt in talks.items()]
+        return [*ways, Continuation("fresh", "slip", self.asked, 0)]
 
     def handed(self, lines: Sequence[str], order: str) -> str:
         """What a user says who hands over the first lines."""

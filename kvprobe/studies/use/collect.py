@@ -17,10 +17,10 @@ from kvprobe.faults.scope import EVERY_LAYER, named_bands
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.studies.use import Config
-from kvprobe.studies.use.effects import ERASE, FULL, IN_VIEW, SWAP, VIEWS, Scene
+from kvprobe.studies.use.effects import ERASE, FULL, IN_VIEW, SWAP, VIEWS, CodedScene
 from kvprobe.studies.use.place_erasers import INLP, LEACE, RANDOM_0, Erasers, check_places, eraser_sizes
 from kvprobe.studies.use.places import DIGITS, PLACES, cases_of, fit_halves, read_case
-from kvprobe.studies.use.variants import Variants
+from kvprobe.studies.use.variants import VariantReads
 from kvprobe.tasks.passcode import Coded
 from kvprobe.tidy import Rows
 
@@ -48,9 +48,9 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     fitted = fit_halves(reads, config)
     probes = check(reads, fitted)
 
-    def scene_of(case: Coded) -> Scene:
+    def scene_of(case: Coded) -> CodedScene:
         """Each conversation meets the erasers of the other half."""
-        return Scene.of(model, case, reads[case.number], fitted[1 - case.number % 2])
+        return CodedScene.of(model, case, reads[case.number], fitted[1 - case.number % 2])
 
     def effects(case: Coded) -> pd.DataFrame:
         scene = scene_of(case)
@@ -79,7 +79,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
 
 def check(reads: Sequence[Mapping[str, Tensor]], erasers: tuple[Erasers, Erasers]) -> pd.DataFrame:
     """What probes still read of each half once the other half's erasers were at work; see `check_places`."""
-    names, halves = (LEACE, RANDOM_0, INLP), [Variants(reads[half::2]) for half in (0, 1)]
+    names, halves = (LEACE, RANDOM_0, INLP), [VariantReads(reads[half::2]) for half in (0, 1)]
     tables = []
     for half, other in ((0, 1), (1, 0)):
         table = check_places(halves[half], halves[other], erasers[other], PLACES, DIGITS, names)
@@ -87,7 +87,7 @@ def check(reads: Sequence[Mapping[str, Tensor]], erasers: tuple[Erasers, Erasers
     return pd.concat(tables, ignore_index=True)
 
 
-def replies(scene: Scene, case: Coded, layers: Sequence[int]) -> pd.DataFrame:
+def replies(scene: CodedScene, case: Coded, layers: Sequence[int]) -> pd.DataFrame:
     """What the model replies, greedily, after edits of all layers, K and V."""
     edits = [("", NOTHING), *product(VIEWS[IN_VIEW], (LEACE, RANDOM_0, FULL))]
     caches = [scene.edited(scene.average, place, name, layers) if place else scene.base for place, name in edits]

@@ -45,7 +45,7 @@ FULL = "full"
 
 
 @dataclass(frozen=True)
-class Scene:
+class CodedScene:
     """A conversation with its code, with another, and with the average of many, up to the question.
 
     Attributes:
@@ -64,7 +64,7 @@ class Scene:
     codes: Int[Tensor, "codes code_tokens"]
 
     @classmethod
-    def of(cls, model: Model, case: Coded, read: Mapping[str, Tensor], erasers: Erasers) -> "Scene":
+    def of(cls, model: Model, case: Coded, read: Mapping[str, Tensor], erasers: Erasers) -> "CodedScene":
         """The conversation with the first code of its pair, the second being the donor's.
 
         Args:

@@ -14,7 +14,7 @@ from kvprobe.erasing.random_eraser import random_eraser
 from kvprobe.erasing.subspace import Eraser
 from kvprobe.progress import Bar
 from kvprobe.studies.use.checks import still_read
-from kvprobe.studies.use.variants import PARTS, Variants
+from kvprobe.studies.use.variants import PARTS, VariantReads
 from kvprobe.tidy import crossed
 
 LEACE, INLP, RANDOM = "leace", "inlp", "random"
@@ -28,7 +28,7 @@ Erasers = Mapping[tuple[str, int | None, str, str], Eraser]
 
 
 def fit_places(
-    variants: Variants, places: Places, classes: int, randoms: int, rng: np.random.Generator, shrinkage: float = 0.0
+    variants: VariantReads, places: Places, classes: int, randoms: int, rng: np.random.Generator, shrinkage: float = 0.0
 ) -> Erasers:
     """All erasers of these conversations. That of a slot by itself is of the labels up to its own number, since a slot
     cannot know those of later ones.
@@ -48,7 +48,7 @@ def fit_places(
 
 
 def check_places(
-    tested: Variants, trained: Variants, erasers: Erasers, places: Places, classes: int, names: Sequence[str]
+    tested: VariantReads, trained: VariantReads, erasers: Erasers, places: Places, classes: int, names: Sequence[str]
 ) -> pd.DataFrame:
     """What probes still read once erasers were at work (see `still_read`): one row per place, part, state of the
     features, probe, conversation (`context`) and layer, with the `accuracy` per label.

@@ -14,7 +14,7 @@ from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.studies.use import Config
 from kvprobe.studies.use.place_erasers import Erasers, fit_places
-from kvprobe.studies.use.variants import Variants, read_variants
+from kvprobe.studies.use.variants import VariantReads, read_variants
 from kvprobe.tasks.passcode import CODE_LENGTH, Coded, Encoder, coded_contexts, conversation
 from kvprobe.text.tokens import Tokens
 
@@ -59,7 +59,7 @@ def read_case(model: Model, case: Coded, batch: int) -> dict[str, Tensor]:
 def fit_halves(reads: Sequence[Mapping[str, Tensor]], config: Config) -> tuple[Erasers, Erasers]:
     """The erasers of each half of the conversations."""
     first, second = (
-        fit_places(Variants(reads[half::2]), PLACES, DIGITS, config.randoms, rng, SHRINKAGE)
+        fit_places(VariantReads(reads[half::2]), PLACES, DIGITS, config.randoms, rng, SHRINKAGE)
         for half, rng in enumerate(np.random.default_rng([config.seed, 2, half]) for half in (0, 1))
     )
     return first, second

@@ -86,7 +86,7 @@ def average_cache(base: KVCache, read: Mapping[str, Tensor], start: int) -> KVCa
 
 
 @dataclass(frozen=True)
-class Variants:
+class VariantReads:
     """Several conversations, each with what `read_variants` gave; a sample is a variant of one of them."""
 
     reads: Sequence[Mapping[str, Tensor]]
