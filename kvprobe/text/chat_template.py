@@ -4,7 +4,7 @@ The template is rendered once with a placeholder in place of each message, which
 messages' text. The place of every character is therefore known before tokenisation, and no text is ever searched.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,8 +12,9 @@ from jinja2 import TemplateError, TemplateRuntimeError
 
 from kvprobe.errors import UserError
 from kvprobe.names import one_line
+from kvprobe.text.headers import Headers, Render, placeholders, split_at_placeholders
 from kvprobe.text.messages import Message
-from kvprobe.text.tokens import ANSWER_HEADER
+from kvprobe.text.tokens import ANSWER_HEADER, PREAMBLE
 
 PLAIN_CHAT_TEMPLATE = (
     "{{ bos_token or '' }}{% for message in messages %}"
@@ -21,11 +22,6 @@ PLAIN_CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}Assistant: {% endif %}"
 )
 """For base models, whose tokenizer has no chat template of its own."""
-
-Render = Callable[..., str]
-"""Messages, and whether to add a generation prompt, to text."""
-
-_PLACEHOLDER = "\ue000{}\ue001"  # private-use characters: no template contains or alters them
 
 
 @runtime_checkable
@@ -44,6 +40,7 @@ class Tokenizer(Protocol):
         tokenize: bool,
         add_generation_prompt: bool,
         chat_template: str | None,
+        **variables: str,
     ) -> str: ...
     def __call__(
         self, text: str, /, *, add_special_tokens: bool = ..., return_offsets_mapping: bool = ...
@@ -81,10 +78,14 @@ def lay_out(messages: Sequence[Message], tokenizer: Tokenizer, generation_prompt
         )
     template = None if tokenizer.chat_template else PLAIN_CHAT_TEMPLATE
 
-    def render(conversation: list[dict[str, str]], generation_prompt: bool = False) -> str:
+    def render(conversation: list[dict[str, str]], generation_prompt: bool = False, **variables: str) -> str:
         try:
             return tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=generation_prompt, chat_template=template
+                conversation,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                chat_template=template,
+                **variables,
             )
         except TemplateError:
             raise
@@ -92,7 +93,7 @@ def lay_out(messages: Sequence[Message], tokenizer: Tokenizer, generation_prompt
             raise TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
 
     try:
-        return _pieces(messages, render, generation_prompt)
+        return _pieces(messages, render, generation_prompt, getattr(tokenizer, "bos_token", None))
     except TemplateError as error:
         raise UserError(
             f"The chat template refuses the conversation ({one_line(error)}); use roles that it knows, "
@@ -112,22 +113,26 @@ def _refuse_control_tokens(messages: Sequence[Message], tokenizer: Tokenizer) ->
                 )
 
 
-def _pieces(messages: Sequence[Message], render: Render, generation_prompt: bool) -> list[Piece]:
-    skeleton = [{"role": message.role, "content": _PLACEHOLDER.format(index)} for index, message in enumerate(messages)]
-    literals = _split_at_placeholders(render(skeleton), len(skeleton))
-    with_header = _split_at_placeholders(render(skeleton, generation_prompt), len(skeleton))
+def _pieces(
+    messages: Sequence[Message], render: Render, generation_prompt: bool, start_token: str | None
+) -> list[Piece]:
+    skeleton = placeholders([message.role for message in messages])
+    literals = split_at_placeholders(render(skeleton), len(skeleton))
+    with_header = split_at_placeholders(render(skeleton, generation_prompt), len(skeleton))
     if not with_header[-1].startswith(literals[-1]):
         raise UserError(
             "The chat template changes the conversation when it adds a generation prompt; use a template that only "
             "appends."
         )
 
-    pieces: list[Piece] = []
-    header = literals[0]
+    headers = Headers(render, start_token)
+    preamble, folded_into, header = headers.opening([message.role for message in messages], *literals[:2])
+    user = next((message.segment for message in messages if message.role == "user"), "")
+    pieces = [Piece(preamble, PREAMBLE), Piece(folded_into, user)]
     for index, message in enumerate(messages):
         between = literals[index + 1]
-        last = index + 1 == len(messages)
-        trailer = between if last else _trailer(render, skeleton[: index + 1], between)
+        following = messages[index + 1 : index + 2]
+        trailer = headers.trailer(skeleton[: index + 1], between, following[0].role) if following else between
         pieces.append(Piece(header, message.segment))
         pieces += [Piece(part.text, message.segment, part.name, delimiter=False) for part in message.parts]
         pieces.append(Piece(trailer, message.segment))
@@ -141,28 +146,3 @@ def _pieces(messages: Sequence[Message], render: Render, generation_prompt: bool
             "cannot be known; strip leading and trailing spaces from each message, or use another template."
         )
     return pieces
-
-
-def _split_at_placeholders(rendered: str, count: int) -> list[str]:
-    """What the template writes before, between and after `count` messages."""
-    literals: list[str] = []
-    rest = rendered
-    for index in range(count):
-        literal, placeholder, rest = rest.partition(_PLACEHOLDER.format(index))
-        if not placeholder:
-            raise UserError(
-                f"The chat template drops or reorders message {index}, so segments cannot be placed; "
-                f"use roles that it knows, in the order that it expects (user and assistant in turn)."
-            )
-        literals.append(literal)
-    return [*literals, rest]
-
-
-def _trailer(render: Render, so_far: list[dict[str, str]], between: str) -> str:
-    """The part of the text `between` two messages that still belongs to the first: what the template writes
-    after it when it is the last message. A template that cannot end there gives all of it to the first."""
-    try:
-        *_, after = _split_at_placeholders(render(so_far), len(so_far))
-    except (TemplateError, UserError):
-        return between
-    return after if between.startswith(after) else between

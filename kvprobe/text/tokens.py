@@ -12,6 +12,9 @@ from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
 
+PREAMBLE = "preamble"
+"""Segment of what the chat template writes before the first message: start token, default system prompt. It stays when
+messages are hidden."""
 GENERATED = "generated"
 """Segment of the tokens that a model generated and then read."""
 ANSWER_HEADER = "generation"
@@ -113,7 +116,18 @@ class Tokens(Brief):
         return self.positions[-1] + 1 if self.end is None else self.end
 
     def span(self, segment: str) -> slice:
-        """Where a segment stands; an unknown or interrupted segment is refused."""
+        """Where a segment stands; an unknown or interrupted segment is refused.
+
+        A header that stands before a system message, which the template folds into the turn, is not in its span.
+        """
+        first = next((index for index, name in enumerate(self.segments) if name == segment), 0)
+        apart = first
+        while apart < len(self) and self.segments[apart] == segment and self.delimiters[apart]:
+            apart += 1
+        rest = self.segments[apart:]
+        if segment in rest and rest[0] != segment:
+            within = _span(rest, "segment", segment)
+            return slice(within.start + apart, within.stop + apart)
         return _span(self.segments, "segment", segment)
 
     def part(self, name: str) -> slice:

@@ -12,10 +12,11 @@ from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.text.chat_template import Piece, Tokenizer, lay_out
 from kvprobe.text.messages import Message, message_of
-from kvprobe.text.tokens import GENERATED, Tokens
+from kvprobe.text.tokens import GENERATED, PREAMBLE, Tokens
 
-PositionMode = Literal["gapped", "contiguous"]
-"""Where tokens after hidden text stand: where they would have stood, or closed up."""
+RestartMode = Literal["gapped", "contiguous", "rendered"]
+"""Where tokens after hidden text stand: where they would have stood, or closed up; or all as the template writes the
+other messages."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,12 +27,12 @@ class Transcript(Brief):
         messages: in order.
         hidden: segments that are left out of the tokens (see `without`).
         mode: where the tokens after a hidden segment stand: `gapped` keeps the positions that they would have
-            had, `contiguous` closes the gap.
+            had, `contiguous` closes the gap, `rendered` writes the others anew.
     """
 
     messages: tuple[Message, ...]
     hidden: frozenset[str] = frozenset()
-    mode: PositionMode = "gapped"
+    mode: RestartMode = "gapped"
 
     @classmethod
     def from_messages(
@@ -54,8 +55,12 @@ class Transcript(Brief):
             )
         if wrong := [name for name in names if not is_text(name)]:
             raise UserError(f"A segment is called {str(wrong[0])[:40]!r}; a name must be a text.")
-        if GENERATED in names:
-            raise UserError(f"A segment is called {GENERATED!r}, as tokens of the model are; give it another name.")
+        for reserved, whose in (
+            (GENERATED, "tokens of the model are"),
+            (PREAMBLE, "what the template writes first is"),
+        ):
+            if reserved in names:
+                raise UserError(f"A segment is called {reserved!r}, as {whose}; give it another name.")
         if not messages:
             raise UserError("A conversation has at least one message; give {'role': …, 'content': …}.")
         built = [
@@ -87,20 +92,22 @@ class Transcript(Brief):
         """Segment names in order, hidden ones included."""
         return tuple(dict.fromkeys(message.segment for message in self.messages))
 
-    def without(self, *segments: str, mode: PositionMode = "gapped") -> "Transcript":
+    def without(self, *segments: str, mode: RestartMode = "gapped") -> "Transcript":
         """The conversation as if these segments had never been said: prefill it to restart.
 
         `gapped` (the default) leaves the other tokens where they were, so that the cache differs from a masked
-        one in provenance alone; `contiguous` closes the gap, as an engine does that rebuilds a cache.
+        one in provenance alone; `contiguous` closes the gap. Both keep the preamble and write nothing in place of what
+        is hidden. `rendered` is what an engine reads that gets the other messages alone: without a system message, many
+        templates write a default one.
 
         Raises:
-            UserError: there is no such segment or position mode.
+            UserError: there is no such segment or restart mode.
         """
         for name in segments:
             if name not in self.segments:
                 raise UserError(unknown("segment", name, self.segments))
-        if mode not in get_args(PositionMode):
-            raise UserError(unknown("position mode", mode, get_args(PositionMode)))
+        if mode not in get_args(RestartMode):
+            raise UserError(unknown("restart mode", mode, get_args(RestartMode)))
         return replace(self, hidden=self.hidden | set(segments), mode=mode)
 
     def tokens(self, tokenizer: Tokenizer, generation_prompt: bool = False) -> Tokens:
@@ -113,6 +120,8 @@ class Transcript(Brief):
             UserError: the tokenizer is slow, the template refuses or rewrites messages, or a message has a control
                 token.
         """
+        if self.hidden and self.mode == "rendered":
+            return self._rendered_anew(tokenizer, generation_prompt)
         pieces = lay_out(self.messages, tokenizer, generation_prompt)
         ends = list(accumulate(len(piece.text) for piece in pieces))
         text = "".join(piece.text for piece in pieces)
@@ -134,6 +143,16 @@ class Transcript(Brief):
             tuple(piece.delimiter for piece in origins),
         )
         return self._drop_hidden(whole) if self.hidden else whole
+
+    def _rendered_anew(self, tokenizer: Tokenizer, generation_prompt: bool) -> Tokens:
+        visible = tuple(message for message in self.messages if message.segment not in self.hidden)
+        if not visible:
+            raise UserError("All messages are hidden, so a template has nothing to render; keep one, or use 'gapped'.")
+        tokens = Transcript(visible).tokens(tokenizer, generation_prompt)
+        order = (PREAMBLE, *self.segments)
+        first_hidden = min(order.index(name) for name in self.hidden)
+        earlier = set(order[:first_hidden])
+        return replace(tokens, recomputed=tuple(name not in earlier for name in tokens.segments))
 
     def _drop_hidden(self, whole: Tokens) -> Tokens:
         visible = [index for index, segment in enumerate(whole.segments) if segment not in self.hidden]

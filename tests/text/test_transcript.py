@@ -81,11 +81,13 @@ def test_each_segment_decodes_to_its_own_text_with_its_delimiters(chat: Transcri
     }
 
 
-def test_a_system_prompt_that_the_template_adds_belongs_to_the_first_segment(smol: Model):
+def test_a_system_prompt_that_the_template_adds_belongs_to_no_message(smol: Model):
     chat = Transcript.from_messages([{"role": "user", "content": "hello"}], names=["T1"])
-    (text,) = texts_of(chat.tokens(smol.tokenizer), smol.tokenizer).values()
-    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
-    assert text.endswith("<|im_start|>user\nhello<|im_end|>\n")
+    default = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    assert texts_of(chat.tokens(smol.tokenizer), smol.tokenizer) == {
+        "preamble": f"<|im_start|>system\n{default}<|im_end|>\n",
+        "T1": "<|im_start|>user\nhello<|im_end|>\n",
+    }
 
 
 message_texts = st.text(alphabet="the usra12 .,?\n", min_size=1, max_size=25).filter(str.strip)
@@ -237,7 +239,8 @@ def test_a_template_that_folds_the_system_prompt_gives_it_a_span_of_its_own():
     tokenizer = tiny_tokenizer(GEMMA_LIKE, bos_token="<|im_start|>")
     texts = texts_of(Transcript.from_messages(MESSAGES, names=NAMES).tokens(tokenizer), tokenizer)
     assert texts == {
-        "system": "<|im_start|><|im_start|>user\nthe user asks.\n\n",
+        "preamble": "<|im_start|>",
+        "system": "the user asks.\n\n",
         "T1": "the code is 12 1 2, ok?<|im_end|>\n",
         "summary": "<|im_start|>model\na summary<|im_end|>\n",
         "T2": "<|im_start|>user\nand then?<|im_end|>\n",
