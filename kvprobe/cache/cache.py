@@ -113,7 +113,8 @@ class KVCache(Brief):
         layers: Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
     ) -> "KVCache":
-        """Make slots invisible to later queries; nothing moves and no position changes.
+        """Make slots invisible to later queries; nothing moves and no position changes. Warns of slot 0, where many
+        heads spend most of their attention.
 
         Args:
             segments: names of segments to mask.
@@ -124,7 +125,7 @@ class KVCache(Brief):
         Raises:
             UserError: there is no such segment, slot, layer or KV head.
         """
-        hidden = self.chosen(segments, slots)[None, :, None, :]
+        hidden = self._hidden(segments, slots)[None, :, None, :]
         if layers is not None or heads is not None:
             where = torch.zeros(self.n_layers, 1, self.n_kv_heads, 1, dtype=torch.bool, device=hidden.device)
             chosen_layers = torch.tensor(indices("layer", layers, self.n_layers), dtype=torch.long)
@@ -139,11 +140,11 @@ class KVCache(Brief):
 
         Rows that lose different numbers of slots are padded on the right with slots that are not live.
         """
-        return self._keep(~self.chosen(segments, slots))
+        return self.take(*self.ledger.order(~self._hidden(segments, slots)))
 
     def select(self, *segments: str, slots: Slots | None = None) -> "KVCache":
         """Keep only these slots; the opposite of `evict`."""
-        return self._keep(self.chosen(segments, slots))
+        return self.take(*self.ledger.order(self.chosen(segments, slots)))
 
     def reindex(self, mode: PositionMode = "contiguous") -> "KVCache":
         """Give the slots that are live other positions, and what comes next the one after them.
@@ -376,8 +377,10 @@ class KVCache(Brief):
     def _html(self) -> str:
         return shown.html(self.ledger)
 
-    def _keep(self, keep: Bool[Tensor, "batch slots"]) -> "KVCache":
-        return self.take(*self.ledger.order(keep))
+    def _hidden(self, segments: Sequence[str], slots: Slots | None) -> Bool[Tensor, "batch slots"]:
+        chosen = self.chosen(segments, slots)
+        self.ledger.warn_of_sink(chosen)
+        return chosen
 
     def take(self, slots: Int[Tensor, "batch kept"], padding: Bool[Tensor, "batch kept"]) -> "KVCache":
         """The cache of the slots at these indices, row by row and in this order; `padding` marks empty ones."""

@@ -4,6 +4,7 @@ Positions, segments, provenance and liveness are carried with the slots. Nothing
 eviction cannot silently move a token (the bug of every home-made eviction script).
 """
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -90,6 +91,16 @@ class Ledger(Brief):
     def live_somewhere(self) -> Bool[Tensor, "batch slots"]:
         """Slots that are live in some layer and head."""
         return self.live.any(2).any(0)
+
+    def warn_of_sink(self, hidden: Bool[Tensor, "batch slots"]) -> None:
+        """Warn where a live slot that was computed at position 0 is to be hidden and others stay."""
+        live = self.live_somewhere
+        if bool((hidden & live & (self.origins == 0)).any()) and bool((live & ~hidden).any()):
+            warnings.warn(
+                "What is hidden holds slot 0, the attention sink of most models, so effects are partly those of its "
+                "loss; leave it in view (`slots=`), or compare with a restart, whose first token becomes the sink.",
+                stacklevel=5,
+            )
 
     @property
     def rotated(self) -> bool:

@@ -20,9 +20,10 @@ ARMS = {
     "masked": "the messages hidden after all was read; what comes next keeps its place",
     "re-indexed": "the messages evicted after all was read, and the gap closed by rotating keys",
     "restarted": "the visible messages read anew, as if the others had never been said",
+    "rendered": "the visible messages written anew by the chat template and read; where it writes something else",
 }
 """Ways to hide messages. From masked to re-indexed positions change, from re-indexed to restarted only what the rest
-remembers."""
+remembers, and from restarted to rendered the text: a template may write a default system prompt again."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,11 +92,13 @@ class Comparison(Brief):
     @property
     def reach(self) -> str:
         """How much the question needs what was hidden, in a sentence."""
-        share = self.attention["dangling"]
+        first = self.attention["dangling_first"]
+        share = self.attention["dangling"] - first
         most = self.attention.loc[share.idxmax()]
+        sink = f" and {100 * first.mean():.1f} % on slot 0, the sink, which is hidden too" if first.any() else ""
         return (
             f"With everything in view, the question and its answer spend {100 * share.mean():.1f} % of their attention "
-            f"on {', '.join(self.hidden)}; the most is {100 * share.max():.1f} %, in "
+            f"on {', '.join(self.hidden)}{sink}; the most is {100 * share.max():.1f} %, in "
             f"{head_name(int(most['layer']), int(most['head']))}."
         )
 
@@ -143,10 +146,17 @@ def compare(
     full = model.prefill(chat)
     caches, left_out = {"full": full, "masked": full.mask(*mask)}, ""
     if model.lanes.can_reindex:
-        caches["re-indexed"] = full.evict(*mask).reindex()
+        caches["re-indexed"] = caches["masked"].evict(*mask).reindex()
     else:
         left_out = f"Keys of {model.name} cannot be rotated to other positions, so there is no re-indexed cache."
     caches["restarted"] = model.prefill(restart)
+    try:
+        anew = chat.without(*mask, mode="rendered").tokens(model.tokenizer)
+    except UserError as error:
+        left_out = f"{left_out} There is no rendered cache: {error}".strip()
+    else:
+        if anew.ids != restart.tokens(model.tokenizer).ids:
+            caches["rendered"] = model.prefill(anew)
 
     rows = KVCache.join(list(caches.values()))
     given = model.generate(rows, ask=ask, max_new_tokens=max_new_tokens)
