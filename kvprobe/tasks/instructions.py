@@ -125,11 +125,12 @@ def conversation(given: Given, length: int, tokenizer: Tokenizer) -> Transcript:
         UserError: there is not enough small talk for the length.
     """
     longest = _laid_out(given, given.fillers, None).tokens(tokenizer)
-    system, *sizes = [longest.segments.count(name) for name in longest.names]
+    talk = [name for name in longest.names if name.startswith("chat")]
+    sizes = [longest.segments.count(name) for name in talk]
     needle = len(
         tokenizer(" " + given.needle.text.replace("{code}", given.code), add_special_tokens=False)["input_ids"]
     )
-    ends = list(accumulate(sizes, initial=system))
+    ends = list(accumulate(sizes, initial=len(longest) - sum(sizes)))
     lengths = [end + needle for end in ends[1:]]
     if length > lengths[-1]:
         raise UserError(f"{length} tokens were asked for, but there is small talk for {lengths[-1]}; ask for fewer.")

@@ -41,7 +41,7 @@ from kvprobe.tasks.mementos import (
     memento_name,
     vocabulary,
 )
-from kvprobe.text.tokens import Tokens
+from kvprobe.text.tokens import PREAMBLE, Tokens
 from kvprobe.training.loop import TrainingBatch, loss_of
 from kvprobe.training.schedule import Provenance, Schedule, check_view, until_95
 from kvprobe.training.words import word_tokenizer
@@ -199,7 +199,7 @@ def parts_of(tokens: Tokens) -> tuple[Int[Tensor, "tokens"], Bool[Tensor, "token
     """Of each token, the number of its block or memento, whether it is of a block, and whether a model has to write
     it: a digit of memento 1, 2, …."""
     count = 1 + len(tokens.names) // 2
-    known = {name(number): number for name in (block_name, memento_name) for number in range(count)}
+    known = {name(number): number for name in (block_name, memento_name) for number in range(count)} | {PREAMBLE: 0}
     blocks = {block_name(number) for number in range(count)}
     numbers = torch.tensor([known[segment] for segment in tokens.segments])
     in_block = torch.tensor([segment in blocks for segment in tokens.segments])

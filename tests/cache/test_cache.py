@@ -1,3 +1,4 @@
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -6,6 +7,8 @@ import torch
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import PADDING
+from kvprobe.inference.model import Model
+from kvprobe.text.tokens import Tokens
 from tests.random_caches import NAMES, assert_bit_identical, assert_same_ledger, copy_of, random_cache
 from tests.refusals import refused
 
@@ -275,3 +278,17 @@ def test_operations_leave_the_ledger_of_the_original_alone():
     before = copy_of(cache)
     cache.mask("T1").evict("T2").fork(2).rows([0])
     assert_same_ledger(cache.ledger, before.ledger)
+
+
+def test_slot_0_is_warned_of_when_it_is_hidden_and_others_stay(tiny_llama: Model):
+    cache = tiny_llama.prefill(Tokens.of(range(6), "T1") + Tokens.of(range(6), "T2", 6))
+    for hide in (KVCache.mask, KVCache.evict):
+        with pytest.warns(UserWarning, match="slot 0, the attention sink"):
+            hide(cache, "T1")
+        with pytest.warns(UserWarning, match="slot 0, the attention sink"):
+            hide(cache, slots=[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            hide(cache, "T2")
+            hide(cache, slots=range(1, 6))
+            hide(cache, slots=range(12))  # nothing stays

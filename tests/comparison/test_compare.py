@@ -37,7 +37,7 @@ def test_each_arm_is_what_the_cache_operations_give_by_hand(smol: Model, compare
         "re-indexed": full.evict("m1").reindex(),
         "restarted": smol.prefill(chat.without("m1", mode="contiguous")),
     }
-    assert tuple(compared.replies) == tuple(caches) == tuple(ARMS)
+    assert tuple(compared.replies) == tuple(caches) == tuple(ARMS)[:-1]
     reply = smol.generate(full, ask=ASK, max_new_tokens=8)
     for arm, cache in caches.items():
         arm_reply = compared.replies[arm]
@@ -69,7 +69,7 @@ def test_the_page_and_the_text_hold_every_reply_and_escape_it(compared: Comparis
     for arm, reply in compared.replies.items():
         assert arm in page
         assert reply.text in text
-    assert list(compared.df()["arm"]) == list(ARMS)
+    assert list(compared.df()["arm"]) == list(ARMS)[:-1]
 
 
 def test_the_command_prints_the_replies_and_writes_the_page(
@@ -82,8 +82,19 @@ def test_the_command_prints_the_replies_and_writes_the_page(
     command, bound, _ = app.parse_args(arguments)
     command(*bound.args, **bound.kwargs)
     printed = capsys.readouterr().out
-    assert all(f"\n{arm}" in printed for arm in ARMS)
+    assert all(f"\n{arm}" in printed for arm in [*ARMS][:-1])
     assert "<td><b>re-indexed</b></td>" in page.read_text()
+
+
+def test_a_hidden_system_message_is_restarted_as_the_template_renders_it_and_slot_0_is_reported_apart(smol: Model):
+    with pytest.warns(UserWarning, match="slot 0"):
+        compared = kv.compare(smol, CHAT, ["m0"], ASK, max_new_tokens=2)
+    assert tuple(compared.replies) == tuple(ARMS)
+    restarted, rendered = (compared.replies[arm] for arm in ("restarted", "rendered"))
+    assert rendered.slots == len(kv.Transcript.from_messages(CHAT[1:]).tokens(smol.tokenizer)) > restarted.slots
+    assert "on slot 0, the sink, which is hidden too" in compared.reach
+    share = 100 * (compared.attention["dangling"] - compared.attention["dangling_first"]).mean()
+    assert f"{share:.1f} % of their attention on m0" in compared.reach
 
 
 def test_a_model_whose_keys_cannot_be_rotated_has_no_re_indexed_arm(tiny_models: dict[str, Model]):
