@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import matplotlib
 import pytest
+import torch
 
 import kvprobe
 from kvprobe.experiments.skeleton import write_skeleton
@@ -72,9 +73,18 @@ def test_the_blocks_of_a_page_run_as_printed(
 def readme_prints(names: dict[str, Any], said: str, folder: Path) -> None:
     (printed,) = (block.code for block in blocks(PAGES[0]) if block.language == "text")
     assert said == printed
-    full, masked, restarted = said.splitlines()
-    assert "48213" in full
-    assert "48213" not in masked + restarted
+    japan, masked_japan, restarted_japan, brazil, masked_brazil, restarted_brazil = (
+        float(line.partition(": ")[2]) for line in said.splitlines()
+    )
+    assert restarted_japan == restarted_brazil
+    assert japan > masked_japan > restarted_japan > masked_brazil > brazil
+    masked, restarted = names["full"].mask("T1"), names["cache"]
+    assert "T1" not in restarted.ledger.names
+    seen = masked.ledger.live_somewhere
+    for kept in ("tokens", "positions", "origins"):
+        assert torch.equal(getattr(masked.ledger, kept)[seen], getattr(restarted.ledger, kept)[0])
+    assert not seen.all()
+    assert seen[0, 0]  # the sink stays
 
 
 def tutorial_says(names: dict[str, Any], said: str, folder: Path) -> None:
