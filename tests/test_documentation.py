@@ -183,7 +183,7 @@ def test_the_map_lists_the_rooms_in_the_order_of_their_imports():
 def test_the_readme_is_short_up_to_its_first_section():
     before, _, _ = PAGES[0].read_text().partition("\n## ")
     assert len(before.split()) <= 400
-    assert len(next(block.code for block in blocks(PAGES[0])).strip().replace("\n\n", "\n").splitlines()) == 8
+    assert len(next(block.code for block in blocks(PAGES[0])).strip().replace("\n\n", "\n").splitlines()) <= 10
 
 
 def test_each_example_of_an_extension_is_under_40_lines():
