@@ -23,7 +23,7 @@ from kvprobe.studies.idle_rebuild.collect import AFTER, LISTENERS, REFERENCES, S
 from kvprobe.studies.idle_rebuild.conclude import conclude
 from kvprobe.studies.idle_rebuild.study import STUDY
 from kvprobe.tasks.sessions import SUMMARISED, Session, conversation, sessions
-from kvprobe.text.transcript import PositionMode
+from kvprobe.text.transcript import RestartMode
 from kvprobe.tidy import Rows, chosen
 from tests.experiments.made_up import answer_of
 from tests.models import any_model
@@ -69,7 +69,7 @@ def finished(deep: Model, read: Rows, root: Path) -> Run:
         return whole_run(STUDY, SMALL, deep, root, [True, True, True])
 
 
-def visible(model: Model, turn: int, *unread: str, mode: PositionMode = "contiguous") -> KVCache:
+def visible(model: Model, turn: int, *unread: str, mode: RestartMode = "contiguous") -> KVCache:
     """The cache of the first session's question at this turn, read with everything before it that can be seen."""
     tokens = CHAT.without(*SUMMARISED, *unread, mode=mode).tokens(model.tokenizer)
     return model.prefill(tokens[: tokens.part(f"reply{turn}").start - 1])
