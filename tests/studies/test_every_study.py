@@ -13,6 +13,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
+from markupsafe import Markup
 
 from kvprobe.experiments import running
 from kvprobe.experiments.page import answer, write_page
@@ -115,6 +116,10 @@ def as_pixels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     plt.close("all")
 
 
+NUMBER = re.compile(r"(?<![\w.,–-])[-+−]?\d[\d.,]*")
+"""Of its own, and not a part of a name such as T2, float32 or 3–5."""
+
+
 @pytest.mark.parametrize("outcome", OUTCOMES)
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_page_can_show_every_outcome(name: str, outcome: str, tmp_path: Path, as_pixels: None):
@@ -127,6 +132,10 @@ def test_a_page_can_show_every_outcome(name: str, outcome: str, tmp_path: Path, 
     assert not drawn or write_page(study, Run.load(shown.path)).read_text() == before, "made again, figures too"
     phrases = {"above": "above", "below": "below"}.get(outcome, "unclear")
     page = html.unescape(before)
+    first = Markup(page.partition('<div class="answer">')[2].partition("</p>")[0]).striptags()
+    assert first.endswith(".")
+    assert not re.search(r"[.?!] [A-Z]", first), f"not one sentence: {first}"
+    assert len(NUMBER.findall(re.sub(r"\([^()]*\)", "", first))) <= 2, first
     for claim in study.claims:
         said = max(re.split(r"\{\w+\}", getattr(claim, phrases)), key=len).strip()
         assert said in page, claim
