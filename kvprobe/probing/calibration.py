@@ -61,32 +61,6 @@ class CalibratedResult:
         return self.base_bits - self.bits
 
 
-def calibrated_probes(
-    features: Float[Tensor, "probes samples dim"],
-    labels: Int[Tensor, "targets samples"],
-    folds: Int[Tensor, "samples"],
-    classes: int,
-    *,
-    contexts: Int[np.ndarray, "samples"] | None = None,
-    size: Float[Tensor, "probes"] | None = None,
-) -> CalibratedResult:
-    """Cross-validated probes of every target, with calibrated probabilities.
-
-    Args:
-        features: the work is done on their device.
-        labels: class number of each sample, per target.
-        folds: outer test fold of each sample; fold f takes fold f + 1 as its inner fold.
-        contexts: number of each sample's context, where no context may be in two folds.
-        size: root mean square of what the probes read before any centring, by which constant features are recognised
-            (they carry no information); that of `features` by default.
-
-    Raises:
-        UserError: fewer than three folds or an empty one, a context in two folds, labels out of range or of one
-            class, fewer samples than classes, or features that are not finite.
-    """
-    return calibrated_tasks(features, [labels], folds, classes, contexts=contexts, size=size)[0]
-
-
 @one_thread()
 def calibrated_tasks(
     features: Float[Tensor, "probes samples dim"],
@@ -97,7 +71,21 @@ def calibrated_tasks(
     contexts: Int[np.ndarray, "samples"] | None = None,
     size: Float[Tensor, "probes"] | None = None,
 ) -> list[CalibratedResult]:
-    """`calibrated_probes` of several tasks (the labels of each) from the same features, a few probes at a time."""
+    """Cross-validated probes with calibrated probabilities: of several tasks (the labels of each) from the same
+    features, a few probes at a time.
+
+    Args:
+        features: the work is done on their device.
+        tasks: of each, the class number of each sample, per target.
+        folds: outer test fold of each sample; fold f takes fold f + 1 as its inner fold.
+        contexts: number of each sample's context, where no context may be in two folds.
+        size: root mean square of what the probes read before any centring, by which constant features are recognised
+            (they carry no information); that of `features` by default.
+
+    Raises:
+        UserError: fewer than three folds or an empty one, a context in two folds, labels out of range or of one
+            class, fewer samples than classes, or features that are not finite.
+    """
     for labels in tasks:
         check_problem(labels, folds, classes, contexts)
     chunk, results = _chunk(features, classes * sum(map(len, tasks))), []

@@ -98,7 +98,7 @@ def fit_tasks(
         done: called with the number of probes that were just fitted.
 
     Raises:
-        UserError: see `calibrated_probes`.
+        UserError: see `calibrated_tasks`.
     """
     contexts, classes = None if split == "random" else features.contexts, len(features.target.classes)
 

@@ -1,7 +1,6 @@
 """How few dimensions carry a label: η² of each dimension, and accuracy of probes on the k best (Gurnee et al. 2023)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
@@ -11,38 +10,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.errors import UserError
-from kvprobe.probing.intervals import held_out_means
 from kvprobe.probing.linear import check_problem
 from kvprobe.probing.ridge import VARIANCE_FLOOR, fitted_by_fold, ridge_probes
 from kvprobe.probing.splits import Split, centred_within, paired_features
-from kvprobe.stats import SHARE
 from kvprobe.threads import one_thread
 
 KS = (1, 2, 4, 8, 16, 32, 64)
 Hits = Mapping[int, tuple[Float[np.ndarray, "probes samples"], Float[np.ndarray, "probes samples"]]]
-
-
-@dataclass(frozen=True)
-class SparseCurves:
-    """Accuracy against the number of dimensions.
-
-    Attributes:
-        table: one row per probe and k: `accuracy` (mean over targets) with `low` and `high`, and `random`, the
-            accuracy of k dimensions drawn at random.
-        chosen: the dimensions by η² in the training part of each fold, best first.
-        hits: share of each sample's targets that each probe gets right, by k, with the best dimensions and with random
-            ones.
-        chance: accuracy of a guess.
-    """
-
-    table: pd.DataFrame
-    chosen: Int[Tensor, "probes folds targets k"]
-    hits: Hits
-    chance: float
-
-    def df(self) -> pd.DataFrame:
-        """The table."""
-        return self.table
 
 
 def eta_squared(
@@ -70,36 +44,6 @@ def eta_squared(
     floor = (VARIANCE_FLOOR * features.double().square().mean((1, 2)).sqrt()).square() * features.shape[1]
     varies = (total > floor[:, None])[:, None]
     return torch.where(varies, between / total.clamp(min=torch.finfo(torch.double).tiny)[:, None], 0.0).to(features)
-
-
-def sparse_curves(
-    features: Float[Tensor, "probes samples dim"],
-    labels: Int[Tensor, "targets samples"],
-    contexts: Int[np.ndarray, "samples"],
-    folds: Int[np.ndarray, "samples"],
-    classes: int,
-    *,
-    ks: Sequence[int] | None = None,
-    rng: np.random.Generator | None = None,
-) -> SparseCurves:
-    """Accuracy of probes on the k dimensions of largest η², chosen anew in each training part, for each target.
-
-    Args:
-        ks: how many dimensions; by default those of `KS` that there are.
-        contexts: number of each sample's context, over which intervals are.
-        rng: of the random dimensions; seeded with 0 by default.
-
-    Raises:
-        UserError: a k below 1 or above the number of dimensions, or what `check_problem` refuses.
-    """
-    chosen, hits = sparse_hits(features, labels, folds, classes, ks=ks, rng=rng)
-    tables = []
-    for k, (best, random) in hits.items():
-        accuracy, low, high = held_out_means(best, contexts, SHARE)
-        columns = {"accuracy": accuracy, "low": low, "high": high, "random": random.mean(-1)}
-        tables.append(pd.DataFrame({"probe": np.arange(len(best)), "k": np.full(len(best), k)} | columns))
-    table = pd.concat(tables).sort_values(["probe", "k"], ignore_index=True)
-    return SparseCurves(table, chosen, hits, 1 / classes)
 
 
 def hits_by_count(
@@ -147,10 +91,18 @@ def sparse_hits(
     rng: np.random.Generator | None = None,
     only: Sequence[int] | None = None,
 ) -> tuple[Int[Tensor, "probes folds targets k"], Hits]:
-    """What `SparseCurves` calls `chosen` and `hits`; arguments and errors are those of `sparse_curves`.
+    """Probes on the k dimensions of largest η², chosen anew in each training part, for each target.
+
+    Returns the dimensions by η² in the training part of each fold, best first; and by k the share of each sample's
+    targets that each probe gets right with the best k dimensions and with k random ones.
 
     Args:
+        ks: how many dimensions; by default those of `KS` that there are.
+        rng: of the random dimensions; seeded with 0 by default.
         only: the test folds to read; the hits of samples in others are zero.
+
+    Raises:
+        UserError: a k below 1 or above the number of dimensions, or what `check_problem` refuses.
     """
     rng = np.random.default_rng(0) if rng is None else rng
     probes, _, dim = features.shape

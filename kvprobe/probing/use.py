@@ -12,7 +12,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import code_measurements, divergence
-from kvprobe.probing.read_features import ROWS, Reading, readings, restarted
+from kvprobe.probing.read_features import ROWS, Reading
 from kvprobe.tasks.designs import Design, Sample
 from kvprobe.text.tokens import Tokens
 
@@ -41,28 +41,6 @@ def can_be_asked(model: Model, design: Design, at: str) -> bool:
                 "measured against other answers of the same length, at least one."
             )
     return any(len(set(in_context)) > 1 for in_context in answers.values())
-
-
-def measure_use(model: Model, design: Design, at: str, hide: Sequence[str]) -> pd.DataFrame:
-    """One row per sample and arm: log-probability of the part `answer` of segment `at`, its margin over the answers of
-    the context's other samples, whether its tokens are the most likely, and the KL from the full context's next token.
-
-    Raises:
-        UserError: see `can_be_asked`; or there is nothing to ask for.
-    """
-    if not can_be_asked(model, design, at):
-        raise UserError(
-            f"The conversations have no part 'answer' in segment {at!r} that differs within contexts; there is nothing "
-            "to ask for."
-        )
-    asking = Asking(model, design, at)
-    if hide:
-        floor = restarted(model, design, hide)
-        for reading in readings(model, floor, at):
-            asking.restarted(floor, reading)
-    for reading in readings(model, design, at, hide=hide):
-        asking.hidden(hide, reading)
-    return asking.table()
 
 
 class Asking:
@@ -107,7 +85,9 @@ class Asking:
                     self._rows[number, arm]["kl_from_full"] = kl
 
     def table(self) -> pd.DataFrame:
-        """What `measure_use` returns."""
+        """One row per sample and arm: log-probability of the part `answer`, its margin over the answers of the
+        context's other samples, whether its tokens are the most likely, and the KL from the full context's next
+        token."""
         return pd.DataFrame(
             [
                 {"sample": number, "context": context, "condition": arm, **self._rows[number, arm]}

@@ -49,11 +49,6 @@ class Reconstruction:
         """Latents that are active in a token, on average."""
         return self._total("active") / self._total("tokens")
 
-    @property
-    def dead(self) -> int:
-        """Latents that are never active in these texts."""
-        return int((self.density == 0).sum())
-
     def _total(self, column: str) -> float:
         return float(self.texts[column].to_numpy(float).sum())
 

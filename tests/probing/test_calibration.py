@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from kvprobe.probing.calibration import calibrated_probes, fit_temperature
+from kvprobe.probing.calibration import CalibratedResult, calibrated_tasks, fit_temperature
 from kvprobe.probing.linear import log_frequency
 from kvprobe.probing.ridge import ridge_probes
 from tests.probing.planted import bayes_accuracy, bayes_bits, planted
 from tests.refusals import refused
 
 CLASSES = 5
+
+
+def calibrated_probes(features: torch.Tensor, labels: torch.Tensor, *args: Any, **named: Any) -> CalibratedResult:
+    return calibrated_tasks(features, [labels], *args, **named)[0]
 
 
 @pytest.mark.parametrize("signal", [0.0, 1.0, 2.5])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvprobe.probing.calibration import calibrated_probes
+from kvprobe.probing.calibration import calibrated_tasks
 from kvprobe.probing.features import Features, Site
 from kvprobe.probing.fits import Fits, chosen, fit_sites, fit_tasks
 from kvprobe.probing.splits import SPLITS, Split, centred_within, fold_numbers
@@ -40,7 +40,7 @@ def test_each_site_is_fitted_by_itself(split: Split, monkeypatch: pytest.MonkeyP
         seen = tensors[family][:, site.layer, ("mean", "last").index(site.read)]
         size = seen.square().mean().sqrt()[None]
         seen = centred_within(seen, contexts) if split == "paired" else seen
-        alone = calibrated_probes(seen[None], labels, torch.from_numpy(folds), 3, size=size)
+        (alone,) = calibrated_tasks(seen[None], [labels], torch.from_numpy(folds), 3, size=size)
         assert alone.predicted[0].equal(fits.predicted[index])
         torch.testing.assert_close(alone.information[0].mean(0), fits.information[index])
     other = labels.flip(1)

@@ -18,7 +18,7 @@ from kvprobe.probing.features import READS, Site, read_outs
 from kvprobe.probing.probe import probe
 from kvprobe.probing.probe_features import probe_features
 from kvprobe.probing.read_features import read_features, restarted
-from kvprobe.probing.use import USE_ARMS, can_be_asked, measure_use
+from kvprobe.probing.use import USE_ARMS, can_be_asked
 from kvprobe.tasks.designs import Design, Sample, Target
 from kvprobe.text.transcript import Transcript
 from tests.refusals import refused
@@ -205,8 +205,14 @@ def test_a_cache_can_be_treated_before_it_is_read(tiny_llama: Model):
     assert changed.tolist() == struck.astype(bool).tolist()
 
 
+def use_of(model: Model, design: Design, hide: list[str]) -> pd.DataFrame:
+    use = probe(model, design, "T2", hide=hide, families=["v"], folds=3, permutations=0).use
+    assert use is not None
+    return use
+
+
 def test_use_equals_reading_the_answer_token_by_token(tiny_llama: Model, design: Design):
-    use = measure_use(tiny_llama, design, "T2", ["T1"])
+    use = use_of(tiny_llama, design, ["T1"])
     assert len(use) == len(design.samples) * len(USE_ARMS)
     for arm in USE_ARMS:
         chat = design.samples[5].transcript
@@ -222,7 +228,7 @@ def test_use_equals_reading_the_answer_token_by_token(tiny_llama: Model, design:
     # Without knowledge of the answer, no answer is preferred on average.
     assert use[use["condition"] == "restart"].groupby("context")["margin"].mean().abs().max() < 1e-4
     alone = Design((design.samples[0],), DIGITS)
-    refused(lambda: measure_use(tiny_llama, alone, "T2", ["T1"]), "has 1 samples")
+    refused(lambda: can_be_asked(tiny_llama, alone, "T2"), "has 1 samples")
 
 
 def test_use_of_longer_answers_equals_reading_each_conversation_whole(tiny_llama: Model):
@@ -238,10 +244,7 @@ def test_use_of_longer_answers_equals_reading_each_conversation_whole(tiny_llama
     design = Design(tuple(samples), DIGITS)
     assert len(samples[0].transcript.tokens(tiny_llama.tokenizer).part("answer").indices(1000)) > 1
     for hide in ([], ["T1"]):
-        with_probes = probe(tiny_llama, design, "T2", hide=hide, families=["v"], folds=3, permutations=0).use
-        alone = measure_use(tiny_llama, design, "T2", hide)
-        assert with_probes is not None
-        pd.testing.assert_frame_equal(with_probes, alone, atol=1e-5)
+        use = use_of(tiny_llama, design, hide)
         for arm, number in product(USE_ARMS, (0, 5, len(samples) - 1)):
             whole = samples[number].transcript
             tokens = (whole.without(*hide) if hide and arm == "restart" else whole).tokens(tiny_llama.tokenizer)
@@ -250,7 +253,7 @@ def test_use_of_longer_answers_equals_reading_each_conversation_whole(tiny_llama
             past = past.mask(*hide) if past is not None and arm == "retained" and hide else past
             logits = tiny_llama.extend(past, tokens[turn : answer.stop - 1], logits=answer.stop - answer.start)[1][0]
             said = logits.log_softmax(-1).gather(1, torch.tensor(tokens.ids[answer])[:, None]).sum()
-            row = alone[(alone["sample"] == number) & (alone["condition"] == arm)].iloc[0]
+            row = use[(use["sample"] == number) & (use["condition"] == arm)].iloc[0]
             assert row["logprob"] == pytest.approx(float(said), abs=1e-4)
 
 

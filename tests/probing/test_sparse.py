@@ -5,9 +5,11 @@ import pytest
 import torch
 from sklearn.feature_selection import f_classif
 
+from kvprobe.probing.intervals import held_out_means
 from kvprobe.probing.ridge import ridge_probes
-from kvprobe.probing.sparse import eta_squared, hits_by_count, sparse_curves, sparse_hits
+from kvprobe.probing.sparse import eta_squared, hits_by_count, sparse_hits
 from kvprobe.probing.splits import fold_numbers
+from kvprobe.stats import SHARE
 from tests.refusals import refused
 
 CLASSES, DIM, EACH = 3, 32, 8
@@ -71,15 +73,16 @@ def test_a_dimension_that_is_constant_but_for_round_off_has_no_eta_squared():
 
 def test_the_carrier_of_each_target_is_chosen_first_and_alone_suffices():
     features, labels, homes, folds = planted(2.0, classes=2)
-    curves = sparse_curves(features, labels, homes, folds, 2)
-    assert (curves.chosen[0, :, 0, 0] == 5).all()
-    assert (curves.chosen[0, :, 1, 0] == 20).all()
-    table = curves.df().set_index("k")
+    chosen, hits = sparse_hits(features, labels, folds, 2)
+    assert (chosen[0, :, 0, 0] == 5).all()
+    assert (chosen[0, :, 1, 0] == 20).all()
+    best, random = ({k: hit[kind].mean() for k, hit in hits.items()} for kind in (0, 1))
     # The best threshold lies one standard deviation from either class.
-    assert table.low[1] <= 0.8413 <= table.high[1]
-    assert table.accuracy[1] > table.random[1] + 0.2
-    assert table.index.tolist() == [1, 2, 4, 8, 16, 32]
-    assert table.accuracy[32] == table.random[32]
+    (_,), (low,), (high,) = held_out_means(hits[1][0], homes, SHARE)
+    assert low <= 0.8413 <= high
+    assert best[1] > random[1] + 0.2
+    assert list(best) == [1, 2, 4, 8, 16, 32]
+    assert best[32] == random[32]
 
 
 def test_choosing_among_many_dimensions_of_noise_stays_at_chance():
@@ -89,28 +92,28 @@ def test_choosing_among_many_dimensions_of_noise_stays_at_chance():
     labels = torch.randint(0, CLASSES, (1, 120), generator=generator)
     features = torch.randn(8, 120, 1000, generator=generator)
     folds = fold_numbers("leave-context-out", homes, 5, np.random.default_rng(0))
-    table = sparse_curves(features, labels, homes, folds, CLASSES, ks=[4]).df()
+    hits, _ = sparse_hits(features, labels, folds, CLASSES, ks=[4])[1][4]
     # Eight probes of 120 samples each, on the same labels: four standard deviations of one.
-    assert abs(table.accuracy.mean() - 1 / CLASSES) < 4 * np.sqrt(2 / 9 / 120)
+    assert abs(hits.mean() - 1 / CLASSES) < 4 * np.sqrt(2 / 9 / 120)
     best = eta_squared(features, labels, CLASSES).topk(4).indices[:, 0]
     peeked = features.gather(2, best[:, None].expand(-1, 120, -1))
-    flattered = sparse_curves(peeked, labels, homes, folds, CLASSES, ks=[4]).df()
-    assert flattered.accuracy.mean() > 1 / CLASSES + 4 * np.sqrt(2 / 9 / 120)
+    flattered, _ = sparse_hits(peeked, labels, folds, CLASSES, ks=[4])[1][4]
+    assert flattered.mean() > 1 / CLASSES + 4 * np.sqrt(2 / 9 / 120)
 
 
 def test_each_fold_is_answered_by_probes_on_the_dimensions_that_it_chose():
-    features, labels, homes, folds = planted(0.3)
-    curves = sparse_curves(features, labels, homes, folds, CLASSES, ks=[2])
+    features, labels, _, folds = planted(0.3)
+    chosen, by_k = sparse_hits(features, labels, folds, CLASSES, ks=[2])
     hits = 0
     for fold in range(5):
         test = torch.from_numpy(folds == fold)
         for target in range(2):
-            seen = features[:, :, curves.chosen[0, fold, target]].contiguous()
+            seen = features[:, :, chosen[0, fold, target]].contiguous()
             asked = labels[target : target + 1]
             predicted = ridge_probes(seen, asked, torch.from_numpy(folds), CLASSES).predicted[0]
             hits += int(predicted.eq(asked)[:, test].sum())
-    assert curves.chosen.unique(dim=1).shape[1] > 1
-    assert curves.df().accuracy[0] == pytest.approx(hits / labels.numel())
+    assert chosen.unique(dim=1).shape[1] > 1
+    assert by_k[2][0].mean() == pytest.approx(hits / labels.numel())
 
 
 def test_some_folds_alone_are_read_as_among_all():
@@ -125,18 +128,18 @@ def test_some_folds_alone_are_read_as_among_all():
 
 
 def test_a_fold_chooses_dimensions_without_its_own_labels():
-    features, labels, homes, folds = planted(1.0)
+    features, labels, _, folds = planted(1.0)
     changed = labels.clone()
     changed[:, folds == 2] = (changed[:, folds == 2] + 1) % CLASSES
-    one, other = (sparse_curves(features, y, homes, folds, CLASSES, ks=[4]) for y in (labels, changed))
-    assert one.chosen[:, 2].equal(other.chosen[:, 2])
-    assert not one.chosen.equal(other.chosen)
+    one, other = (sparse_hits(features, y, folds, CLASSES, ks=[4])[0] for y in (labels, changed))
+    assert one[:, 2].equal(other[:, 2])
+    assert not one.equal(other)
 
 
 def test_a_k_beyond_the_dimensions_is_refused():
-    features, labels, homes, folds = planted(1.0)
+    features, labels, _, folds = planted(1.0)
     for ks in ([0, 1], [33], []):
-        refused(lambda ks=ks: sparse_curves(features, labels, homes, folds, CLASSES, ks=ks), "k must lie in 1 to 32")
+        refused(lambda ks=ks: sparse_hits(features, labels, folds, CLASSES, ks=ks), "k must lie in 1 to 32")
 
 
 def test_hits_by_count_are_those_of_the_curves_and_of_a_ridge_probe_on_all():
