@@ -12,6 +12,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+import nbformat
+from nbconvert import MarkdownExporter
+
 import kvprobe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +31,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for target in {page, *linked(page)}:
             uri = in_site(target)
             if files.get_file_from_path(uri) is None:
-                files.append(File.generated(config, uri, abs_src_path=str(target)))
+                shown = notebook(target, config) if target.suffix == ".ipynb" else []
+                for file in shown or [File.generated(config, uri, abs_src_path=str(target))]:
+                    files.append(file)
                 ahead += [target] if target.suffix == ".md" else []
     return files
 
@@ -65,8 +70,21 @@ def linked(page: Path) -> list[Path]:
 
 
 def in_site(file: Path) -> str:
-    """The path of a file of the repository in the site's sources."""
-    return file.relative_to(DOCS if file.is_relative_to(DOCS) else ROOT).as_posix()
+    """The path of a file of the repository in the site's sources; a notebook is a page there."""
+    path = file.relative_to(DOCS if file.is_relative_to(DOCS) else ROOT)
+    return (path.with_suffix(".md") if path.suffix == ".ipynb" else path).as_posix()
+
+
+def notebook(file: Path, config: MkDocsConfig) -> list[File]:
+    """A notebook as a page with its stored outputs, and the pictures among them."""
+    text, resources = MarkdownExporter().from_notebook_node(
+        nbformat.read(file, as_version=4), {"unique_key": file.stem, "output_files_dir": "."}
+    )
+    pictures = {f"notebooks/{Path(name).name}": content for name, content in resources["outputs"].items()}
+    return [
+        File.generated(config, in_site(file), content=text),
+        *(File.generated(config, name, content=content) for name, content in pictures.items()),
+    ]
 
 
 def api() -> str:

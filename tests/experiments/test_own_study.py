@@ -80,7 +80,7 @@ def test_changed_measuring_is_refused_and_a_changed_conclusion_is_drawn_again(tm
     assert again.path == run.path
     assert Conclusion.of(again.metrics).findings.at("more", of="thirds").clusters == 8
     refused(
-        lambda: rerun(file, run, tiny_llama, "max(1, size", "max(2, size"),
+        lambda: rerun(file, run, tiny_llama, "size - start) * place // 3, start", "size - start) * place // 4, start"),
         "was begun when its code held something else",
     )
 

@@ -146,7 +146,7 @@ def test_shares_are_those_that_were_put_in():
 
 
 BACK = "80.0 % (no spread) of the right answer's margin, which is more than when shown to random ones, 20.0 %"
-LED = "more to the first slot than to the later turn, 55.0 %"
+LED = "more to the first slot than to the later turn."
 FOLLOWED = "what the summary saw for payloads, and what stands in the list now for pointers"
 
 

@@ -56,7 +56,7 @@ def test_a_digit_is_read_in_its_slot(roomy: Model, case: Coded):
 
 
 def test_a_whole_exchange_holds_the_source_in_its_place_alone(roomy: Model, case: Coded):
-    scene = effects.Scene.of(roomy, case, read_case(roomy, case, SMALL.batch), {})
+    scene = effects.CodedScene.of(roomy, case, read_case(roomy, case, SMALL.batch), {})
     for place, slots in scene.places.items():
         full = scene.edited(scene.donor, place, FULL, range(roomy.geometry.n_layers))
         others = [slot for slot in range(scene.base.slots) if slot not in slots]
