@@ -8,11 +8,10 @@ import os
 import re
 from pathlib import Path
 
+import nbformat
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-
-import nbformat
 from nbconvert import MarkdownExporter
 
 import kvprobe
