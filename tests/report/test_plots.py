@@ -1,7 +1,7 @@
 """Figures as declarations over findings: what is drawn is what was declared."""
 
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -158,16 +158,22 @@ def test_a_figure_is_written_under_its_whole_name(tmp_path: Path):
 
 @pytest.mark.usefixtures("unchecked")
 def test_a_leak_has_a_curve_for_each_split_and_kv_head():
-    def curves(read: str, head: Any) -> dict[Any, int]:
+    def curves(read: str, head: Any, floor: float | None = None) -> dict[Any, int]:
         keys = {"family": ["v"], "split": ["random", "paired"], "head": head, "layer": [0, 1, 2]}
-        table = crossed(keys, {}).assign(read=read, accuracy=0.3, low=0.2, high=0.4)
+        table = crossed(keys, {}).assign(read=read, accuracy=0.3, low=0.2, high=0.4, floor=floor)
         probing: Any = SimpleNamespace(df=lambda: table.astype({"head": "Int64"}), chance=0.1)
         return {line.get_label(): len(list(line.get_xdata())) for line in kv.plots.leak(probing).axes[0].lines[:-1]}
 
     whole = {"random": 3, "paired": 3}
     assert curves("mean", [None]) == curves("slot", [None]) == whole
+    assert curves("mean", [None], 0.15) == whole | {f"{split}: restart": 3 for split in whole}
     assert curves("mean", [0, 1]) == {f"{split}, KV head {head}": 3 for split in whole for head in (0, 1)}
     refused(lambda: curves("last", [None]), "no curve over layers")
+
+
+def test_what_plots_lists_are_plots_and_not_modules():
+    assert dir(kv.plots) == sorted(kv.plots.__all__)
+    assert not any(isinstance(getattr(kv.plots, name), ModuleType) for name in dir(kv.plots))
 
 
 HEADS = pd.DataFrame([(layer, head, layer - head / 2) for layer in (0, 1, 4) for head in (0, 1)])

@@ -19,3 +19,7 @@ __all__ = [
     "save",
     "styled",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 @shown_once
 def leak(probing: "Probing") -> "Figure":
     """Accuracy by layer of a `kvprobe.probe` result: families side by side, one line per split and KV head, with
-    intervals.
+    intervals, and dotted its restart floor, where there is one.
 
     Raises:
         UserError: no site was read layer by layer.
@@ -36,6 +36,8 @@ def leak(probing: "Probing") -> "Figure":
                 label = split if pd.isna(head) else f"{split}, KV head {int(head)}"
                 drawn = axis.plot(line["layer"], line["accuracy"], label=label)[0]
                 axis.fill_between(line["layer"], line["low"], line["high"], color=drawn.get_color(), alpha=0.18, lw=0)
+                if "floor" in line and line["floor"].notna().any():
+                    axis.plot(line["layer"], line["floor"], color=drawn.get_color(), ls=":", label=f"{label}: restart")
             axis.axhline(probing.chance, color="0.35", ls="--", lw=0.9, label="chance")
             axis.set_title(str(family))
             axis.set_xlabel("layer")
