@@ -1,6 +1,7 @@
-"""What tests of many folders share."""
+"""What tests of many folders share, on the cores that torch may use."""
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,7 @@ from kvprobe.models.loading import resolve_folder
 from tests.checking import start_test
 from tests.models import ARCHITECTURES, tiny_tokenizer
 
-# Tiny products are no faster on two threads; where cores are busy, these wait for each other most of the time.
-torch.set_num_threads(1)
+torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 # The same examples in each run: a failure can be repeated, and a pass means the same everywhere.
 hypothesis.settings.register_profile("kvprobe", deadline=None, database=None, derandomize=True)
 hypothesis.settings.load_profile("kvprobe")

@@ -157,7 +157,8 @@ def test_values_are_shown_in_short():
 def test_the_full_repr_of_plain_data_leaves_nothing_out():
     chat = conversation(2)
     assert full_repr(chat.messages[1]) == (
-        "Message(role='user', parts=(Part(text='the shed has <b>28</b>. 1', name=None),), segment='m1')"
+        "Message(role='user', parts=(Part(text='the shed has <b>28</b>. 1', name=None),), segment='m1', "
+        "fields={}, typed=False)"
     )
     assert full_repr((1, [Path("a")])) == f"(1, [{Path('a')!r}])"
     long = conversation(LONG)

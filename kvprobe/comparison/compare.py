@@ -13,6 +13,7 @@ from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence, surprise
 from kvprobe.inference.readable import require_type
 from kvprobe.names import head_name, near_keywords
+from kvprobe.text.tokens import token_texts
 from kvprobe.text.transcript import Transcript
 
 ARMS = {
@@ -175,7 +176,7 @@ def compare(
         )
         for row, (arm, cache) in enumerate(caches.items())
     }
-    tokens = tuple(model.tokenizer.decode([token]) for token in expected)
+    tokens = token_texts(expected, model.tokenizer)
     return Comparison(
         model.name, chat, tuple(mask), ask, tokens, replies, _attention(model, caches, ask, expected, mask), left_out
     )

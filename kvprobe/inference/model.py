@@ -36,6 +36,7 @@ from kvprobe.names import near_keywords
 from kvprobe.policies.policy import Policy, Scene
 from kvprobe.text.chat_template import Tokenizer
 from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
 
 if TYPE_CHECKING:
     from kvprobe.memory.budget import Budget
@@ -385,7 +386,7 @@ class Model(Brief):
             ]
         if ask is None:
             return rows_of(start, self._tokenizer, answered=True)
-        _, turn = user_turn(ask, self._tokenizer())
+        _, turn = user_turn(ask, self._tokenizer(), start.arguments if isinstance(start, Transcript) else None)
         return [row + turn.shifted(row.following) for row in self.tokens(start)]
 
     def _tokenizer(self) -> Tokenizer:

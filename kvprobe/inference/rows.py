@@ -1,6 +1,7 @@
 """What users give a model to read, as runs of tokens, one per row."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeGuard, cast
 
 from kvprobe.checks import is_mapping
@@ -71,14 +72,19 @@ def texts_after(text: str | Sequence[str], following: Sequence[int], tokenizer: 
     ]
 
 
-def user_turn(text: str, tokenizer: Tokenizer) -> tuple[Tokens, Tokens]:
-    """The tokens that close an assistant's message, and a user's message with the header of the answer to it."""
+def user_turn(text: str, tokenizer: Tokenizer, arguments: Mapping[str, object] | None = None) -> tuple[Tokens, Tokens]:
+    """The tokens that close an assistant's message, and a user's message with the header of the answer to it.
+
+    Args:
+        arguments: of the chat template.
+    """
     exchange = [
         {"role": "user", "content": "-"},
         {"role": "assistant", "content": [{"text": "-", "name": "answer"}]},
         {"role": "user", "content": text},
     ]
     chat = Transcript.from_messages(exchange, names=["before", "before", "question"])
+    chat = replace(chat, arguments={**(arguments or {}), "continue_final_message": False})
     tokens = chat.tokens(tokenizer, generation_prompt=True)
     start = tokens.span("before").stop
     return tokens[tokens.part("answer").stop : start], tokens[start:]

@@ -50,10 +50,10 @@ def passages_of(
 
     def mark(message: Message) -> str | None:
         applies = only_in is None or message.segment in only_in
-        return marked if marked and applies and marked in message.text else None
+        return marked if marked and applies and marked in message.said else None
 
     return [
-        Passage(message.segment, message.role, message.text, message.segment in masked, mark(message))
+        Passage(message.segment, message.role, message.said, message.segment in masked, mark(message))
         for message in chat.messages
     ]
 

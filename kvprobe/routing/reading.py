@@ -18,6 +18,7 @@ from kvprobe.inference.model import Model
 from kvprobe.inference.rows import Readable
 from kvprobe.models.routers import Decision
 from kvprobe.names import near_keywords
+from kvprobe.text.tokens import token_texts
 
 
 @dataclass(frozen=True, repr=False)
@@ -169,7 +170,7 @@ def read(
     def stacked(part: int) -> Tensor:
         return torch.stack([decisions[layer][part].unflatten(0, new.tokens.shape) for layer in routers.modules])
 
-    texts = tuple(tuple(_texts(model, row.ids)) for row in tokens)
+    texts = tuple(token_texts(row.ids, model.tokenizer) or tuple(map(str, row.ids)) for row in tokens)
     recorded = Routing(
         tuple(routers.modules),
         stacked(0),
@@ -197,9 +198,3 @@ def _held(known: Sequence[int], layers: Sequence[int] | None, routing: Routing |
         if layer not in known:
             raise UserError(f"Layer {layer} has no router; the layers that have one are {', '.join(map(str, known))}.")
     return set(held)
-
-
-def _texts(model: Model, ids: Sequence[int]) -> Iterable[str]:
-    if model.tokenizer is None:
-        return map(str, ids)
-    return (model.tokenizer.decode([token]) for token in ids)

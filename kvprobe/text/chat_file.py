@@ -1,44 +1,119 @@
-"""A conversation from an untrusted JSON file, read within limits."""
+"""Conversations from an untrusted JSON or JSONL file, in the shapes that tools write, read within limits."""
 
 import json
 from pathlib import Path
+from typing import Any
 
-from kvprobe.checks import is_list, is_mapping
+from kvprobe.checks import is_list, is_mapping, is_text
 from kvprobe.errors import UserError
 from kvprobe.files import expanded
-from kvprobe.names import one_line
+from kvprobe.names import one_line, unknown
+from kvprobe.text.foreign_messages import conversation_of, holds_messages, is_message
 from kvprobe.text.transcript import Transcript
 
-MAX_BYTES, MAX_MESSAGES = 2**20, 1_000
+MAX_FILE_BYTES, MAX_BYTES = 64 * 2**20, 2**20
+MAX_CONVERSATIONS, MAX_MESSAGES = 100_000, 1_000
 
 
-def read_chat(path: Path) -> Transcript:
-    """The conversation of a JSON list of `{"role": …, "content": …}`; its messages are the segments `m0`, `m1`, ….
+def read_chat(path: Path, conversation: int | str | None = None, **arguments: object) -> Transcript:
+    """A conversation of a file; its messages are the segments `m0`, `m1`, ….
+
+    The file is JSON, or JSONL with one conversation or one message a line. A conversation is a list of messages, or an
+    object with them in `messages` (OpenAI, or Anthropic with its `system` and `tools` beside), `conversations`
+    (ShareGPT) or `prompt` and `completion`.
+
+    Args:
+        conversation: which of several: its number from 0, or its `id`.
+        arguments: of the chat template, as in `Transcript.from_messages`; they replace those of the file.
 
     Raises:
-        UserError: there is no such file, it is too large or not such a list, or see `Transcript.from_messages`.
+        UserError: there is no such file or conversation, it is too large or of another shape, or see
+            `Transcript.from_messages`.
     """
     path = expanded(path)
     # Not a folder, and not a device, which may never end.
     if not path.is_file():
-        raise UserError(f"There is no file {path}; give a JSON list of messages.")
+        raise UserError(f"There is no file {path}; give JSON or JSONL with a conversation.")
     with path.open("rb") as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise UserError(f"{path} is larger than {MAX_BYTES // 2**20} MiB; give a shorter conversation.")
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise UserError(f"{path} is larger than {MAX_FILE_BYTES // 2**20} MiB; give a part of it.")
+    entry = _chosen(_entries(content, path), conversation, path)
     try:
-        messages = json.loads(content.decode("utf-8"))
+        messages, of_file = conversation_of(entry)
+        if not 1 <= len(messages) <= MAX_MESSAGES:
+            raise UserError(f"It is not a list of 1 to {MAX_MESSAGES:,} messages; give a part of it.")
+        if len(json.dumps(entry)) > MAX_BYTES:
+            raise UserError(f"It is larger than {MAX_BYTES // 2**20} MiB; give a shorter conversation.")
+        return Transcript.from_messages(messages, None, **{**of_file, **arguments})
+    except UserError as error:
+        sentence = str(error)
+        raise UserError(f"In {path}, {sentence[0].lower()}{sentence[1:]}") from error
+
+
+def _entries(content: bytes, path: Path) -> list[Any]:
+    """The conversations of the file, each in whatever shape."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeError as error:
+        raise UserError(f"{path} is not JSON in UTF-8 ({one_line(error)}); save it as UTF-8.") from error
+    entries: list[Any] = []
+    try:
+        entries = _several(_json(text))
+    except UserError as error:
+        for number, line in enumerate(text.split("\n"), start=1):
+            try:
+                entries += [_json(line)] if line.strip() else []
+            except UserError as wrong:
+                # The first line of JSONL is JSON by itself, and that of JSON is not.
+                reason = f"line {number}: {wrong}" if entries else error
+                raise UserError(f"{path} is not JSON ({reason}); correct it.") from wrong
+        if entries and all(map(is_message, entries)):
+            entries = [entries]
+    if not 1 <= len(entries) <= MAX_CONVERSATIONS or entries == [[]]:
+        raise UserError(f'{path} is not a list of messages; write [{{"role": …, "content": …}}, …].')
+    return entries
+
+
+def _several(data: object) -> list[Any]:
+    """The conversations of a JSON text."""
+    if is_list(data) and data and (is_list(data[0]) or holds_messages(data[0])):
+        return data
+    return [data]
+
+
+def _json(text: str) -> Any:
+    try:
+        data = json.loads(text, parse_constant=_refuse)
         # A lone half of a surrogate pair can be written in JSON, but no tokenizer takes it.
-        json.dumps(messages, ensure_ascii=False).encode("utf-8")
+        json.dumps(data, ensure_ascii=False).encode("utf-8")
+    except json.JSONDecodeError as error:
+        before = text[: error.pos].rstrip()
+        comma = ", after a comma that nothing follows" if before.endswith(",") else ""
+        raise UserError(f"{error.msg} at line {error.lineno}, column {error.colno}{comma}") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON in UTF-8 ({one_line(error)}); write a list of messages.") from error
-    if not is_list(messages) or not 1 <= len(messages) <= MAX_MESSAGES:
+        raise UserError(one_line(error)) from error
+    return data
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not a number of JSON")
+
+
+def _chosen(entries: list[Any], conversation: int | str | None, path: Path) -> Any:
+    names = [
+        str(entry.get("id", entry.get("custom_id", number))) if is_mapping(entry) else str(number)
+        for number, entry in enumerate(entries)
+    ]
+    if conversation is None and len(entries) == 1:
+        return entries[0]
+    if conversation is None:
         raise UserError(
-            f'{path} is not a list of 1 to {MAX_MESSAGES:,} messages; write [{{"role": …, "content": …}}, …].'
+            f"{path} holds {len(entries):,} conversations ({', '.join(names[:4])}{', …' if names[4:] else ''}); choose "
+            f"one by its number from 0 or its id, with conversation= or --conversation."
         )
-    for number, message in enumerate(messages):
-        if not is_mapping(message) or not all(isinstance(message.get(field), str) for field in ("role", "content")):
-            raise UserError(
-                f'In {path}, message {number} is not of the form {{"role": text, "content": text}}; rewrite it.'
-            )
-    return Transcript.from_messages(messages)
+    if str(conversation) in names and is_text(conversation):
+        return entries[names.index(conversation)]
+    if not str(conversation).isdecimal() or int(conversation) >= len(entries):
+        raise UserError(unknown("conversation", str(conversation), names))
+    return entries[int(conversation)]

@@ -1,19 +1,21 @@
 """A conversation as its chat template writes it, in pieces whose segment is known.
 
-The template is rendered once with a placeholder in place of each message, which separates the delimiters from the
-messages' text. The place of every character is therefore known before tokenisation, and no text is ever searched.
+The text is what the template writes, character for character; `marks` and `headers` say whose each character is.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from itertools import groupby
+from typing import Any, Protocol, cast, runtime_checkable
 
 from jinja2 import TemplateError, TemplateRuntimeError
 
 from kvprobe.errors import UserError
 from kvprobe.names import one_line
-from kvprobe.text.headers import Headers, Render, placeholders, split_at_placeholders
-from kvprobe.text.messages import Message
+from kvprobe.text.headers import Headers
+from kvprobe.text.marks import Marks
+from kvprobe.text.messages import REASONING, Message, texts_within
+from kvprobe.text.template_source import TemplateSource, template_source
 from kvprobe.text.tokens import ANSWER_HEADER, PREAMBLE
 
 PLAIN_CHAT_TEMPLATE = (
@@ -22,6 +24,19 @@ PLAIN_CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}Assistant: {% endif %}"
 )
 """For base models, whose tokenizer has no chat template of its own."""
+
+OF_TOKENS = frozenset(
+    {"conversation", "messages", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
+    | {"tokenizer_kwargs", "return_assistant_tokens_mask", "sanitize_control_tokens"}
+)
+"""Arguments of `apply_chat_template` that do not change the text."""
+METADATA = frozenset(
+    {"id", "name", "tool_call_id", "weight", "timestamp", "created", "created_at", "create_time", "model", "metadata"}
+)
+"""Fields that name or date a message, and that a template may ignore."""
+
+_THOUGHTS = ("think", "thought", "reason", "channel", "analysis")
+"""One of these is in the tag around thoughts, in all chat templates that have any."""
 
 
 @runtime_checkable
@@ -34,13 +49,13 @@ class Tokenizer(Protocol):
     def all_special_tokens(self) -> Sequence[str]: ...
     def apply_chat_template(
         self,
-        conversation: Sequence[Mapping[str, str]],
+        conversation: Sequence[Mapping[str, object]],
         /,
         *,
         tokenize: bool,
         add_generation_prompt: bool,
         chat_template: str | None,
-        **variables: str,
+        **arguments: Any,
     ) -> str: ...
     def __call__(
         self, text: str, /, *, add_special_tokens: bool = ..., return_offsets_mapping: bool = ...
@@ -63,37 +78,67 @@ class Piece:
     delimiter: bool = True
 
 
-def lay_out(messages: Sequence[Message], tokenizer: Tokenizer, generation_prompt: bool) -> list[Piece]:
-    """The pieces of the rendered conversation, in order.
+@dataclass(frozen=True)
+class Layout:
+    """A rendered conversation.
+
+    Attributes:
+        pieces: in order; their texts joined are what the template writes.
+        dropped: thoughts that the template left out, by segment.
+    """
+
+    pieces: list[Piece]
+    dropped: Mapping[str, str]
+
+
+def template_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
+    """The arguments that are given; None is not.
 
     Raises:
-        UserError: the tokenizer is slow, the template refuses or rewrites messages, or a message has a control token.
+        UserError: one does not change the text, or is not plain data; or two contradict each other.
+    """
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if wrong := [name for name in given if name in OF_TOKENS]:
+        raise UserError(
+            f"{wrong[0]!r} is no argument of a chat template but of what is done with its text; leave it out."
+        )
+    if given.get("add_generation_prompt") and given.get("continue_final_message"):
+        raise UserError(
+            "add_generation_prompt begins a new answer and continue_final_message goes on; give one of them."
+        )
+    if not isinstance(tools := given.get("tools", []), list | tuple):
+        raise UserError(f"tools is a {type(tools).__name__}; give a list of tools.")
+    for name, value in _plain(given).items():
+        _ = [*texts_within(value, f"The argument {name!r}")]
+    return given
+
+
+def _plain(arguments: Mapping[str, object]) -> dict[str, object]:
+    """The arguments that are data; tools may be functions, whose signature the library reads."""
+    tools = cast(Sequence[object], arguments.get("tools", []))
+    return {**arguments, "tools": [tool for tool in tools if not callable(tool)]}
+
+
+def lay_out(
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    generation_prompt: bool,
+    arguments: Mapping[str, object] | None = None,
+) -> Layout:
+    """The rendered conversation in pieces.
+
+    Raises:
+        UserError: the tokenizer is slow; the template refuses messages, rewrites them or leaves out more than thoughts,
+            or does not read an argument or a field; or a message has a control token.
     """
     if not getattr(tokenizer, "is_fast", True):
         raise UserError("Segments need a fast tokenizer, which knows the place of each token in the text.")
-    _refuse_control_tokens(messages, tokenizer)
     if generation_prompt and any(message.segment == ANSWER_HEADER for message in messages):
         raise UserError(
             f"A segment is called {ANSWER_HEADER!r}, as the header of the answer is; give the segment another name."
         )
-    template = None if tokenizer.chat_template else PLAIN_CHAT_TEMPLATE
-
-    def render(conversation: list[dict[str, str]], generation_prompt: bool = False, **variables: str) -> str:
-        try:
-            return tokenizer.apply_chat_template(
-                conversation,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-                chat_template=template,
-                **variables,
-            )
-        except TemplateError:
-            raise
-        except Exception as error:  # what a template computes can fail in any way
-            raise TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
-
     try:
-        return _pieces(messages, render, generation_prompt, getattr(tokenizer, "bos_token", None))
+        return _Rendering(messages, tokenizer, dict(arguments or {}), generation_prompt).layout()
     except TemplateError as error:
         raise UserError(
             f"The chat template refuses the conversation ({one_line(error)}); use roles that it knows, "
@@ -101,48 +146,172 @@ def lay_out(messages: Sequence[Message], tokenizer: Tokenizer, generation_prompt
         ) from error
 
 
-def _refuse_control_tokens(messages: Sequence[Message], tokenizer: Tokenizer) -> None:
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    control = dict.fromkeys([*tokenizer.all_special_tokens, *(token.content for token in added if token.special)])
-    for index, message in enumerate(messages):
-        for token in control:
-            if token in message.text or token in message.role:
+class _Rendering:
+    """One conversation, one template and its arguments."""
+
+    def __init__(
+        self, messages: Sequence[Message], tokenizer: Tokenizer, arguments: dict[str, Any], generation_prompt: bool
+    ) -> None:
+        self.messages, self.tokenizer = messages, tokenizer
+        self.template: str | None = arguments.pop("chat_template", None)
+        if self.template is None and not tokenizer.chat_template:
+            self.template = PLAIN_CHAT_TEMPLATE
+        self.continued = arguments.pop("continue_final_message", False)
+        self.answered = arguments.pop("add_generation_prompt", False) or generation_prompt
+        self.arguments = arguments
+        source = self.template or tokenizer.chat_template
+        if isinstance(tokenizer.chat_template, Mapping):  # several by name, of which one may be for tools
+            try:
+                source = cast(Any, tokenizer).get_chat_template(self.template, arguments.get("tools"))
+            except ValueError as error:
+                raise TemplateRuntimeError(str(error)) from error
+        self.source = template_source(str(source))
+        _refuse_unread(messages, arguments, self.source)
+        _refuse_control_tokens(messages, arguments, tokenizer)
+
+    def beginning(self, messages: Sequence[Mapping[str, object]], **variables: str) -> str:
+        """Messages as the template writes them, without the header of an answer."""
+        return self._render(messages, add_generation_prompt=False, **variables)
+
+    def whole(self, messages: Sequence[Mapping[str, object]]) -> str:
+        """The whole conversation up to the answer, where one is asked for."""
+        if self.continued:
+            return self._render(messages, add_generation_prompt=False, continue_final_message=self.continued)
+        return self._render(messages, add_generation_prompt=bool(self.answered))
+
+    def _render(self, messages: Sequence[Mapping[str, object]], **how: Any) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, chat_template=self.template, **{**self.arguments, **how}
+            )
+        except TemplateError:
+            raise
+        except Exception as error:  # what a template computes can fail in any way
+            raise TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
+
+    def layout(self) -> Layout:
+        if any(message.typed for message in self.messages):
+            try:
+                return self._laid_out(typed=True)
+            except (TemplateError, UserError):
+                pass  # a template that takes plain texts
+        return self._laid_out(typed=False)
+
+    def _laid_out(self, typed: bool) -> Layout:
+        given = [message.given(typed) for message in self.messages]
+        rendered = self.whole(given)
+        marks = Marks(given, self.source.sought, rendered)
+        bare = [
+            {**message, "content": text.strip()} if isinstance(text := message.get("content"), str) else message
+            for message in given
+        ]
+        trimmed = bare != given and self.whole(bare) == rendered
+        as_python = typed and any(repr(message.get("content")) in rendered for message in given)
+        if as_python or not marks.place(rendered, self.whole(marks.messages), trimmed):
+            raise UserError(
+                "The chat template rewrites the text of messages, or tears one apart, so the places of segments cannot "
+                "be known; use another template."
+            )
+        dropped = self._dropped(marks)
+        return Layout(self._pieces(rendered, marks), dropped)
+
+    def _dropped(self, marks: Marks) -> dict[str, str]:
+        """The thoughts that are not written, by segment; anything else that is missing is refused."""
+        thoughts: dict[str, str] = {}
+        for text in marks.texts:
+            if not (dropped := text.dropped):
+                continue
+            message = self.messages[text.message]
+            tagged = message.role == "assistant" and any(word in dropped for word in _THOUGHTS)
+            if text.source not in REASONING and not (text.source == "content" and tagged):
                 raise UserError(
-                    f"Message {index} ({message.segment!r}) contains the control token {token!r}, which would "
-                    f"end or forge a message; remove it from the text."
+                    f"The chat template drops or reorders message {text.message}, since {dropped.strip()[:40]!r} of "
+                    f"its {text.source!r} is not written; leave this out, or use roles and a template that keep it."
+                )
+            thoughts[message.segment] = thoughts.get(message.segment, "") + dropped
+        return thoughts
+
+    def _pieces(self, rendered: str, marks: Marks) -> list[Piece]:
+        segments = [message.segment for message in self.messages]
+        names: list[str] = []  # of the segment of each character
+        for owner, written in self._written(rendered, marks):
+            names += [owner if isinstance(owner, str) else segments[owner]] * len(written)
+        if missing := set(segments) - set(names):
+            raise UserError(f"The chat template writes nothing for {min(missing)!r}; leave its messages out.")
+        whose: list[tuple[str, str | None, bool]] = [(name, None, True) for name in names]
+        for text in marks.texts:
+            message = self.messages[text.message]
+            parts = message.parts if text.item is None else [message.parts[text.item]]
+            named = [part.name for part in parts for _ in part.text] if text.source == "content" else []
+            for place, offset in text.places.items():
+                whose[place] = (message.segment, named[offset] if named else None, False)
+        runs = groupby(zip(whose, rendered, strict=True), lambda one: one[0])
+        return [Piece("".join(letter for _, letter in run), *owner) for owner, run in runs]
+
+    def _written(self, rendered: str, marks: Marks) -> Iterator[tuple[int | str, str]]:
+        """The rendered text in stretches, each with its message, or the name of a segment that no message owns."""
+        if not (spans := marks.spans()):
+            raise UserError("The chat template writes nothing of these messages; use roles that it knows.")
+        borders = Headers(
+            marks.messages,
+            [
+                "".join(text.mark for text in marks.texts if text.message == index)
+                for index in range(len(self.messages))
+            ],
+            self.beginning,
+            getattr(self.tokenizer, "bos_token", None) or "",
+        )
+        past = 0
+        for number, (message, span) in enumerate(spans):
+            before = rendered[past : span.start]
+            following = spans[number + 1][0] if number + 1 < len(spans) else message
+            shared = borders.folded(message, following, before) if following != message else 0
+            reader = following if shared else message
+            own = before[shared:] if shared else ""
+            before = before[:shared] if shared else before
+            if not number:
+                preamble, header = borders.opening(reader, before)
+                yield from ((PREAMBLE, preamble), (reader, header))
+            else:
+                yield from borders.between(spans[number - 1][0], reader, before)
+            yield from ((message, own), (message, rendered[span]))
+            past = span.stop
+        last = borders.between(spans[-1][0], None, rendered[past:])
+        yield from last
+        rest = rendered[past + sum(len(written) for _, written in last) :]
+        yield (ANSWER_HEADER if self.answered and not self.continued else last[-1][0]), rest
+
+
+def _refuse_unread(messages: Sequence[Message], arguments: Mapping[str, object], source: TemplateSource) -> None:
+    for name in arguments:
+        if name not in source.arguments:
+            raise UserError(
+                f"The chat template does not read the argument {name!r}; it reads "
+                f"{', '.join(sorted(source.arguments)) or 'none'}."
+            )
+    for index, message in enumerate(messages):
+        for name, value in message.fields.items():
+            if value and name not in (*METADATA, *REASONING) and name not in source.words:
+                instead = "give it as 'tool_calls'" if name == "function_call" else "write it into the content"
+                raise UserError(
+                    f"Message {index} has the field {name!r}, which the chat template does not read; {instead}, "
+                    f"leave it out, or use a template that reads it."
                 )
 
 
-def _pieces(
-    messages: Sequence[Message], render: Render, generation_prompt: bool, start_token: str | None
-) -> list[Piece]:
-    skeleton = placeholders([message.role for message in messages])
-    literals = split_at_placeholders(render(skeleton), len(skeleton))
-    with_header = split_at_placeholders(render(skeleton, generation_prompt), len(skeleton))
-    if not with_header[-1].startswith(literals[-1]):
-        raise UserError(
-            "The chat template changes the conversation when it adds a generation prompt; use a template that only "
-            "appends."
-        )
-
-    headers = Headers(render, start_token)
-    preamble, folded_into, header = headers.opening([message.role for message in messages], *literals[:2])
-    user = next((message.segment for message in messages if message.role == "user"), "")
-    pieces = [Piece(preamble, PREAMBLE), Piece(folded_into, user)]
-    for index, message in enumerate(messages):
-        between = literals[index + 1]
-        following = messages[index + 1 : index + 2]
-        trailer = headers.trailer(skeleton[: index + 1], between, following[0].role) if following else between
-        pieces.append(Piece(header, message.segment))
-        pieces += [Piece(part.text, message.segment, part.name, delimiter=False) for part in message.parts]
-        pieces.append(Piece(trailer, message.segment))
-        header = between[len(trailer) :]
-    pieces.append(Piece(with_header[-1][len(literals[-1]) :], ANSWER_HEADER))
-
-    direct = render([{"role": message.role, "content": message.text} for message in messages], generation_prompt)
-    if "".join(piece.text for piece in pieces) != direct:
-        raise UserError(
-            "The chat template rewrites the text of messages (it trims or reads them), so their place "
-            "cannot be known; strip leading and trailing spaces from each message, or use another template."
-        )
-    return pieces
+def _refuse_control_tokens(messages: Sequence[Message], arguments: Mapping[str, object], tokenizer: Tokenizer) -> None:
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    control = dict.fromkeys([*tokenizer.all_special_tokens, *(token.content for token in added if token.special)])
+    given = {
+        f"Message {index} ({message.segment!r})": [message.role, message.text, message.fields]
+        for index, message in enumerate(messages)
+    }
+    given |= {f"The argument {name!r}": value for name, value in _plain(arguments).items()}
+    for owner, value in given.items():
+        text = "\0".join(texts_within(value, owner))
+        for token in control:
+            if token in text:
+                raise UserError(
+                    f"{owner} contains the control token {token!r}, which would end or forge a message; remove it from "
+                    "the text."
+                )

@@ -1,122 +1,134 @@
-"""Where the turns of a chat template begin: what it writes before the first message, and the header of each turn.
+"""Where the turns of a rendered conversation begin: the preamble, and the header and the trailer of each message.
 
 What no message owns, such as the start token and a default system prompt, is the preamble. A header belongs to the turn
-that it opens, also where the template folds a system message into the user's turn.
+that it opens, also where the template folds a system message into the user's turn. Borders are found by rendering the
+beginnings of the conversation: what follows a message when it is the last belongs to it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 
 from jinja2 import TemplateError
 
-from kvprobe.errors import UserError
+from kvprobe.text.tokens import common_length
 
+Messages = Sequence[Mapping[str, object]]
 Render = Callable[..., str]
-"""Messages, and whether to add a generation prompt, to text."""
+"""Messages to text, without the header of an answer."""
 
-_PLACEHOLDER = "\ue000{}\ue001"  # private-use characters: no template contains or alters them
-
-
-def placeholders(roles: Sequence[str]) -> list[dict[str, str]]:
-    """Messages of these roles, each with a placeholder for its text."""
-    return [{"role": role, "content": _PLACEHOLDER.format(index)} for index, role in enumerate(roles)]
-
-
-def split_at_placeholders(rendered: str, count: int) -> list[str]:
-    """What the template writes before, between and after `count` messages.
-
-    Raises:
-        UserError: a message is missing, or stands elsewhere.
-    """
-    literals: list[str] = []
-    rest = rendered
-    for index in range(count):
-        literal, placeholder, rest = rest.partition(_PLACEHOLDER.format(index))
-        if not placeholder:
-            raise UserError(
-                f"The chat template drops or reorders message {index}, so segments cannot be placed; "
-                f"use roles that it knows, in the order that it expects (user and assistant in turn)."
-            )
-        literals.append(literal)
-    return [*literals, rest]
+_PROBES = "\U00020000\U00020001\U00020002\U00020003"
 
 
 class Headers:
-    """The borders between turns, by rendering shorter conversations and others of the same roles."""
+    """The borders between the messages of one conversation.
 
-    def __init__(self, render: Render, start_token: str | None) -> None:
-        self.render = render
-        self.start_token = start_token or ""
+    Attributes:
+        messages: with marks in place of their texts.
+        marks: of each message.
+        start_token: of the tokenizer; may be empty.
+    """
+
+    def __init__(self, messages: Messages, marks: Sequence[str], render: Render, start_token: str) -> None:
+        self.messages, self.marks, self.start_token = messages, marks, start_token
+        self._render = render
         # In ChatML the token of this name opens each turn: as part of a header, it is not written for the conversation.
-        if self._header("user").startswith(self.start_token) and not self._writes_start_token:
+        if self._user.startswith(start_token) and not self._writes_start_token:
             self.start_token = ""
 
-    def trailer(self, so_far: Sequence[Mapping[str, str]], between: str, role: str) -> str:
-        """The part of the text `between` two messages that still belongs to the first.
+    def opening(self, first: int, text: str) -> tuple[str, str]:
+        """The preamble, and the header of the `first` message: the `text` before it."""
+        if self.messages[first]["role"] == "user":
+            preamble = self._before_user(text)
+        else:
+            preamble = next((start for start in (self._default, self.start_token) if text.startswith(start)), "")
+        return preamble, text[len(preamble) :]
 
-        It is what the template writes after the first when it is the last message. Where the template cannot end there,
-        it is what stands before the header that messages of this `role` have elsewhere, or else all.
-        """
-        after = self._literals(so_far)
-        if after and between.startswith(after[-1]):
-            return after[-1]
-        header = self._header(role)
-        return between[: between.rindex(header)] if header and header in between else between
-
-    def opening(self, roles: Sequence[str], before: str, between: str) -> tuple[str, str, str]:
-        """The text `before` the first message, in three pieces: the preamble, the header of a later user's turn that a
-        system message is folded into, and the header of the first message.
+    def between(self, before: int, after: int | None, text: str) -> list[tuple[int, str]]:
+        """The `text` between the marks of two messages, in pieces with the message of each: what ends the first, all of
+        messages that have no mark, and the header of the second.
 
         Args:
-            between: the text from the first message to the second.
+            after: None for the end of the conversation.
         """
-        first = next((text for text in (self._default, self.start_token) if before.startswith(text)), "")
-        preamble = self._before_user(before) if roles[0] == "user" else first
-        rest = before[len(preamble) :]
-        # Where each turn begins with the start token, the first turn has none of its own beside the preamble's.
-        headers = (self._user, self._user.removeprefix(self.start_token).strip())
-        user = next((header for header in headers if header and rest.startswith(header)), "")
-        if roles[0] == "user" or "user" not in roles or not user or user in between:
-            return preamble, "", rest
-        own = rest[len(user) :].lstrip()
-        return preamble, rest[: len(rest) - len(own)], own
+        unmarked = range(before + 1, len(self.messages) if after is None else after)
+        owners = [before, *(index for index in unmarked if not self.marks[index])]
+        ends = [0]
+        for owner in owners:
+            ending = self._after_last_mark(self.messages[: owner + 1])
+            end = len(text) if ending is None else _shared(ending, text)
+            if after is not None and end == len(text):
+                # A template that cannot end here, or that never ends without the header of an answer.
+                header = self._header(str(self.messages[after]["role"]))
+                end = text.rindex(header) if header and header in text else end
+            ends.append(max(end, ends[-1]))
+        pieces = [(owner, text[start:end]) for owner, (start, end) in zip(owners, pairwise(ends), strict=True)]
+        return pieces if after is None else [*pieces, (after, text[ends[-1] :])]
+
+    def folded(self, message: int, into: int, text: str) -> int:
+        """How much of the `text` before a message stands there also without it, before the user's message that the
+        template folds it into; 0 where it has a turn of its own."""
+        if self.messages[message]["role"] not in ("system", "developer"):
+            return 0
+        rendered = self._written([other for index, other in enumerate(self.messages) if index != message]) or ""
+        before = rendered.partition(self.marks[into][0])[0]
+        alone = before[self._past_marks(before) :]
+        return len(alone) if alone.strip() and text.startswith(alone) else 0
+
+    @cached_property
+    def _default(self) -> str:
+        """The preamble of a conversation that begins with a user's turn; with a default system prompt, where there is
+        one."""
+        written = self._written([{"role": "user", "content": _PROBES[0]}]) or ""
+        return self._before_user(written.partition(_PROBES[0])[0])
 
     @cached_property
     def _user(self) -> str:
         return self._header("user")
 
     @cached_property
-    def _default(self) -> str:
-        """The preamble of a conversation that begins with a user's turn; with a default system prompt, where there is
-        one."""
-        literals = self._literals(placeholders(["user"]))
-        return self._before_user(literals[0]) if literals else ""
+    def _writes_start_token(self) -> bool:
+        """Whether the template begins with the start token that it is given, whichever that is."""
+        probe = [{"role": "user", "content": _PROBES[0]}]
+        return (self._written(probe, bos_token=_PROBES[1]) or "").startswith(_PROBES[1])
 
-    def _before_user(self, before: str) -> str:
+    def _before_user(self, text: str) -> str:
         """What stands before the header of a user's turn that opens the conversation; a start token at least."""
-        start = self.start_token if before.startswith(self.start_token) else ""
-        return (self._user and before[: max(before.rfind(self._user), 0)]) or start
+        start = self.start_token if text.startswith(self.start_token) else ""
+        return (self._user and text[: max(text.rfind(self._user), 0)]) or start
 
     def _header(self, role: str) -> str:
         """What opens a later turn of this role, without space around it; empty where it is not known."""
-        roles = ["user", "assistant", "user", "assistant"]
-        earlier = placeholders(roles[: 2 if role != "assistant" else 3])
-        if not (after := self._literals(earlier)):
+        roles = [*("user", "assistant", "user")[: 3 if role == "assistant" else 2], role]
+        probe = [{"role": role, "content": mark} for role, mark in zip(roles, _PROBES, strict=False)]
+        whole, shorter = self._written(probe), self._written(probe[:-1])
+        last, mark = _PROBES[len(roles) - 2 : len(roles)]
+        if whole is None or shorter is None or last not in shorter or not whole.find(last) < whole.find(mark):
             return ""
-        together = self._literals(placeholders([*roles[: len(earlier)], role]))
-        if not together or not together[-2].startswith(after[-1]):
-            return ""
-        return together[-2][len(after[-1]) :].strip()
+        gap, ending = whole[whole.index(last) + 1 : whole.index(mark)], shorter[shorter.index(last) + 1 :]
+        return gap[_shared(ending, gap) :].strip()
 
-    @cached_property
-    def _writes_start_token(self) -> bool:
-        """Whether the template begins with the start token that it is given, whichever that is."""
-        other = _PLACEHOLDER.format("start")
-        return "".join(self._literals(placeholders(["user"]), bos_token=other)).startswith(other)
-
-    def _literals(self, messages: Sequence[Mapping[str, str]], **variables: str) -> list[str]:
-        """What the template writes around these messages; empty where it refuses them."""
+    def _written(self, messages: Messages, **variables: str) -> str | None:
+        """What the template writes; None where it refuses these messages."""
         try:
-            return split_at_placeholders(self.render(list(messages), **variables), len(messages))
-        except (TemplateError, UserError):
-            return []
+            return self._render(messages, **variables) if messages else None
+        except TemplateError:
+            return None
+
+    def _after_last_mark(self, messages: Messages) -> str | None:
+        rendered = self._written(messages)
+        past = 0 if rendered is None else self._past_marks(rendered)
+        return rendered[past:] if rendered is not None and past else None
+
+    def _past_marks(self, rendered: str) -> int:
+        """The place after the last mark; 0 without one."""
+        marks = set("".join(self.marks))
+        return next((place + 1 for place in range(len(rendered) - 1, -1, -1) if rendered[place] in marks), 0)
+
+
+def _shared(ending: str, text: str) -> int:
+    """How much of the text is the ending, or the beginning of it up to a whole word or tag."""
+    end = common_length(ending, text)
+    while 0 < end < min(len(ending), len(text)) and (text[end - 1] in "<[|" or text[end - 1 : end + 1].isalnum()):
+        end -= 1
+    return end

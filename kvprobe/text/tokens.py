@@ -2,7 +2,7 @@
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import Protocol, runtime_checkable
@@ -19,6 +19,13 @@ GENERATED = "generated"
 """Segment of the tokens that a model generated and then read."""
 ANSWER_HEADER = "generation"
 """Segment of the header, and where it has one the lead, of the answer that the model is to give."""
+
+PART_OF_CHARACTER = "⋯"
+"""Text of a token that holds only some bytes of a character, which a later token completes."""
+
+_BROKEN = "\ufffd"
+_LONGEST_RUN = 16
+"""Tokens within which a character ends: four bytes each of the next characters that share tokens."""
 
 
 @runtime_checkable
@@ -40,6 +47,7 @@ class Tokens(Brief):
         recomputed: true from the first token that stands after text that was left out.
         delimiters: true for tokens of the chat template that are not a message's text.
         end: the position of what comes next, where hidden text at the end keeps its place; None for right after.
+        dropped: thoughts of messages that the chat template does not write again, by segment.
     """
 
     ids: tuple[int, ...]
@@ -49,6 +57,7 @@ class Tokens(Brief):
     recomputed: tuple[bool, ...] = field(repr=False)
     delimiters: tuple[bool, ...] = field(repr=False)
     end: int | None = None
+    dropped: Mapping[str, str] = field(default_factory=dict[str, str], repr=False, hash=False)
 
     @classmethod
     def of(cls, ids: Sequence[int], segment: str = "prompt", start: int = 0) -> "Tokens":
@@ -75,6 +84,8 @@ class Tokens(Brief):
         yield f"ids={brief(self.ids)}"
         if self.positions:
             yield f"positions {self.positions[0]} to {self.positions[-1]}"
+        if self.dropped:
+            yield f"thoughts that the template drops: {brief(self.dropped)}"
 
     def _table(self) -> Table:
         columns = ("ids", "positions", "segments", "parts", "recomputed", "delimiters")
@@ -92,6 +103,7 @@ class Tokens(Brief):
             self.recomputed[where],
             self.delimiters[where],
             self.end if where.indices(len(self))[1] == len(self) else None,
+            {name: text for name, text in self.dropped.items() if name in self.segments[where]},
         )
 
     def __add__(self, other: "Tokens") -> "Tokens":
@@ -103,6 +115,7 @@ class Tokens(Brief):
             self.recomputed + other.recomputed,
             self.delimiters + other.delimiters,
             other.end,
+            {**self.dropped, **other.dropped},
         )
 
     @property
@@ -170,8 +183,34 @@ class Tokens(Brief):
 
 
 def token_texts(ids: Sequence[int], tokenizer: "Decoder | None") -> tuple[str, ...]:
-    """The text of each token, control tokens included; none without a tokenizer."""
-    return () if tokenizer is None else tuple(tokenizer.decode([number]) for number in ids)
+    """The text of each token, control tokens included; none without a tokenizer.
+
+    Where a character is made of several tokens, the last of them has it and the others have `PART_OF_CHARACTER`.
+    """
+    if tokenizer is None:
+        return ()
+    texts = [tokenizer.decode([number]) for number in ids]
+    place = 0
+    while place < len(ids):
+        if _BROKEN not in texts[place]:
+            place += 1
+            continue
+        runs = range(place + 2, min(place + _LONGEST_RUN, len(ids)) + 1)
+        stop = next((stop for stop in runs if _BROKEN not in tokenizer.decode(ids[place:stop])), place + 1)
+        shown = 0
+        for end in range(place + 1, stop + 1) if stop > place + 1 else ():
+            so_far = tokenizer.decode(ids[place:end])
+            whole = so_far.rstrip(_BROKEN)
+            texts[end - 1] = whole[shown:] + (PART_OF_CHARACTER if whole != so_far else "")
+            shown = len(whole)
+        place = stop
+    return tuple(texts)
+
+
+def common_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """How many of the first characters, ids or whatever else of the two are the same."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 def _whole_numbers(numbers: Iterable[object]) -> tuple[int, ...]:

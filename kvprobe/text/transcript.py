@@ -1,7 +1,7 @@
 """Conversations with named segments, turned into tokens by the model's own chat template."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal, get_args
@@ -10,7 +10,7 @@ from kvprobe.brief import Brief, Table, brief
 from kvprobe.checks import is_text
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
-from kvprobe.text.chat_template import Piece, Tokenizer, lay_out
+from kvprobe.text.chat_template import Piece, Tokenizer, lay_out, template_arguments
 from kvprobe.text.messages import Message, message_of
 from kvprobe.text.tokens import GENERATED, PREAMBLE, Tokens
 
@@ -28,24 +28,31 @@ class Transcript(Brief):
         hidden: segments that are left out of the tokens (see `without`).
         mode: where the tokens after a hidden segment stand: `gapped` keeps the positions that they would have
             had, `contiguous` closes the gap, `rendered` writes the others anew.
+        arguments: of the chat template: `tools`, `enable_thinking` …
     """
 
     messages: tuple[Message, ...]
     hidden: frozenset[str] = frozenset()
     mode: RestartMode = "gapped"
+    arguments: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)
 
     @classmethod
     def from_messages(
-        cls, messages: Iterable[Mapping[str, object]], names: Sequence[str] | None = None
+        cls, messages: Iterable[Mapping[str, object]], names: Sequence[str] | None = None, **arguments: object
     ) -> "Transcript":
         """A transcript of `{"role": …, "content": …}` messages.
 
-        `content` is a text, or a list of texts and `{"text": …, "name": …}` parts. `names` gives the segment
-        of each message; neighbours may share one. Without names each message is its own segment, `m0`, `m1` ….
+        `content` is a text, or a list of texts and `{"text": …, "name": …}` parts. Other fields are what the chat
+        template reads: `tool_calls`, `tool_call_id`, `reasoning_content` …. `names` gives the segment of each message;
+        neighbours may share one. Without names each message is its own segment, `m0`, `m1` ….
+
+        `arguments` are those of `apply_chat_template` that change the text: `tools`, `documents`, `enable_thinking` and
+        other variables of the template, `continue_final_message`, `add_generation_prompt`, `chat_template`.
 
         Raises:
-            UserError: there is no message; a message lacks role, content or text, has a role that is not one word, or
-                has other fields; or the names are not one text for each message, not contiguous, or reserved.
+            UserError: there is no message; a message lacks role or text, has a role that is not one word, or holds what
+                is not plain data; the names are not one text for each message, not contiguous, or reserved; or an
+                argument chooses something else than the text.
         """
         messages = list(messages)
         names = [f"m{index}" for index in range(len(messages))] if names is None else list(names)
@@ -71,18 +78,20 @@ class Transcript(Brief):
             raise UserError(
                 f"A segment name must not come back after another segment; they are {', '.join(map(repr, runs))}."
             )
-        return cls(tuple(built))
+        return cls(tuple(built), arguments=template_arguments(arguments))
 
     def _facts(self) -> Iterable[str]:
         yield f"{len(self.messages)} messages"
         yield f"segments={brief(self.segments)}"
         if self.hidden:
             yield f"without {', '.join(sorted(self.hidden))} ({self.mode})"
+        if self.arguments:
+            yield f"arguments={brief(self.arguments)}"
 
     def _table(self) -> Table:
         hidden = self.hidden
         rows = [
-            (message.segment, message.role, message.text, "yes" if message.segment in hidden else "")
+            (message.segment, message.role, message.said, "yes" if message.segment in hidden else "")
             for message in self.messages
         ]
         return ("segment", "role", "text", "hidden"), rows
@@ -122,7 +131,8 @@ class Transcript(Brief):
         """
         if self.hidden and self.mode == "rendered":
             return self._rendered_anew(tokenizer, generation_prompt)
-        pieces = lay_out(self.messages, tokenizer, generation_prompt)
+        laid_out = lay_out(self.messages, tokenizer, generation_prompt, self.arguments)
+        pieces = laid_out.pieces
         ends = list(accumulate(len(piece.text) for piece in pieces))
         text = "".join(piece.text for piece in pieces)
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -141,6 +151,7 @@ class Transcript(Brief):
             tuple(piece.part for piece in origins),
             (False,) * count,
             tuple(piece.delimiter for piece in origins),
+            dropped=laid_out.dropped,
         )
         return self._drop_hidden(whole) if self.hidden else whole
 
@@ -148,7 +159,7 @@ class Transcript(Brief):
         visible = tuple(message for message in self.messages if message.segment not in self.hidden)
         if not visible:
             raise UserError("All messages are hidden, so a template has nothing to render; keep one, or use 'gapped'.")
-        tokens = Transcript(visible).tokens(tokenizer, generation_prompt)
+        tokens = Transcript(visible, arguments=self.arguments).tokens(tokenizer, generation_prompt)
         order = (PREAMBLE, *self.segments)
         first_hidden = min(order.index(name) for name in self.hidden)
         earlier = set(order[:first_hidden])
@@ -165,4 +176,5 @@ class Transcript(Brief):
             recomputed=tuple(index > first_hidden for index in visible),
             delimiters=tuple(whole.delimiters[index] for index in visible),
             end=len(whole) if self.mode == "gapped" else None,
+            dropped={name: text for name, text in whole.dropped.items() if name not in self.hidden},
         )

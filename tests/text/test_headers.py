@@ -22,7 +22,7 @@ def tokenizer_of(name: str) -> Any:
 def laid_out(tokenizer: Any, messages: list[dict[str, str]], names: list[str]) -> dict[str, str]:
     """What each segment says, as far as its pieces go."""
     texts: dict[str, str] = {}
-    for piece in lay_out(Transcript.from_messages(messages, names).messages, tokenizer, False):
+    for piece in lay_out(Transcript.from_messages(messages, names).messages, tokenizer, False).pieces:
         if piece.text:
             texts[piece.segment] = texts.get(piece.segment, "") + piece.text
     return texts

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvprobe.inference.model import Model
-from kvprobe.text.tokens import Tokens
+from kvprobe.text.tokens import Tokens, token_texts
 from kvprobe.text.transcript import Transcript
 from tests.models import CHATML, tiny_tokenizer
 from tests.refusals import refused
@@ -267,11 +267,15 @@ def test_a_template_that_cannot_end_in_system_still_gives_every_segment_its_text
     assert "the code is" in texts_of(tokens, tokenizer)["T1"]
 
 
-@pytest.mark.parametrize("text", [" hello", "hello\n", "\nhello "])
-def test_a_template_that_trims_is_refused_when_a_message_has_outer_spaces(text: str):
+@pytest.mark.parametrize("text", [" hello", "hello\n", "\nhello ", "\n\n hello"])
+def test_a_template_that_trims_has_its_own_space_around_a_text(text: str):
     tokenizer = tiny_tokenizer(GEMMA_LIKE, bos_token="<|im_start|>")
-    chat = Transcript.from_messages([{"role": "user", "content": text}])
-    refused(lambda: chat.tokens(tokenizer), "strip leading and trailing spaces")
+    tokens = Transcript.from_messages([{"role": "user", "content": text}]).tokens(tokenizer)
+    plain = Transcript.from_messages([{"role": "user", "content": "hello"}]).tokens(tokenizer)
+    assert (tokens.ids, tokens.delimiters) == (plain.ids, plain.delimiters)
+    kept = Transcript.from_messages([{"role": "user", "content": text}]).tokens(tiny_tokenizer())
+    said = [number for number, delimiter in zip(kept.ids, kept.delimiters, strict=True) if not delimiter]
+    assert tokenizer.decode(said) == text
 
 
 def test_a_template_that_drops_a_message_is_refused():
@@ -332,3 +336,37 @@ def test_a_reply_is_read_up_to_its_last_token_from_where_the_prompt_goes_on():
     read = prompt.answered([5, 6, 8])
     assert (read.ids, read.positions) == ((1, 2, 5, 6), (0, 1, 7, 8))
     assert prompt.answered([5]).ids == prompt.ids
+
+
+BYTES = {
+    "中文 ok": ["⋯", "⋯", "中", "⋯", "⋯", "文", " ", "o", "k"],
+    "שלום": ["⋯", "ש", "⋯", "ל", "⋯", "ו", "⋯", "ם"],
+    "a😀": ["a", "⋯", "⋯", "⋯", "😀"],
+    "é": ["⋯", "é"],
+    "plain": ["p", "l", "a", "i", "n"],
+}
+
+
+class OfBytes:
+    """Each id is a byte."""
+
+    def decode(self, token_ids: Any, /, *, skip_special_tokens: bool = False) -> str:
+        del skip_special_tokens
+        return bytes(token_ids).decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize("text", BYTES)
+def test_a_character_of_several_tokens_is_shown_at_the_last_of_them(text: str):
+    assert list(token_texts(list(text.encode()), OfBytes())) == BYTES[text]
+
+
+def test_bytes_that_are_no_character_stay_marked_as_such():
+    assert token_texts([0xE4, 0xB8, 65], OfBytes()) == ("�", "�", "A")
+    assert token_texts([0xE4], OfBytes()) == ("�",)
+    assert token_texts([], OfBytes()) == token_texts([1], None) == ()
+
+
+@pytest.mark.parametrize("text", ["中文", "שלום עולם", "I am 😀🎉 née"])
+def test_texts_of_tokens_add_up_to_the_text(smol: Model, text: str):
+    ids = smol.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert "".join(token_texts(ids, smol.tokenizer)).replace("⋯", "") == text

@@ -24,7 +24,7 @@ def comparison_page(comparison: Comparison) -> str:
         question="What does the model answer with everything in view, and after messages were hidden in three ways?",
         answer=comparison.reach,
         passages=[
-            SeenPassage(message.segment, message.role, message.text, hide, "hidden" if hide else "")
+            SeenPassage(message.segment, message.role, message.said, hide, "hidden" if hide else "")
             for message in comparison.chat.messages
             for hide in [message.segment in comparison.hidden]
         ],

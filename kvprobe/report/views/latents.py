@@ -10,7 +10,7 @@ from kvprobe.errors import UserError
 from kvprobe.report.document import TokenView
 from kvprobe.report.views.page import Page
 from kvprobe.saes.activating import Activating, Example
-from kvprobe.text.tokens import Decoder
+from kvprobe.text.tokens import Decoder, token_texts
 
 BETWEEN = " ⋯\n"
 """Between two texts of a latent."""
@@ -33,7 +33,7 @@ def latent_view(latent: Activating, tokenizer: Decoder, note: str = "") -> Token
             tokens.append(BETWEEN)
             values.append(0.0)
         # The component shows a line break inside a token as a line break, which would split the text.
-        tokens += [tokenizer.decode([token]).replace("\n", "⏎") for token in example.ids]
+        tokens += [text.replace("\n", "⏎") for text in token_texts(example.ids, tokenizer)]
         values += example.values
     caption = f"Latent {latent.latent}, active in {100 * latent.density:.2g} % of tokens. {note}".strip()
     return TokenView(caption, tokens, ["activation"], [values])
@@ -51,7 +51,7 @@ def peak_words(latent: Activating, tokenizer: Decoder, count: int = 5) -> str:
     """The tokens at which a latent is most active, quoted, for a table."""
 
     def word(example: Example) -> str:
-        return repr(tokenizer.decode([example.ids[example.peak]]))
+        return repr(token_texts(example.ids, tokenizer)[example.peak])
 
     return ", ".join(dict.fromkeys(map(word, latent.examples[:count]))) or "none"
 

@@ -137,7 +137,7 @@ def _passages(scan: Scan) -> list[SeenPassage]:
         place = segments.index(message.segment)
         masked = message.segment in scan.mask
         note = "masked" if masked else "" if place < first else "saw it" if place <= until else "after the mask"
-        passages.append(SeenPassage(message.segment, message.role, message.text, masked, note))
+        passages.append(SeenPassage(message.segment, message.role, message.said, masked, note))
     return passages
 
 

@@ -1,0 +1,182 @@
+"""How much of one conversation's cache another can reuse, and what ends it: their longest common prefix."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvprobe.brief import Brief
+from kvprobe.text.messages import Message
+from kvprobe.text.tokens import ANSWER_HEADER, PREAMBLE, Tokens, common_length
+from kvprobe.text.transcript import Transcript
+
+SHOWN = 40
+"""Characters of each text that a sentence shows, at most."""
+
+RECUT = "the same text is cut into other tokens, because what follows it differs"
+
+_DATE = re.compile(
+    r"\d\d?:\d\d(?::\d\d)?|\d{4}-\d\d?-\d\d?|\d\d?[ /.](?:[A-Z][a-z]{2,8}|\d\d?)[ /.,]+\d{2,4}"
+    r"|[A-Z][a-z]{2,8} \d\d?, \d{4}"
+)
+
+
+@dataclass(frozen=True, repr=False)
+class CommonPrefix(Brief):
+    """The tokens with which two conversations both begin.
+
+    Attributes:
+        tokens: how many are the same.
+        lengths: tokens of each conversation.
+        segments: in which segment of each the next token stands; None at its end.
+        texts: what each says there, up to a few words.
+        cause: why they part; empty where they do not.
+    """
+
+    tokens: int
+    lengths: tuple[int, int]
+    segments: tuple[str | None, str | None]
+    texts: tuple[str, str] = field(repr=False)
+    cause: str
+
+    @property
+    def share(self) -> float:
+        """Of the second conversation: what its reading need not compute."""
+        return self.tokens / self.lengths[1]
+
+    def _facts(self) -> Iterable[str]:
+        yield f"{self.tokens} of {self.lengths[1]} tokens"
+        if self.cause:
+            yield self.cause
+
+    def __str__(self) -> str:
+        reused = f"The second shares its first {self.tokens:,} of {self.lengths[1]:,} tokens with the first"
+        reused += f" ({100 * self.share:.0f} %)"
+        if not self.cause:
+            return f"{reused}."
+        where = [
+            f"{text!r} (in {name})" if name else "nothing more"
+            for text, name in zip(self.texts, self.segments, strict=True)
+        ]
+        return f"{reused}; then the first has {where[0]} and the second {where[1]}: {self.cause}."
+
+
+def common_prefix(
+    tokenizer: Any,
+    first: Transcript | Sequence[Mapping[str, object]],
+    second: Transcript | Sequence[Mapping[str, object]],
+    *,
+    generation_prompt: bool = False,
+) -> CommonPrefix:
+    """What the cache of the first conversation holds of the second, and why not more.
+
+    Args:
+        tokenizer: or a model that has one.
+        first: whose cache there is.
+        second: that is to be read next.
+        generation_prompt: end both with the header of an answer, as an engine does.
+
+    Raises:
+        UserError: see `Transcript.tokens`.
+    """
+    chats = [chat if isinstance(chat, Transcript) else Transcript.from_messages(chat) for chat in (first, second)]
+    reader: Any = getattr(tokenizer, "tokenizer", tokenizer)
+    both = [chat.tokens(reader, generation_prompt) for chat in chats]
+    shared = common_length(both[0].ids, both[1].ids)
+    rests = [reader.decode(tokens.ids[shared : shared + SHOWN]) for tokens in both]
+    next_tokens = [reader.decode(tokens.ids[shared : shared + 1]) for tokens in both]
+    recut = common_length(*rests) >= min(map(len, next_tokens)) > 0
+    return CommonPrefix(
+        shared,
+        (len(both[0]), len(both[1])),
+        (_segment(both[0], shared), _segment(both[1], shared)),
+        (rests[0][:SHOWN], rests[1][:SHOWN]),
+        _cause(chats, both, shared, rests, recut),
+    )
+
+
+def _segment(tokens: Tokens, place: int) -> str | None:
+    return tokens.segments[place] if place < len(tokens) else None
+
+
+def _cause(chats: Sequence[Transcript], both: Sequence[Tokens], shared: int, rests: Sequence[str], recut: bool) -> str:
+    ended = [shared == len(tokens) for tokens in both]
+    if any(ended):
+        return "" if all(ended) else f"the {'first' if ended[0] else 'second'} ends there"
+    segments = [tokens.segments[shared] for tokens in both]
+    arguments = [_listed(chat.arguments) for chat in chats]
+    written = [[_listed(message.given(typed=True)) for message in chat.messages] for chat in chats]
+    place = common_length(*written)
+    before = [
+        any(message.segment == name for message in chat.messages[:place])
+        for chat, name in zip(chats, segments, strict=True)
+    ]
+    by_template = all(tokens.delimiters[shared] for tokens in both)
+    if by_template and arguments[0] != arguments[1]:
+        return _argument_cause(chats[0].arguments, chats[1].arguments)
+    if ANSWER_HEADER in segments:
+        return "the header that asks for an answer is not what the template writes before an answer that was given"
+    if any(chat.hidden for chat in chats) and chats[0].messages == chats[1].messages:
+        return "messages are hidden in one of them"
+    if all(before) or segments == [PREAMBLE, PREAMBLE]:
+        return RECUT if recut else _template_cause(chats, both, segments, rests)
+    texts = [chat.messages[place].text if place < len(chat.messages) else "" for chat in chats]
+    if recut and any(text and other.startswith(text) for text, other in (texts, texts[::-1])):
+        return RECUT
+    return _message_cause([chat.messages for chat in chats], written, place)
+
+
+def _template_cause(
+    chats: Sequence[Transcript], both: Sequence[Tokens], segments: Sequence[str], rests: Sequence[str]
+) -> str:
+    """Why the template writes the same messages otherwise."""
+    if any((name in tokens.dropped) != (name in both[0].dropped) for tokens in both for name in segments):
+        return "the template drops the thoughts of earlier turns, once there is a later one"
+    if any(map(_DATE.search, rests)):
+        return "the template writes a date or time, which changed"
+    if len({chat.messages[0].role == "system" for chat in chats}) == 2:
+        return "the template begins otherwise without a system message"
+    return "the template writes the same message otherwise where other messages follow it"
+
+
+def _argument_cause(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
+    name = next(name for name in {**first, **second} if _listed(first.get(name)) != _listed(second.get(name)))
+    one, other = first.get(name), second.get(name)
+    if name != "tools" or not one or not other:
+        return f"the argument {name!r} of the template differs"
+    if sorted(map(_sorted, one)) != sorted(map(_sorted, other)):
+        return "the definitions of tools differ"
+    moved = "keys" if [*map(_sorted, one)] == [*map(_sorted, other)] else "list"
+    return f"the same tools are defined with their {moved} in another order"
+
+
+def _message_cause(messages: Sequence[Sequence[Message]], written: Sequence[Sequence[str]], place: int) -> str:
+    """Why the messages themselves differ, from this one on."""
+    rests = [list(kind[place : place + 2]) for kind in written]
+    if not all(rests) or rests[0][1:] == rests[1][:1] or rests[1][1:] == rests[0][:1]:
+        fewer = 0 if not rests[0] or rests[1][1:] == rests[0][:1] else 1
+        return f"message {place} of the {('second', 'first')[fewer]} is not in the {('first', 'second')[fewer]}"
+    one, other = (kind[place] for kind in messages)
+    if one.role != other.role:
+        return f"message {place} is of role {one.role!r} in the first and {other.role!r} in the second"
+    whose = "the system message" if one.role == "system" else f"message {place}"
+    if one.text != other.text:
+        if one.text.split() == other.text.split():
+            return f"{whose} has other white space"
+        if _DATE.sub("", one.text) == _DATE.sub("", other.text):
+            return f"a date or time in {whose} changed"
+        return f"the text of {whose} was changed"
+    if _sorted(one.fields) == _sorted(other.fields):
+        return f"keys in the calls of {whose} are in another order"
+    name = next(name for name in {**one.fields, **other.fields} if one.fields.get(name) != other.fields.get(name))
+    return f"{name!r} of {whose} was changed"
+
+
+def _listed(value: object) -> str:
+    """Plain data as text, in its order."""
+    return json.dumps(value, default=repr)
+
+
+def _sorted(value: object) -> str:
+    return json.dumps(value, default=repr, sort_keys=True)
