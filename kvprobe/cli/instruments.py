@@ -15,15 +15,18 @@ def compare(
     model: Source = "smollm2-135m",
     *,
     chat: Chat,
-    mask: Hidden,
+    mask: Hidden = (),
+    policy: Annotated[
+        tuple[str, ...],
+        Parameter(help='Cache policies to try: "SnapKV(50%)" "H2O(0.3)".', consume_multiple=True, negative=""),
+    ] = (),
     ask: Annotated[str, Parameter(help="The user's next message.")],
     new: Annotated[Whole, Parameter(help="Tokens of a reply, at most.")] = 64,
     out: Annotated[Path, Parameter(help="The page.")] = Path("compare.html"),
     device: str = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Ask a question with everything in view, and after messages were masked, evicted with the gap closed, or never
-    said; as a table and a page."""
+    """Ask one question with everything in view, with messages hidden, or under policies."""
     from kvprobe.text.chat_file import read_chat
 
     conversation = read_chat(chat)
@@ -31,7 +34,9 @@ def compare(
     from kvprobe.inference.model import load
     from kvprobe.report.views.compare import save_comparison
 
-    compared = compare(load(model, device=device, dtype=dtype), conversation, mask, ask, max_new_tokens=new)
+    compared = compare(
+        load(model, device=device, dtype=dtype), conversation, mask, ask, policies=policy, max_new_tokens=new
+    )
     print(f"{compared}\n\nPage: {save_comparison(compared, out)}")
 
 
@@ -49,7 +54,7 @@ def attend(
     device: str = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Write a page of what a model attends to, head by head; with --mask, before and after messages are masked."""
+    """Show what each head attends to, before and after messages are masked."""
     from kvprobe.text.chat_file import read_chat
 
     read = text if chat is None else read_chat(chat)
@@ -81,7 +86,7 @@ def scan(
     device: str = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Show, segment by segment, what published probes can still read of hidden messages; as a table and a page."""
+    """Show what published probes can still read of hidden messages."""
     from kvprobe.text.chat_file import read_chat
 
     conversation = read_chat(chat)
@@ -129,8 +134,7 @@ def budget(
     ] = False,
     device: Annotated[str, Parameter(help="Where to measure.")] = "auto",
 ) -> None:
-    """Say what a model's memory is used for, from its config alone: weights, cache by layer, peak, and what still
-    fits."""
+    """Say what a model's memory is used for, and what still fits."""
     from kvprobe.memory.budget import budget as budgeted
 
     needs = budgeted(
@@ -184,7 +188,7 @@ def budget(
 
 
 def doctor(model: Source = "smollm2-135m", *, device: str = "auto", dtype: Dtype = "auto") -> None:
-    """Check that a model's two lanes, its hooks, masking and decoding agree; exits with 1 if one does not."""
+    """Check that a model's lanes, hooks, masks and decoding agree."""
     from kvprobe.inference.doctor import examine, limits
     from kvprobe.inference.model import load
 
