@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvprobe.cli import app, entry, main, runs
+from kvprobe.cli.instruments import prefix
 from kvprobe.cli.runs import list_names
 from kvprobe.inference.model import Model
 from kvprobe.listing import KINDS, overview
+from tests.models import any_model
 from tests.refusals import refused
 
 
@@ -232,6 +234,20 @@ def test_attend_writes_a_page_of_a_chat_before_and_after_its_mask(
     command, bound, _ = app.parse_args(arguments)
     command(*bound.args, **bound.kwargs)
     assert page.read_text().count('data-component="AttentionView"') == 1
+
+
+def test_prefix_says_what_a_cache_keeps_of_one_of_several_conversations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    said = [{"role": "user", "content": "the user"}, {"role": "assistant", "content": "asks 1"}]
+    paths = [tmp_path / name for name in ("first.jsonl", "second.jsonl")]
+    for path, text in zip(paths, ("asks 1", "asks 2"), strict=True):
+        rows = [{"messages": said[:1]}, {"messages": [said[0], {**said[1], "content": text}]}]
+        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    monkeypatch.setattr("kvprobe.inference.model.load", lambda *_, **__: any_model())
+    prefix(*paths, conversation="1")
+    assert "the text of message 1 was changed." in capsys.readouterr().out
+    refused(lambda: prefix(*paths), "choose one")
 
 
 def test_the_number_of_threads_is_the_users(tmp_path: Path):

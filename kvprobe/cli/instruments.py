@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from kvprobe.cli.flags import Chat, Hidden, Source, Whole
+from kvprobe.cli.flags import Chat, Chosen, Hidden, Source, Whole
 from kvprobe.errors import UserError
 from kvprobe.models.catalogue import Dtype
 
@@ -15,6 +15,7 @@ def compare(
     model: Source = "smollm2-135m",
     *,
     chat: Chat,
+    conversation: Chosen = None,
     mask: Hidden = (),
     policy: Annotated[
         tuple[str, ...],
@@ -29,22 +30,37 @@ def compare(
     """Ask one question with everything in view, with messages hidden, or under policies."""
     from kvprobe.text.chat_file import read_chat
 
-    conversation = read_chat(chat)
+    read = read_chat(chat, conversation)
     from kvprobe.comparison import compare
     from kvprobe.inference.model import load
     from kvprobe.report.views.compare import save_comparison
 
-    compared = compare(
-        load(model, device=device, dtype=dtype), conversation, mask, ask, policies=policy, max_new_tokens=new
-    )
+    compared = compare(load(model, device=device, dtype=dtype), read, mask, ask, policies=policy, max_new_tokens=new)
     print(f"{compared}\n\nPage: {save_comparison(compared, out)}")
+
+
+def prefix(first: Path, second: Path, *, model: Source = "smollm2-135m", conversation: Chosen = None) -> None:
+    """Say how many tokens of a conversation the cache of another holds, and why not more.
+
+    Args:
+        first: the conversation in the cache, in JSON or JSONL.
+        second: the conversation to be read next.
+    """
+    from kvprobe.text.chat_file import read_chat
+
+    read = [read_chat(path, conversation) for path in (first, second)]
+    from kvprobe.inference.model import load
+    from kvprobe.text.prefix import common_prefix
+
+    print(common_prefix(load(model, device="cpu"), *read, generation_prompt=True))
 
 
 def attend(
     model: Source = "smollm2-135m",
     *,
     text: Annotated[str | None, Parameter(help="A text, read as it is.")] = None,
-    chat: Annotated[Path | None, Parameter(help='Or a JSON file: a list of {"role": …, "content": …}.')] = None,
+    chat: Chat | None = None,
+    conversation: Chosen = None,
     mask: Annotated[
         tuple[str, ...],
         Parameter(help="Messages to mask before the last one is read: m0, m1, ….", consume_multiple=True, negative=""),
@@ -57,7 +73,7 @@ def attend(
     """Show what each head attends to, before and after messages are masked."""
     from kvprobe.text.chat_file import read_chat
 
-    read = text if chat is None else read_chat(chat)
+    read = text if chat is None else read_chat(chat, conversation)
     if read is None or None not in (text, chat):
         raise UserError("Give --text or --chat, and not both.")
     from kvprobe.inference.model import load
@@ -70,6 +86,7 @@ def scan(
     model: Source = "smollm2-135m",
     *,
     chat: Chat,
+    conversation: Chosen = None,
     mask: Hidden,
     until: Annotated[
         str | None, Parameter(help="The last message that still sees them; the assistant's next answer by default.")
@@ -89,14 +106,14 @@ def scan(
     """Show what published probes can still read of hidden messages."""
     from kvprobe.text.chat_file import read_chat
 
-    conversation = read_chat(chat)
+    read = read_chat(chat, conversation)
     from kvprobe.inference.model import load
     from kvprobe.probes.probe import Probe
     from kvprobe.probes.scan import scan
     from kvprobe.report.views.scan import save_scan, scan_lines
 
     chosen = [Probe.load(name) for name in probes] or None
-    readings = scan(load(model, device=device, dtype=dtype), conversation, mask, chosen, until=until)
+    readings = scan(load(model, device=device, dtype=dtype), read, mask, chosen, until=until)
     print("\n".join(scan_lines(readings)))
     print(f"\nPage: {save_scan(readings, out)}")
 

@@ -15,6 +15,7 @@ from kvprobe.inference.readable import require_type
 from kvprobe.names import head_name, near_keywords
 from kvprobe.policies.policy import Policy
 from kvprobe.policies.written import policies_of
+from kvprobe.text.prefix import CommonPrefix, common_prefix
 from kvprobe.text.tokens import token_texts
 from kvprobe.text.transcript import Transcript
 
@@ -69,6 +70,8 @@ class Comparison(Brief):
             (`dangling`) while the question and its answer are read with everything in view, and where this goes when
             they are masked; see `kvprobe.attention.dangling`.
         left_out: why an arm is missing; empty if none is.
+        reused: what an engine that is given the visible messages alone finds of them in the cache with everything;
+            None where the template refuses them alone.
     """
 
     model: str
@@ -79,6 +82,7 @@ class Comparison(Brief):
     replies: Mapping[str, Reply]
     attention: pd.DataFrame = field(repr=False)
     left_out: str = ""
+    reused: CommonPrefix | None = None
 
     def _facts(self) -> Iterable[str]:
         yield f"{self.model}, hidden: {', '.join(self.hidden)}, asked {brief(self.question)}"
@@ -117,6 +121,11 @@ class Comparison(Brief):
             for reply in self.replies.values()
         ]
         lines += ["", *filter(None, (self.left_out, self.reach))]
+        if self.reused is not None:
+            lines += [
+                f"An engine that reads the visible messages again can reuse {self.reused.tokens:,} of the "
+                f"{self.reused.lengths[0]:,} tokens in the cache."
+            ]
         lines += ["Log-prob. and KL: nats per token of the reply with everything in view, and from its distributions."]
         return "\n".join(lines)
 
@@ -178,7 +187,16 @@ def compare(
     }
     tokens = token_texts(expected, model.tokenizer)
     attention = _attention(model, caches, ask, expected, mask) if mask else pd.DataFrame()
-    return Comparison(model.name, chat, tuple(mask), ask, tokens, replies, attention, left_out)
+    return Comparison(
+        model.name, chat, tuple(mask), ask, tokens, replies, attention, left_out, _reused(model, chat, mask)
+    )
+
+
+def _reused(model: Model, chat: Transcript, mask: Sequence[str]) -> CommonPrefix | None:
+    try:
+        return common_prefix(model.tokenizer, chat, chat.without(*mask, mode="rendered")) if mask else None
+    except UserError:
+        return None
 
 
 def _hiding(model: Model, chat: Transcript, full: KVCache, mask: Sequence[str]) -> tuple[dict[str, KVCache], str]:

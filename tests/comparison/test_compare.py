@@ -51,6 +51,15 @@ def test_each_arm_is_what_the_cache_operations_give_by_hand(smol: Model, compare
     assert compared.replies["masked"].nbytes > compared.replies["re-indexed"].nbytes
 
 
+def test_a_restart_can_reuse_what_stands_before_the_hidden_message(smol: Model, compared: Comparison):
+    tokens = kv.Transcript.from_messages(CHAT).tokens(smol.tokenizer)
+    rendered = smol.tokenizer.apply_chat_template([CHAT[0], *CHAT[2:]], return_dict=False)
+    assert compared.reused is not None
+    assert compared.reused.lengths == (len(tokens), len(rendered))
+    assert list(tokens.ids[: compared.reused.tokens]) == rendered[: compared.reused.tokens]
+    assert f"can reuse {compared.reused.tokens} of the {len(tokens)} tokens in the cache" in str(compared)
+
+
 def test_attention_is_that_of_the_question_and_the_reply_on_what_was_hidden(smol: Model, compared: Comparison):
     full = smol.prefill(CHAT)
     prompt, reply = smol.prompts(full, ASK)[0], smol.generate(full, ask=ASK, max_new_tokens=8).tokens[0]
