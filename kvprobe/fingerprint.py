@@ -1,10 +1,12 @@
 """The identity of a model: a hash of its weights, one of its config, and one of its tokenizer with the chat template.
 
-Results depend on all three. Settings that change no result are left out: paths, versions, dtypes (weights are hashed
-as they are), the kernel, the padding of a tokenizer.
+Results depend on all three. What was changed in a model after it was built from its config counts with the config:
+adapters that are switched off, hooks of users, dropout, an attribute that was set. Settings that change no result are
+left out: paths, versions, dtypes (weights are hashed as they are), the kernel, the padding of a tokenizer.
 """
 
 import ast
+import copy
 import hashlib
 import inspect
 import json
@@ -15,19 +17,43 @@ from functools import cached_property
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Protocol, runtime_checkable
+from zlib import crc32
 
 import torch
+from torch import nn
 
 from kvprobe.errors import UserError
 
-PARTS = ("weights", "config", "tokenizer or chat template")
+PARTS = ("weights", "config or modules", "tokenizer or chat template")
 """The parts of a fingerprint, in order; they are joined by hyphens."""
 
 _INDIFFERENT = {
     "architectures", "transformers_version", "dtype", "torch_dtype", "attn_implementation", "use_cache", "return_dict",
     "output_attentions", "output_hidden_states", "id2label", "label2id", "problem_type", "name_or_path",
 }  # fmt: skip
+
+
+_INSIDE = frozenset(vars(nn.Module()))
+"""Attributes of every module; of these, training, hooks and what a module holds are looked at apart."""
+
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, FunctionType)
+_GATHERED = (list, tuple, dict)
+_PASSING = {
+    "_is_hf_initialized",
+    "all_tied_weights_keys",
+    "gradient_checkpointing",
+    "max_seq_len_cached",
+    "name_or_path",
+}
+"""Attributes that change no result, or that a model sets as it reads; and so are private ones of whole models."""
+
+_OURS = ("kvprobe.", "transformer_lens.", "transformers.")
+"""Hooks from here pass, or change no number."""
+
+_MOST_NUMBERS = 4096
+"""Of a buffer that is looked at whenever the model is used, such as rotary frequencies."""
 
 
 @runtime_checkable
@@ -42,6 +68,15 @@ class Configured(Protocol):
     @property
     def config(self) -> _Config: ...
     def state_dict(self) -> Mapping[str, torch.Tensor]: ...
+
+
+def state_of(plain: nn.Module) -> tuple[object, ...]:
+    """What tells that a model was changed, cheap enough to be compared whenever it is used.
+
+    How often each weight was written and where it lies, and what `_altered` compares.
+    """
+    written = [(weight._version, weight.data_ptr()) for weight in plain.parameters()]
+    return (*written, *(_described(module) for module in plain.modules()))
 
 
 def fingerprint(plain: "Configured", tokenizer: object, rounded: torch.dtype | None = None) -> str:
@@ -108,7 +143,7 @@ class Maker:
             f"the model {model[:8]}" if isinstance(model, str) else str(getattr(model, "name", type(model).__name__))
         )
         self._model = (lambda: model) if isinstance(model, str) else weakref.ref(model)
-        self.written: tuple[int, ...] = getattr(model, "written", ())
+        self.written: tuple[object, ...] = getattr(model, "written", ())
 
     @cached_property
     def fingerprint(self) -> str:
@@ -120,7 +155,7 @@ class Maker:
         """
         model = self._model()
         if model is None or getattr(model, "written", ()) != self.written:
-            what = "is no longer in memory" if model is None else "has other weights now"
+            what = "is no longer in memory" if model is None else "has other weights now (or adapters, hooks, modules)"
             raise UserError(
                 f"The model that made this cache or routing {what}, so its fingerprint cannot be computed; use or save "
                 "it earlier, or give up the check of a cache with dataclasses.replace(cache, made_by=None)."
@@ -190,7 +225,63 @@ def _weights(plain: "Configured", rounded: torch.dtype | None) -> str:
 def _config(plain: "Configured") -> str:
     # Only differences from the defaults, so that a new setting of a later transformers changes nothing.
     stops = getattr(getattr(plain, "generation_config", None), "eos_token_id", None)
-    return digest([_json([type(plain).__name__, _decisive(plain.config.to_diff_dict()), stops])], 4)
+    settings = [type(plain).__name__, _decisive(plain.config.to_diff_dict()), stops]
+    return digest([_json(settings + (_altered(plain) if isinstance(plain, nn.Module) else []))], 4)
+
+
+def _altered(plain: Any) -> list[object]:
+    """Modules that are not as the config alone would have them, by name; none of a model as it was loaded."""
+    usual: dict[str, tuple[object, ...]] = {}
+    try:
+        with torch.device("meta"):
+            fresh = type(plain)(copy.deepcopy(plain.config)).eval()
+        for module in fresh.modules():
+            for name in module._non_persistent_buffers_set:
+                if (buffer := module._buffers[name]) is not None and buffer.numel() <= _MOST_NUMBERS:
+                    module._buffers[name] = torch.empty_like(buffer, device="cpu")
+            if module._non_persistent_buffers_set:
+                fresh._init_weights(module)
+        usual = {name: _described(module) for name, module in fresh.named_modules()}
+    except Exception:  # a class that needs more than its config: all of its modules count as altered
+        pass
+    return [
+        [name, *map(str, now)]
+        for name, module in plain.named_modules()
+        if (now := _described(module)) != usual.get(name)
+    ]
+
+
+def _described(module: nn.Module) -> tuple[object, ...]:
+    """What a module computes by, beside its weights and the modules in it."""
+    described: list[object] = [type(module).__qualname__, module.training]
+    is_whole = "all_tied_weights_keys" in vars(module)
+    for name, value in vars(module).items():
+        if name in _INSIDE or name in _PASSING or (is_whole and name.startswith("_")):
+            continue
+        if type(value) is FunctionType:
+            described += [name, _origin(value)]
+        elif type(value) in _PLAIN:
+            described += [name, value]
+        elif type(value) in _GATHERED and len(text := repr(value)) < 1000 and " at 0x" not in text:
+            described += [name, text]
+        elif name == "forward" and not _origin(value).startswith(_OURS):
+            described += [name, _origin(value)]
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        described += [name for hook in hooks.values() if not (name := _origin(hook)).startswith(_OURS)]
+    for name in module._non_persistent_buffers_set:
+        buffer, rotary = module._buffers[name], str(getattr(module, "rope_type", ""))
+        if buffer is None or buffer.numel() > _MOST_NUMBERS or "dynamic" in rotary or "longrope" in rotary:
+            continue
+        described += [name, str(buffer.tolist()) if buffer.device.type != "meta" else ""]
+    return tuple(described)
+
+
+def _origin(function: Any) -> str:
+    """Where a function, or the class of another callable, comes from."""
+    inner = getattr(function, "func", getattr(function, "__wrapped__", function))
+    named = inner if hasattr(inner, "__qualname__") else type(inner)
+    code = getattr(inner, "__code__", None)
+    return f"{named.__module__}.{named.__qualname__} {'' if code is None else crc32(code.co_code)}"
 
 
 def _decisive(settings: object) -> object:

@@ -101,3 +101,95 @@ def test_a_cache_of_other_weights_of_the_same_model_is_refused(tmp_path: Path, k
 
 def test_a_fingerprint_of_an_older_format_differs_in_its_format():
     assert differing("0123456789abcdef", llama().fingerprint) == "fingerprint of another format"
+
+
+class Switched(torch.nn.Linear):
+    """A layer with an adapter that is switched by a plain attribute, as those of PEFT are."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features, bias=False)
+        self.weight = base.weight
+        self.scaling = {"default": 2.0}
+        self._disable_adapters = False
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        usual = super().forward(input)
+        return usual if self._disable_adapters else usual * (1 + self.scaling["default"])
+
+
+def _hook(module: Any, given: Any, result: torch.Tensor) -> torch.Tensor:
+    return result * 2
+
+
+def _switch(plain: Any) -> None:
+    plain.model.layers[0].mlp.up_proj._disable_adapters = True
+
+
+def _scale(plain: Any) -> None:
+    plain.model.layers[0].mlp.up_proj.scaling["default"] = 3.0
+
+
+def _replace(plain: Any) -> None:
+    plain.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+
+
+def _override(plain: Any) -> None:
+    plain.model.layers[1].mlp.act_fn.forward = torch.relu
+
+
+def _attend_sharper(plain: Any) -> None:
+    plain.model.layers[1].self_attn.scaling *= 2
+
+
+def _epsilon(plain: Any) -> None:
+    plain.model.norm.variance_epsilon = 0.1
+
+
+def _frequencies(plain: Any) -> None:
+    plain.model.rotary_emb.inv_freq[1] *= 2
+
+
+def _hooked(plain: Any) -> None:
+    plain.model.layers[1].mlp.register_forward_hook(_hook)
+
+
+def _training(plain: Any) -> None:
+    plain.model.layers[1].train()
+
+
+def _other_parameter(plain: Any) -> None:
+    plain.model.norm.weight = torch.nn.Parameter(plain.model.norm.weight + 1)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        _switch, _scale, _replace, _override, _attend_sharper, _epsilon, _frequencies, _hooked, _training,
+        _other_parameter,
+    ],
+)  # fmt: skip
+def test_a_cache_is_refused_once_the_model_computes_something_else(change: Callable[[Any], None], known: bool):
+    model = llama(tokenizer=tiny_tokenizer())
+    layer: Any = model.lanes.plain.model.layers[0].mlp
+    layer.up_proj = Switched(layer.up_proj)
+    before = model.prefill("abc")
+    if known:
+        assert before.made_by is not None
+        assert before.made_by.fingerprint == model.fingerprint
+    model.extend(before, "d")
+    change(model.lanes.plain)
+    expected = f"it differs in {PARTS[0 if change is _other_parameter else 1]}" if known else "has other weights now"
+    refused(lambda: model.extend(before, "d"), expected)
+    model.extend(model.prefill("abc"), "d")
+
+
+def test_a_switch_that_is_put_back_leaves_the_cache_readable():
+    model = llama(tokenizer=tiny_tokenizer())
+    before, fingerprint_before = model.prefill("abc"), model.fingerprint
+    attention: Any = model.lanes.plain.model.layers[0].self_attn
+    attention.scaling *= 2
+    assert model.fingerprint != fingerprint_before
+    attention.scaling /= 2
+    assert model.fingerprint == fingerprint_before
+    model.extend(before, "d")

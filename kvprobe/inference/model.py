@@ -26,6 +26,7 @@ from kvprobe.inference.under_policy import apply, lane_for, read_for, read_in_ch
 from kvprobe.memory.forward import Kernel, Logits
 from kvprobe.memory.needs import EngineName
 from kvprobe.memory.vllm import BLOCK
+from kvprobe.models.adapters import base_of
 from kvprobe.models.files import refuse_not_finite
 from kvprobe.models.geometry import Geometry
 from kvprobe.models.lanes import Lanes
@@ -34,7 +35,6 @@ from kvprobe.models.loading import load_folder, pick_device, pick_dtype, resolve
 from kvprobe.models.unproved import Lane
 from kvprobe.names import near_keywords
 from kvprobe.policies.policy import Policy, Scene
-from kvprobe.policies.written import as_policy
 from kvprobe.text.chat_template import Tokenizer
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
@@ -54,10 +54,11 @@ def load(
     """A model from a name that `kvprobe ls` shows, a hub id, a local folder, a `.gguf` file, or a loaded model.
 
     Args:
-        source: see above; a Hugging Face model object keeps its device and dtype, and so does one inside nnsight's
-            LanguageModel, whose tokenizer is taken too. A kvprobe model is returned as it is.
+        source: see above; a folder may hold a LoRA adapter, whose base is on this machine. A Hugging Face model object
+            keeps its device and dtype, and so does one inside a PeftModel, or inside nnsight's LanguageModel, whose
+            tokenizer is taken too. A kvprobe model is returned as it is.
         tokenizer: for a loaded model, or instead of the source's own.
-        device: `auto` is a GPU if there is one.
+        device: `auto` is a GPU if there is one; the whole model is on it, so that there is no `device_map`.
         dtype: `auto` is float32 on the CPU and bfloat16 elsewhere.
 
     Raises:
@@ -72,7 +73,12 @@ def load(
         if inner.device.type == "meta":
             raise UserError("nnsight has not loaded the weights of this model yet; make it with dispatch=True.")
     if isinstance(source, torch.nn.Module):
+        source = base_of(source)
         require_type("The model", source, PreTrainedModel, "a causal language model of transformers")
+        if len({*map(str, getattr(source, "hf_device_map", {}).values())}) > 1:
+            raise UserError(
+                "This model is spread over several devices; load it on one, with device_map={'': 'cuda:0'}."
+            )
         refuse_not_finite(type(source).__name__, source.named_parameters())
         return Model(Lanes(cast(PreTrainedModel, source.eval()), tokenizer), type(source).__name__)
     require_type("The model", source, (str, os.PathLike), "a name, a folder, or a model of transformers")
@@ -179,7 +185,7 @@ class Model(Brief):
         self,
         text: Readable,
         *,
-        policy: Policy | str | None = None,
+        policy: Policy | None = None,
         chunk: int | None = None,
         samples: Sequence[int] | None = None,
         lane: Lane | Literal["auto"] = "auto",
@@ -187,24 +193,23 @@ class Model(Brief):
         """The cache of a conversation, text or batch.
 
         Args:
-            policy: or its text, such as "SnapKV(50%)"; acts after everything was read, or after every `chunk` tokens.
+            policy: acts after everything was read, or after every `chunk` tokens.
             samples: numbers of the rows' samples, for policies that draw; 0, 1, … by default.
-            lane: `auto` is plain, unless the policy needs attention scores that only the hooked lane shows.
+            lane: `auto` is plain, unless the policy needs attention scores.
         """
         tokens = self.tokens(text)
         if policy is None:
             if chunk is not None:
                 raise UserError("`chunk` says how often a policy acts; give a policy, or leave it out.")
-            return prefill(self.lanes, tokens, lane_for(self.lanes, lane))
-        policy = as_policy(policy)
+            return prefill(self.lanes, tokens, lane_for(None, lane))
         numbers = sample_numbers(samples)
         if chunk is not None:
             return read_in_chunks(self.lanes, tokens, policy, chunk, lane, numbers)[0].cache
-        scene, _ = read_for(self.lanes, policy.observes, None, tokens, lane)
+        scene, _ = read_for(self.lanes, policy, None, tokens, lane)
         return apply(self.lanes, policy, replace(scene, samples=numbers), lane=lane).cache
 
     def watch(self, text: Readable, past: Scene | None = None, *, queries: int = 32) -> Scene:
-        """Read and record the attention that each slot gets, for policies that decide by it.
+        """Read on the hooked lane and record the attention that each slot gets, for policies that decide by it.
 
         Args:
             past: what `watch` returned before.
@@ -214,13 +219,13 @@ class Model(Brief):
             require_type("`past`", past, Scene, "what Model.watch returned before")
         return watch(self.lanes, past, self.tokens_after(past and past.cache, text), queries)[0]
 
-    def apply(self, policy: Policy | str, start: KVCache | Scene) -> KVCache:
+    def apply(self, policy: Policy, start: KVCache | Scene) -> KVCache:
         """The cache after a policy acted on it once.
 
         Args:
             start: a cache, or what `watch` returned, for policies that need attention scores.
         """
-        policy = as_policy(policy)
+        require_type("The policy", policy, Policy, "one of kv.policies")
         require_type("The cache", start, (KVCache, Scene), "a KVCache, or what Model.watch returned")
         return apply(self.lanes, policy, Scene(start) if isinstance(start, KVCache) else start).cache
 
@@ -247,7 +252,7 @@ class Model(Brief):
         top_p: float = 1.0,
         stop: Sequence[int] | None = None,
         generators: Sequence[torch.Generator] | None = None,
-        policy: Policy | str | None = None,
+        policy: Policy | None = None,
         samples: Sequence[int] | None = None,
         on_step: OnStep | None = None,
         lane: Lane | Literal["auto"] = "auto",

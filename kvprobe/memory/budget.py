@@ -124,7 +124,7 @@ def budget(
             source=source,
             dtype=numbers,
             numbers=numbers if cache_dtype is None else numbers_named(cache_dtype),
-            plan=SlotPlan() if policy is None else plan_of(policy, context - new),
+            plan=SlotPlan() if policy is None else plan_of(policy),
         ),
         engine=engine,
         blocks=vllm.Engine(block=block, ranks=ranks, batched_tokens=batched_tokens),

@@ -266,10 +266,14 @@ def _wheel(wheel: Wheel, folder: Path) -> Path:
     return folder / wheel.file
 
 
-def _check_sha256(path: Path, expected: str) -> None:
+def file_digest(path: Path) -> str:
+    """The sha256 of a file."""
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != expected:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_sha256(path: Path, expected: str) -> None:
+    if (digest := file_digest(path)) != expected:
         raise UserError(
             f"{path.name} is not the expected file (sha256 {digest}, expected {expected}); "
             f"delete {path} and fetch it again."

@@ -32,8 +32,8 @@ _JSON_FILES = (
 )
 
 
-def check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be read as a model without running or unpickling anything of its own.
+def check_folder(folder: Path) -> Path:
+    """The folder, unless it cannot be read as a model without running or unpickling anything of its own.
 
     Raises:
         UserError: it has no config, is an adapter, or holds damaged JSON; or its config is quantised or names code.
@@ -44,7 +44,7 @@ def check_folder(folder: Path) -> None:
         if not path.is_file() and not path.is_dir():
             raise UserError(f"{path} is neither a file nor a folder; remove it.")
     if (folder / "adapter_config.json").exists():
-        raise UserError(f"{folder} holds an adapter (adapter_config.json); merge it into its base model first.")
+        raise UserError(f"{folder} holds an adapter (adapter_config.json) beside a model; give each a folder.")
     files = {
         name: read_json(folder / name, MAX_JSON_BYTES, "fetch it again")
         for name in _JSON_FILES
@@ -65,6 +65,7 @@ def check_folder(folder: Path) -> None:
     ends = given if is_list(given) else [] if given is None else [given]
     if not all(type(end) is int for end in ends):
         raise UserError(f"{folder / 'generation_config.json'} has eos_token_id={str(given)[:40]}; give whole numbers.")
+    return folder
 
 
 def weight_files(folder: Path) -> list[Path]:

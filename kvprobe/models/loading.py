@@ -5,29 +5,39 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
 import huggingface_hub
-import numpy as np
 import psutil
 import torch
 import transformers
 from transformers import PreTrainedModel
 
 from kvprobe.errors import UserError
-from kvprobe.files import expanded
-from kvprobe.models.catalogue import NAMED_MODELS, Dtype, cache_folder, check_source, gguf_of, scratch_folder
-from kvprobe.models.files import bounded, check_folder, weight_sizes
+from kvprobe.files import expanded, read_json
+from kvprobe.models.adapters import add_adapter, is_adapter, read_settings
+from kvprobe.models.catalogue import (
+    NAMED_MODELS,
+    Dtype,
+    cache_folder,
+    check_source,
+    file_digest,
+    gguf_of,
+    scratch_folder,
+)
+from kvprobe.models.files import MAX_JSON_BYTES, bounded, check_folder, weight_sizes
 from kvprobe.names import one_line, unknown
 from kvprobe.shipped import shipped
 
 # Any, because the annotations of these libraries are incomplete.
 _HUB: Any = huggingface_hub
 _TRANSFORMERS: Any = transformers
+
+_OWN: Any = {"local_files_only": True, "trust_remote_code": False}
+"""No code from a folder runs, not even after a question on the terminal."""
 
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
@@ -43,13 +53,13 @@ def resolve_folder(source: str | os.PathLike[str]) -> Path:
         return _named(source)
     path = expanded(source)
     if path.is_dir():
-        return _checked(path)
+        return path if is_adapter(path) else check_folder(path)
     if path.suffix == ".gguf":
-        if not path.is_file():
-            raise UserError(f"There is no GGUF file at {path}; check the path.")
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return _stored(f"gguf-{digest[:16]}", lambda _: path)
+        from kvprobe.models.gguf_header import parts_of
+
+        parts = parts_of(path)
+        digests = "".join(file_digest(part) for part in parts)
+        return _stored(f"gguf-2-{hashlib.sha256(digests.encode()).hexdigest()[:16]}", lambda _: parts)
     return _from_hub(str(source))
 
 
@@ -59,29 +69,22 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple
     Raises:
         UserError: a file is damaged, config and weights do not agree, or the weights do not fit into free memory.
     """
+    if is_adapter(folder):
+        adapter = read_settings(folder)
+        model, tokenizer = load_folder(_base_folder(folder, adapter), device, dtype)
+        add_adapter(model, folder, adapter)
+        with _agreeing(folder):
+            return model, _tokenizer(folder) or tokenizer
     sizes = weight_sizes(folder)
     _check_bytes(folder.name, sum(sizes) * dtype.itemsize, device, dtype)
-    # No code from the folder runs, not even after a question on the terminal.
-    settings: Any = {"local_files_only": True, "trust_remote_code": False}
-    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
-    try:
-        with _quiet(), bounded(sizes):
-            config = _TRANSFORMERS.AutoConfig.from_pretrained(folder, **settings)
-            # A config could name any kernel on the hub; without a name the library chooses sdpa.
-            config._attn_implementation = config._experts_implementation = None
-            model, problems = _TRANSFORMERS.AutoModelForCausalLM.from_pretrained(
-                folder, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **settings
-            )
-            tokenizer = _TRANSFORMERS.AutoTokenizer.from_pretrained(folder, **settings) if has_tokenizer else None
-            if tokenizer is not None:
-                tokenizer("a")  # some settings of a tokenizer are only checked when it is used
-    except (MemoryError, KeyboardInterrupt, SystemExit):
-        raise
-    # On a damaged folder libraries raise a dozen kinds of errors, and a panic in Rust is not an Exception.
-    except BaseException as error:
-        raise UserError(
-            f"{folder} cannot be loaded: its config, weights and tokenizer do not agree ({one_line(error, 300)})."
-        ) from error
+    with _agreeing(folder), bounded(sizes):
+        config = _TRANSFORMERS.AutoConfig.from_pretrained(folder, **_OWN)
+        # A config could name any kernel on the hub; without a name the library chooses sdpa.
+        config._attn_implementation = config._experts_implementation = None
+        model, problems = _TRANSFORMERS.AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **_OWN
+        )
+        tokenizer = _tokenizer(folder)
     if problems["missing_keys"]:
         missing = ", ".join(sorted(problems["missing_keys"])[:3])
         raise UserError(
@@ -92,6 +95,51 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple
             f"The config in {folder} leaves out layers that the weights have ({unused[0]} …); fetch both again."
         )
     return model.to(device).eval(), tokenizer
+
+
+@contextmanager
+def _agreeing(folder: Path) -> Generator[None]:
+    """While this lasts, whatever is raised is an error of a folder whose files do not agree; transformers is quiet."""
+    try:
+        with _quiet():
+            yield
+    except (MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    # On a damaged folder libraries raise a dozen kinds of errors, and a panic in Rust is not an Exception.
+    except BaseException as error:
+        raise UserError(
+            f"{folder} cannot be loaded: its config, weights and tokenizer do not agree ({one_line(error, 300)})."
+        ) from error
+
+
+def _tokenizer(folder: Path) -> Any:
+    """The tokenizer in a folder; None if there is none."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        return None
+    path = folder / "tokenizer_config.json"
+    says = read_json(path, MAX_JSON_BYTES, "fetch it again").get("tokenizer_class") if path.is_file() else None
+    # For a known architecture transformers takes its usual rules, even where a folder has others that are to be kept.
+    kind = _TRANSFORMERS.PreTrainedTokenizerFast if says == "TokenizersBackend" else _TRANSFORMERS.AutoTokenizer
+    tokenizer = kind.from_pretrained(folder, **_OWN)
+    tokenizer("a")  # some settings of a tokenizer are only checked when it is used
+    return tokenizer
+
+
+def _base_folder(folder: Path, adapter: Mapping[str, object]) -> Path:
+    """The folder of the model that an adapter was trained for, which must be on this machine."""
+    base = str(adapter.get("base_model_name_or_path"))
+    for path in (expanded(base), folder / base):
+        if base and (path.is_dir() or path.suffix == ".gguf"):
+            return check_folder(path) if path.is_dir() else resolve_folder(path)
+    if base in NAMED_MODELS:
+        return _named(base)
+    try:
+        return check_folder(Path(_HUB.snapshot_download(base, allow_patterns=_WANTED, local_files_only=True)))
+    except Exception as error:  # as in `_from_hub`
+        raise UserError(
+            f"{folder} holds an adapter of {base[:100]!r}, which is not on this machine; download that model, and name "
+            "its folder as base_model_name_or_path in adapter_config.json, or give kv.load a PeftModel."
+        ) from error
 
 
 def _unused_layers(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
@@ -138,12 +186,12 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 
 def _named(name: str) -> Path:
     if NAMED_MODELS[name].folder:
-        return _checked(shipped("models") / NAMED_MODELS[name].folder)
-    return _stored(name, lambda scratch: gguf_of(name, scratch))
+        return check_folder(shipped("models") / NAMED_MODELS[name].folder)
+    return _stored(name, lambda scratch: [gguf_of(name, scratch)])
 
 
-def _stored(name: str, gguf: Callable[[Path], Path]) -> Path:
-    """The folder `name` in the cache folder, made from the GGUF file that `gguf` returns if it is not there yet.
+def _stored(name: str, gguf: Callable[[Path], list[Path]]) -> Path:
+    """The folder `name` in the cache folder, made from the GGUF files that `gguf` returns if it is not there yet.
 
     It is made under another name and renamed when complete, so that an interruption leaves no partial folder, and the
     first of two processes wins.
@@ -163,42 +211,15 @@ def _stored(name: str, gguf: Callable[[Path], Path]) -> Path:
     return folder
 
 
-def _dequantise(gguf: Path, folder: Path) -> Path:
-    """Write the weights and tokenizer of a GGUF file to `folder` as float32 safetensors."""
-    from gguf import GGUFReader
+def _dequantise(parts: list[Path], folder: Path) -> Path:
+    """Write the weights and tokenizer of a GGUF file, or of all parts of a split one, to `folder` as safetensors."""
+    from kvprobe.models.gguf_header import read_header
+    from kvprobe.models.gguf_model import write_folder
 
-    class MappedReader(GGUFReader):
-        """Reads from a plain view of the mapped file: slices of a `memmap` take more than twice as long, and the
-        vocabulary needs millions of them."""
-
-        def _get(self, *where: Any, **how: Any) -> Any:
-            self.data = np.asarray(self.data)
-            return super()._get(*where, **how)
-
-    try:
-        reader = MappedReader(gguf)
-        weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
-    except Exception as error:
-        raise UserError(f"{gguf.name} is not a GGUF file ({one_line(error)}); fetch it again.") from error
-    _check_bytes(gguf.name, weights * torch.float32.itemsize, torch.device("cpu"), torch.float32)
-    try:
-        with _quiet(bars=True), _read_once(gguf, reader):
-            model = _TRANSFORMERS.AutoModelForCausalLM.from_pretrained(
-                gguf.parent, gguf_file=gguf.name, dtype=torch.float32, local_files_only=True
-            )
-            tokenizer = _TRANSFORMERS.AutoTokenizer.from_pretrained(
-                gguf.parent, gguf_file=gguf.name, local_files_only=True
-            )
-    except Exception as error:
-        raise UserError(
-            f"{gguf.name} is not a GGUF file that transformers can read ({one_line(error)}); give a folder instead."
-        ) from error
-    # The weights are plain floats now, but the model would still be saved as a quantised one.
-    model.hf_quantizer = None
-    delattr(model.config, "quantization_config")
-    # One file, whose presence means that the weights are complete.
-    model.save_pretrained(folder, max_shard_size="1TB")
-    tokenizer.save_pretrained(folder)
+    header = read_header(parts)
+    _check_bytes(parts[0].name, header.numbers * torch.float32.itemsize, torch.device("cpu"), torch.float32)
+    with _quiet():
+        write_folder(header, folder)
     return folder
 
 
@@ -210,12 +231,7 @@ def _from_hub(repository: str) -> Path:
             f"Could not get {repository!r} from the hub ({type(error).__name__}); check the id, or download the "
             f"repository's safetensors, config.json and tokenizer files elsewhere and give their folder instead."
         ) from error
-    return _checked(Path(folder))
-
-
-def _checked(folder: Path) -> Path:
-    check_folder(folder)
-    return folder
+    return check_folder(Path(folder))
 
 
 def free_bytes(device: torch.device) -> int:
@@ -233,31 +249,13 @@ def _check_bytes(name: str, needed: int, device: torch.device, dtype: torch.dtyp
 
 
 @contextmanager
-def _read_once(gguf: Path, reader: object) -> Generator[None]:
-    """While this lasts, this file is not read again: transformers would read it for the config, the weights and the
-    tokenizer, ten seconds each for the 262,144 tokens of Gemma."""
-    library: Any = import_module("gguf")
-    whole = library.GGUFReader
-
-    def read(path: str | os.PathLike[str], *given: object) -> object:
-        return reader if Path(path) == gguf else whole(path, *given)
-
-    library.GGUFReader = read
-    try:
-        yield
-    finally:
-        library.GGUFReader = whole
-
-
-@contextmanager
-def _quiet(bars: bool = False) -> Generator[None]:
-    """While this lasts, transformers logs errors only, and shows no progress bars unless `bars`."""
+def _quiet() -> Generator[None]:
+    """While this lasts, transformers logs errors only and shows no progress bars."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
-    if not bars:
-        logging.disable_progress_bar()
+    logging.disable_progress_bar()
     try:
         yield
     finally:

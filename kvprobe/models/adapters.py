@@ -1,0 +1,117 @@
+"""Adapters of PEFT: those around a loaded model, and LoRA in a folder, which is added to the weights of its base."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from kvprobe.errors import UserError
+from kvprobe.files import read_json
+from kvprobe.models.files import MAX_JSON_BYTES
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+_USED = {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "bias", "init_lora_weights"}
+_IRRELEVANT = {
+    "auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules", "fan_in_fan_out",
+    "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config",
+    "megatron_core", "peft_version", "qalora_group_size", "rank_pattern", "revision", "target_modules", "task_type",
+}  # fmt: skip
+"""Settings for training, or of what the tensors show: where they belong, and their ranks."""
+
+_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter and no model."""
+    return (folder / CONFIG).is_file() and not (folder / "config.json").exists()
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The settings of a LoRA adapter that can be added to weights.
+
+    Raises:
+        UserError: it is of another kind, or has what kvprobe cannot follow.
+    """
+    settings = read_json(folder / CONFIG, MAX_JSON_BYTES, "fetch it again")
+    usual = {"peft_type": "LORA", "bias": "none", "init_lora_weights": True}
+    wrong = [key for key, value in settings.items() if value and key not in _USED | _IRRELEVANT]
+    wrong += [key for key, value in usual.items() if settings.get(key, value) not in (value, None, False, "gaussian")]
+    if not all(type(settings.get(key)) in (int, float) for key in ("r", "lora_alpha")):
+        wrong.append("r and lora_alpha")
+    if wrong:
+        raise UserError(
+            f"The adapter in {folder} has {wrong[0]}={str(settings.get(wrong[0]))[:60]!r}, which kvprobe cannot read; "
+            "load it with peft, and give kv.load the PeftModel, or the folder of merge_and_unload()."
+        )
+    return settings
+
+
+def add_adapter(plain: PreTrainedModel, folder: Path, settings: dict[str, Any]) -> None:
+    """Add the adapter in a folder to a model's weights.
+
+    Raises:
+        UserError: its tensors are damaged, or do not belong to this model.
+    """
+    pairs: dict[str, dict[str, Tensor]] = {}
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                if (named := _TENSOR.fullmatch(name)) is None:
+                    raise UserError(
+                        f"The adapter in {folder} has the tensor {name[:80]!r}, which kvprobe cannot add to a weight; "
+                        "load it with peft, and give kv.load the PeftModel."
+                    )
+                pairs.setdefault(named[1], {})[named[2]] = file.get_tensor(name).float()
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{folder / WEIGHTS} is not there or no safetensors file ({error}); fetch it again, since pickled adapters "
+            "are not read."
+        ) from error
+    named_modules: Any = plain.named_modules()
+    modules: dict[str, nn.Module] = dict(named_modules)
+    embedded = plain.get_input_embeddings().weight
+    for name, pair in pairs.items():
+        module = modules.get(name)
+        if not isinstance(module, nn.Linear | Conv1D) or pair.keys() != {"A", "B"}:
+            raise UserError(
+                f"The adapter in {folder} does not fit {name[:80]} of {type(plain).__name__}; give its base."
+            )
+        if module.weight is embedded:
+            raise UserError(f"The adapter in {folder} changes {name}, whose weight is that of the embeddings too.")
+        rank = pair["A"].shape[0]
+        scale = settings["lora_alpha"] / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+        try:
+            change = scale * (pair["B"] @ pair["A"])
+            with torch.no_grad():
+                module.weight += (change.T if isinstance(module, Conv1D) else change).to(module.weight)
+        except RuntimeError as error:
+            raise UserError(f"The adapter in {folder} is of another shape than {name[:80]}; give its base.") from error
+
+
+def base_of(source: nn.Module) -> nn.Module:
+    """The model within a PeftModel, whose modules hold the adapter; other modules as they are.
+
+    Raises:
+        UserError: the PeftModel does more than the model within it.
+    """
+    inside: Any = getattr(source, "get_base_model", None)
+    if inside is None:
+        return source
+    base: Any = inside()
+    ids = torch.arange(3, device=next(base.parameters()).device)[None]
+    source.eval()
+    with torch.no_grad():
+        whole, alone = (model(input_ids=ids, use_cache=False).logits for model in (source, base))
+    if not isinstance(base, PreTrainedModel) or not torch.equal(whole, alone):
+        raise UserError(
+            f"This {type(source).__name__} computes something else than the model in it, as with virtual tokens; "
+            "kvprobe reads adapters that lie in a model's modules, such as LoRA."
+        )
+    return base

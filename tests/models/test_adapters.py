@@ -1,0 +1,158 @@
+"""Adapters: LoRA in a folder is added to its base; what cannot be added, or lies around a model, is refused."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kvprobe.inference.model import Model, load
+from tests.models import gpt2, llama, tiny_tokenizer
+from tests.refusals import refused
+
+RANK, ALPHA = 2, 6
+IDS = torch.arange(12)[None]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model, path = llama(tokenizer=tiny_tokenizer()), tmp_path_factory.mktemp("models") / "base"
+    model.lanes.plain.save_pretrained(path)
+    model.tokenizer.save_pretrained(path)
+    return path
+
+
+def adapter(folder: Path, base: str, weights: dict[str, torch.Tensor], **changes: Any) -> Path:
+    """A folder as PEFT saves it, with adapters of the linear layers with these weights; and the weights changed."""
+    torch.manual_seed(0)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        down, up = torch.randn(RANK, weight.shape[1]), torch.randn(weight.shape[0], RANK)
+        tensors |= {f"base_model.model.{name}.lora_A.weight": down, f"base_model.model.{name}.lora_B.weight": up}
+        weight.data += (ALPHA / (math.sqrt(RANK) if changes.get("use_rslora") else RANK)) * (up @ down)
+    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "base_model_name_or_path": base, "bias": "none"}
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps(settings | changes))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def logits(model: Model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.lanes.plain(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_an_adapter_folder_is_its_base_with_the_adapter_added(base: Path, tmp_path: Path, rslora: bool):
+    expected = load(base)
+    plain = expected.lanes.plain
+    names = ["model.layers.0.self_attn.q_proj", "model.layers.2.mlp.down_proj"]
+    weights: dict[str, torch.Tensor] = {name: plain.get_parameter(f"{name}.weight") for name in names}
+    folder = adapter(tmp_path / "adapter", str(base), weights, use_rslora=rslora)
+    model = load(folder)
+    assert torch.allclose(logits(model), logits(expected), atol=1e-5)
+    assert not torch.allclose(logits(model), logits(load(base)), atol=1e-2)
+    assert model.fingerprint != load(base).fingerprint
+    assert model.tokens("the user") == expected.tokens("the user")
+    model.prefill("the user", lane="hooked")
+
+
+def test_a_base_beside_the_adapter_and_weights_that_stand_transposed(tmp_path: Path):
+    model = gpt2(tokenizer=tiny_tokenizer())
+    model.lanes.plain.save_pretrained(tmp_path / "base")
+    weight = model.lanes.plain.get_parameter("transformer.h.1.attn.c_attn.weight")
+    folder = adapter(
+        tmp_path / "adapter", "../base", {"transformer.h.1.attn.c_attn": weight.data.T}, fan_in_fan_out=True
+    )
+    assert torch.allclose(logits(load(folder)), logits(model), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"peft_type": "PREFIX_TUNING"}, "has peft_type='PREFIX_TUNING'"),
+        ({"use_dora": True}, "has use_dora='True'"),
+        ({"bias": "all"}, "has bias='all'"),
+        ({"modules_to_save": ["lm_head"]}, "has modules_to_save="),
+        ({"alpha_pattern": {"q_proj": 2}}, "has alpha_pattern="),
+        ({"init_lora_weights": "pissa"}, "has init_lora_weights='pissa'"),
+        ({"layer_replication": [[0, 2]]}, "has layer_replication="),
+        ({"megatron_config": {"a": 1}}, "has megatron_config="),
+        ({"something_new": 3}, "has something_new='3'"),
+        ({"r": "2"}, "has r and lora_alpha="),
+        ({"base_model_name_or_path": "owner/absent"}, "an adapter of 'owner/absent', which is not on this machine"),
+        ({"base_model_name_or_path": None}, "which is not on this machine"),
+    ],
+)
+def test_an_adapter_that_cannot_be_added_is_refused(base: Path, tmp_path: Path, changes: dict[str, Any], words: str):
+    refused(lambda: load(adapter(tmp_path / "adapter", str(base), {}, **changes)), words)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "words"),
+    [
+        ("base_model.model.model.embed_tokens.lora_embedding_A", (2, 64), "which kvprobe cannot add to a weight"),
+        ("base_model.model.lm_head.weight", (64, 32), "which kvprobe cannot add to a weight"),
+        (
+            "base_model.model.model.layers.9.mlp.up_proj.lora_A.weight",
+            (2, 32),
+            "does not fit model.layers.9.mlp.up_proj",
+        ),
+        (
+            "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight",
+            (2, 32),
+            "does not fit model.layers.0.mlp.up_proj",
+        ),
+    ],
+)
+def test_tensors_that_do_not_belong_to_the_base_are_refused(
+    base: Path, tmp_path: Path, name: str, shape: tuple[int, ...], words: str
+):
+    folder = adapter(tmp_path / "adapter", str(base), {})
+    save_file({name: torch.ones(shape)}, folder / "adapter_model.safetensors")
+    refused(lambda: load(folder), words)
+    (folder / "adapter_model.safetensors").unlink()
+    refused(lambda: load(folder), "is not there or no safetensors file")
+
+
+class Around(torch.nn.Module):
+    """What PEFT puts around a model."""
+
+    def __init__(self, inside: torch.nn.Module, factor: float) -> None:
+        super().__init__()
+        self.inside, self.factor = inside, factor
+
+    def get_base_model(self) -> torch.nn.Module:
+        return self.inside
+
+    def forward(self, **given: Any) -> Any:
+        result = self.inside(**given)
+        result.logits = result.logits * self.factor
+        return result
+
+
+def test_a_model_within_a_peft_model_is_taken_where_it_computes_the_same(base: Path):
+    plain = load(base).lanes.plain
+    assert load(Around(plain, 1.0)).lanes.plain is plain
+    refused(lambda: load(Around(plain, 2.0)), "computes something else than the model in it")
+
+
+def test_a_model_on_several_devices_is_refused(base: Path):
+    plain: Any = load(base).lanes.plain
+    plain.hf_device_map = {"model": "cpu", "lm_head": "disk"}
+    refused(lambda: load(plain), "spread over several devices; load it on one, with device_map=")
+
+
+def test_device_map_names_its_alternative():
+    with pytest.raises(TypeError, match="no argument called 'device_map'; did you mean 'device'"):
+        load("smollm2-135m", device_map="auto")  # pyright: ignore[reportCallIssue]
+
+
+def test_an_output_projection_with_an_adapter_has_no_single_w_o(base: Path):
+    model = load(base)
+    attention: Any = model.lanes.attention_modules[0]
+    attention.o_proj = torch.nn.Sequential(attention.o_proj)
+    refused(lambda: model.lanes.output_weights(0), "is a Sequential, whose W_O is not its weight alone")
