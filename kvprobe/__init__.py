@@ -48,7 +48,9 @@ if TYPE_CHECKING:
     from kvprobe.probing.probe import probe
     from kvprobe.report import plots, views
     from kvprobe.tasks.designs import Design, Sample, Target
+    from kvprobe.text.chat_file import read_chat
     from kvprobe.text.messages import Message, Part
+    from kvprobe.text.prefix import CommonPrefix, common_prefix
     from kvprobe.text.tokens import Tokens
     from kvprobe.text.transcript import Transcript
 
@@ -56,6 +58,7 @@ _HOMES = {
     "Attribution": "kvprobe.patching",
     "Budget": "kvprobe.memory.budget",
     "Captured": "kvprobe.inference.capture",
+    "CommonPrefix": "kvprobe.text.prefix",
     "Comparison": "kvprobe.comparison",
     "Design": "kvprobe.tasks.designs",
     "Generation": "kvprobe.inference.generate",
@@ -88,6 +91,7 @@ _HOMES = {
     "attend": "kvprobe.attention",
     "attribute": "kvprobe.patching",
     "budget": "kvprobe.memory.budget",
+    "common_prefix": "kvprobe.text.prefix",
     "compare": "kvprobe.comparison",
     "examine": "kvprobe.inference.doctor",
     "layer_map": "kvprobe.layers",
@@ -96,6 +100,7 @@ _HOMES = {
     "patch_pairs": "kvprobe.patching",
     "patch_sweep": "kvprobe.patching",
     "probe": "kvprobe.probing.probe",
+    "read_chat": "kvprobe.text.chat_file",
     "row_generators": "kvprobe.inference.generate",
     "scan": "kvprobe.probes.scan",
 }
@@ -118,6 +123,7 @@ __all__ = [
     "Attribution",
     "Budget",
     "Captured",
+    "CommonPrefix",
     "Comparison",
     "Design",
     "Generation",
@@ -150,6 +156,7 @@ __all__ = [
     "attention",
     "attribute",
     "budget",
+    "common_prefix",
     "compare",
     "erasing",
     "examine",
@@ -164,6 +171,7 @@ __all__ = [
     "plots",
     "policies",
     "probe",
+    "read_chat",
     "routing",
     "row_generators",
     "saes",

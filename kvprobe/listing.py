@@ -1,43 +1,154 @@
-"""What kvprobe knows by name: its studies, presets, models and published probes."""
+"""What kvprobe knows by name, kind by kind: in short, all of one kind, and as plain data."""
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from kvprobe.durations import Duration, durations
+from kvprobe.errors import UserError
 from kvprobe.experiments.settings import digest_of, from_mapping
 from kvprobe.extensions import extensions, package
 from kvprobe.files import read_yaml
 from kvprobe.models.catalogue import NAMED_MODELS
+from kvprobe.names import unknown
 from kvprobe.presets import Preset, presets
 from kvprobe.shipped import shipped
 from kvprobe.studies import STUDIES
 
+Entries = list[dict[str, Any]]
+WIDTH = 100
+"""Characters of a line, at most."""
 
-def known() -> dict[str, list[dict[str, Any]]]:
-    """All of it as plain data, by kind."""
-    return {
-        "studies": [
-            *({"name": study.name, "question": study.question} for study in STUDIES.values()),
-            *({"name": name, "question": f"(of {package(point)})"} for name, point in extensions("studies").items()),
-        ],
-        "presets": [
-            {
-                "name": preset.name,
-                "study": preset.study,
-                "settings": dict(preset.settings),
-                "took": (took := durations().get(digest_of_preset(preset))) and took.record(),
-            }
-            for preset in presets().values()
-        ],
-        "models": [
-            {"name": name, "title": model.title, "licence": model.licence, "megabytes": model.size}
-            for name, model in NAMED_MODELS.items()
-        ],
-        "probes": [
-            {"name": card.parent.name, "reads": read_yaml(card)["training"]["what"]}
-            for card in sorted(shipped("probes").glob("*/card.yaml"))
-        ],
-    }
+
+@dataclass(frozen=True)
+class NameKind:
+    """One kind of what has names.
+
+    Attributes:
+        use: what the names are good for.
+        entries: each with its `name`, in a mapping that JSON can hold.
+        about: what a line describes it by.
+    """
+
+    use: str
+    entries: Callable[[], Entries]
+    about: Callable[[Mapping[str, Any]], str]
+
+
+def _studies() -> Entries:
+    added = ({"name": name, "question": f"(of {package(point)})"} for name, point in extensions("studies").items())
+    return [*({"name": study.name, "question": study.question} for study in STUDIES.values()), *added]
+
+
+def _presets() -> Entries:
+    return [
+        {
+            "name": preset.name,
+            "study": preset.study,
+            "settings": dict(preset.settings),
+            "took": (took := durations().get(digest_of_preset(preset))) and took.record(),
+        }
+        for preset in presets().values()
+    ]
+
+
+def _models() -> Entries:
+    return [
+        {"name": name, "title": model.title, "licence": model.licence, "megabytes": model.size}
+        for name, model in NAMED_MODELS.items()
+    ]
+
+
+def _probes() -> Entries:
+    cards = sorted(shipped("probes").glob("*/card.yaml"))
+    return [{"name": card.parent.name, "reads": read_yaml(card)["training"]["what"]} for card in cards]
+
+
+def _policies() -> Entries:
+    from kvprobe.policies.written import kinds
+
+    def settings(kind: Any) -> str:
+        own = (field for field in fields(kind) if field.init and not field.kw_only)
+        return ", ".join(field.name if field.default is MISSING else f"{field.name}={field.default}" for field in own)
+
+    return [
+        {"name": name, "settings": settings(kind), "about": _first_sentence(inspect.getdoc(kind) or "")}
+        for name, kind in kinds().items()
+    ]
+
+
+def _faults() -> Entries:
+    from kvprobe.faults.catalogue import CATALOGUE
+
+    return [{"name": name, "holds": fault.content} for name, fault in CATALOGUE.items()]
+
+
+def _tasks() -> Entries:
+    from kvprobe.tasks.catalogue import shipped_tasks
+
+    named = [(name, inspect.getdoc(type(task)) or "") for name, task in shipped_tasks().items()]
+    files = ("FILE.jsonl", "Your own prompts and answers: see `kvprobe.tasks.jsonl`.")
+    return [{"name": name, "about": _first_sentence(about)} for name, about in (*named, files)]
+
+
+def runs_in(root: Path) -> Entries:
+    """The runs in a folder."""
+    folders = sorted(path.parent for path in root.glob("*/config.yaml"))
+    return [
+        {
+            "name": str(folder),
+            "study": str(read_yaml(folder / "config.yaml").get("study")),
+            "finished": (folder / "metrics.json").is_file(),
+        }
+        for folder in folders
+    ]
+
+
+def _took(preset: Mapping[str, Any]) -> str:
+    took = Duration.from_record(preset["took"]) if preset["took"] else "not measured"
+    settings = ", ".join(f"{key}={value}" for key, value in preset["settings"].items()) or "defaults"
+    return f"{preset['study']}; {took}; {settings}"
+
+
+KINDS = {
+    "studies": NameKind("kvprobe run NAME", _studies, lambda study: study["question"]),
+    "presets": NameKind("studies with settings: kvprobe run NAME", _presets, _took),
+    "models": NameKind(
+        "or any hub id, local folder or .gguf file",
+        _models,
+        lambda model: f"{model['title']}; {model['licence']}; {model['megabytes']} MB",
+    ),
+    "probes": NameKind("kvprobe scan, kv.Probe.load", _probes, lambda probe: probe["reads"]),
+    "policies": NameKind(
+        'as text: "SnapKV(50%)", "SinkWindow(4, 252) | Quantise(4)"',
+        _policies,
+        lambda policy: f"({policy['settings']}) {policy['about']}",
+    ),
+    "faults": NameKind("kvprobe run robustness --faults NAME", _faults, lambda fault: fault["holds"]),
+    "tasks": NameKind("kvprobe run robustness --tasks NAME", _tasks, lambda task: task["about"]),
+    "runs": NameKind(
+        "kvprobe report NAME",
+        lambda: runs_in(Path("runs")),
+        lambda run: f"{run['study']}, {'finished' if run['finished'] else 'unfinished'}",
+    ),
+}
+LIGHT = ("studies", "presets", "models", "probes", "runs")
+"""Kinds that are listed without importing torch."""
+
+
+def known(kinds: Sequence[str] = tuple(KINDS), word: str = "", root: Path = Path("runs")) -> dict[str, Entries]:
+    """The names of these kinds that have a word in them, as plain data.
+
+    Raises:
+        UserError: there is no such kind; the near match is named.
+    """
+    for kind in kinds:
+        if kind not in KINDS:
+            raise UserError(unknown("kind of names", kind, KINDS))
+    entries = {kind: runs_in(root) if kind == "runs" else KINDS[kind].entries() for kind in kinds}
+    return {kind: [entry for entry in listed if word in entry["name"]] for kind, listed in entries.items()}
 
 
 def digest_of_preset(preset: Preset) -> str:
@@ -45,27 +156,28 @@ def digest_of_preset(preset: Preset) -> str:
     return digest_of(preset.study, from_mapping(STUDIES[preset.study].config, preset.settings))
 
 
-def lines(entries: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
-    """The same for people."""
-    yield "studies"
-    yield from _columns({study["name"]: study["question"] for study in entries["studies"]})
-    yield "\npresets (kvprobe run NAME)"
-    yield from _columns({preset["name"]: _described(preset) for preset in entries["presets"]})
-    yield "\nmodels (or any hub id, local folder or .gguf file)"
-    yield from _columns(
-        {model["name"]: f"{model['title']}; {model['licence']}; {model['megabytes']} MB" for model in entries["models"]}
-    )
-    yield "\npublished probes (kvprobe scan, kv.Probe.load)"
-    yield from _columns({probe["name"]: probe["reads"] for probe in entries["probes"]})
+def overview() -> Iterator[str]:
+    """Every kind in two lines."""
+    for kind in KINDS:
+        yield f"{f'kvprobe ls {kind}':22}{KINDS[kind].use}"
+        if kind in LIGHT and (names := [entry["name"] for entry in KINDS[kind].entries()]):
+            yield _cut(f"{'':22}{len(names)}: {', '.join(names)}")
+    yield "\nA second word chooses by name (kvprobe ls presets gemma); --json prints all that is known."
 
 
-def _columns(texts: Mapping[str, str]) -> Iterator[str]:
-    """A line for each name, its text in a second column."""
-    width = max(map(len, texts), default=0)
-    return (f"  {name:{width}}  {text}" for name, text in texts.items())
+def lines(kind: str, entries: Entries) -> Iterator[str]:
+    """All of one kind, a line each; one alone is written out."""
+    width = max((len(entry["name"]) for entry in entries), default=0)
+    for entry in entries:
+        line = f"{entry['name']:{width}}  {KINDS[kind].about(entry)}"
+        yield line if len(entries) == 1 else _cut(line)
+    if not entries:
+        yield f"There are no {kind} of such a name here."
 
 
-def _described(preset: Mapping[str, Any]) -> str:
-    took = Duration.from_record(preset["took"]) if preset["took"] else "not measured"
-    settings = ", ".join(f"{key}={value}" for key, value in preset["settings"].items()) or "defaults"
-    return f"{preset['study']}: {settings}; {took}"
+def _cut(line: str) -> str:
+    return line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…"
+
+
+def _first_sentence(text: str) -> str:
+    return " ".join(text.split()).partition(". ")[0].rstrip(".") + "."

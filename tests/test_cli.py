@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from kvprobe.cli import app, entry, main, runs
+from kvprobe.cli.instruments import prefix
+from kvprobe.cli.runs import list_names
 from kvprobe.inference.model import Model
+from kvprobe.listing import KINDS, overview
+from tests.models import any_model
+from tests.refusals import refused
 
 
 def kvprobe(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -71,17 +76,41 @@ def test_the_shell_completes_commands_and_presets(tmp_path: Path):
     assert replied.stdout.split() == ["leakage-quick"], replied.stderr
 
 
-def test_ls_shows_studies_presets_and_models():
-    shown = kvprobe("ls").stdout
-    for name in ("leakage", "leakage-one-template", "smollm2-135m", "gemma3-270m"):
-        assert name in shown
+SCREEN = (25, 100)
+"""Lines and columns."""
 
 
-def test_ls_gives_the_same_names_to_programs():
-    known = json.loads(kvprobe("ls", "--json").stdout)
-    assert set(known) == {"studies", "presets", "models", "probes"}
-    shown = kvprobe("ls").stdout
-    assert all(f"  {entry['name']} " in shown for entries in known.values() for entry in entries)
+@pytest.mark.parametrize(
+    "arguments", [["ls"], ["--help"], ["run"], ["run", "--help"], ["ls", "models"], ["ls", "policies"]]
+)
+def test_an_overview_fits_a_screen(arguments: list[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", str(SCREEN[1]))
+    shown = kvprobe(*arguments).stdout.splitlines()
+    assert 4 < len(shown) <= SCREEN[0]
+    assert max(map(len, shown)) <= SCREEN[1]
+
+
+def test_ls_shows_every_kind_and_the_names_of_one_as_programs_get_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.yaml").write_text("study: leakage\n")
+    assert [line.split()[2] for line in overview() if line.startswith("kvprobe ls")] == list(KINDS)
+    list_names(json=True, out=tmp_path)
+    named = json.loads(capsys.readouterr().out)
+    assert set(named) == set(KINDS)
+    assert named["runs"] == [{"name": str(tmp_path / "mine"), "study": "leakage", "finished": False}]
+    for kind, entries in named.items():
+        list_names(kind, out=tmp_path)
+        shown = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in shown] == [entry["name"] for entry in entries] != []
+        list_names(kind, entries[-1]["name"], json=True, out=tmp_path)
+        assert entries[-1] in json.loads(capsys.readouterr().out)[kind]
+    list_names("presets", "leakage-quick")
+    assert "leakage-quick  leakage; " in capsys.readouterr().out
+    list_names("models", "no such")
+    assert "no models of such a name" in capsys.readouterr().out
+    refused(lambda: list_names("preset"), "did you mean 'presets'")
 
 
 def test_flags_show_the_presets_own_defaults():
@@ -102,6 +131,9 @@ def test_flags_show_the_presets_own_defaults():
         (["run", "bands", "--rates", "1", "200"], "expected percents"),
         (["run", "bands", "--rates"], "'rates'"),
         (["run", "policies", "--budgets", "20", "50.5"], "--budgets"),
+        (["run", "policies", "--policies", "SnapKV(50%)"], "give both"),
+        (["run", "policies", "--tasks", "retrieve", "--policies", "SnapKW(50%)"], "did you mean 'SnapKV'"),
+        (["ls", "preset"], "presets"),
         (["doctor", "smollm2-135"], "smollm2-135m"),
         (["run", "absent.yaml"], "no file"),
         (["report", "absent"], "not a run directory"),
@@ -202,6 +234,20 @@ def test_attend_writes_a_page_of_a_chat_before_and_after_its_mask(
     command, bound, _ = app.parse_args(arguments)
     command(*bound.args, **bound.kwargs)
     assert page.read_text().count('data-component="AttentionView"') == 1
+
+
+def test_prefix_says_what_a_cache_keeps_of_one_of_several_conversations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    said = [{"role": "user", "content": "the user"}, {"role": "assistant", "content": "asks 1"}]
+    paths = [tmp_path / name for name in ("first.jsonl", "second.jsonl")]
+    for path, text in zip(paths, ("asks 1", "asks 2"), strict=True):
+        rows = [{"messages": said[:1]}, {"messages": [said[0], {**said[1], "content": text}]}]
+        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    monkeypatch.setattr("kvprobe.inference.model.load", lambda *_, **__: any_model())
+    prefix(*paths, conversation="1")
+    assert "the text of message 1 was changed." in capsys.readouterr().out
+    refused(lambda: prefix(*paths), "choose one")
 
 
 def test_the_number_of_threads_is_the_users(tmp_path: Path):

@@ -114,6 +114,7 @@ def test_blocks_that_are_not_run_say_why():
 
 STANDS_FOR = {
     "RUN": "runs/one",
+    "OTHER": "runs/two",
     "MODEL": "smollm2-135m",
     "TEXT": "hello",
     "FILE.json": "chat.json",
@@ -140,6 +141,7 @@ def commands(page: Path) -> list[str]:
 PARSE = """
 import json, sys
 from kvprobe.cli import app, runs
+runs.add_run_commands([])
 runs.add_run_commands(["run", "mine.yaml"])
 runs._add_run_command("hidden_thirds.py", runs.Preset("own", "hidden_thirds.py", {}))
 for line, arguments in json.load(sys.stdin):

@@ -49,7 +49,7 @@ def beside(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_line_lists_and_plans_a_study_of_a_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
-    for arguments in (["ls"], ["run", "first_slot", "--prompts", "3", "--dry-run", "--out", str(tmp_path)]):
+    for arguments in (["ls", "studies"], ["run", "first_slot", "--prompts", "3", "--dry-run", "--out", str(tmp_path)]):
         monkeypatch.setattr(sys, "argv", ["kvprobe", *arguments])
         with suppress(SystemExit):
             main()

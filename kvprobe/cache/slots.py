@@ -4,8 +4,11 @@ The policies themselves give these counts (`Policy.slot_count`). A policy that d
 (`MaskSpans`, `PruneToolResults`) has none.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from math import gcd, lcm
+
+from kvprobe.errors import UserError
 
 MOST_STEPS = 4096
 """Steps that are searched for the fullest one, in a chain whose policies act at different paces."""
@@ -122,14 +125,29 @@ class SlotPlan:
         name: the policy as text.
         evicts: its evictions; the tightest binds.
         rounds: its rounding, if any.
+        sized: where budgets are shares of a prompt, the plan for one of so many tokens.
     """
 
     name: str = "none"
     evicts: tuple[Evicts, ...] = ()
     rounds: Rounds | None = None
+    sized: "Callable[[int], SlotPlan] | None" = field(default=None, compare=False)
+
+    def at(self, prompt: int) -> "SlotPlan":
+        """The plan for a prompt of so many tokens."""
+        return self if self.sized is None else self.sized(prompt)
 
     def fuller_contexts(self, context: int, new: int, layers: int) -> list[int]:
-        """Shorter contexts, with as many generated tokens, at which more bytes may be held."""
+        """Shorter contexts, with as many generated tokens, at which more bytes may be held.
+
+        Raises:
+            UserError: budgets are shares and fall from layer to layer, so that any shorter one may be.
+        """
+        if self.sized is not None and any(eviction.beta is not None for eviction in self.evicts):
+            raise UserError(
+                f"The longest conversation that fits is not known under {self.name}, whose steps between layers are "
+                "rounded for each length; give its budget in slots, or no memory."
+            )
         contexts = [] if self.rounds is None else self.rounds.fuller_contexts(context, new)
         for eviction in self.evicts:
             since = new if eviction.every is None else new % eviction.every

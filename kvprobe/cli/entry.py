@@ -7,8 +7,8 @@ import traceback
 
 from cyclopts import App, CycloptsError
 
-from kvprobe.cli.instruments import attend, budget, compare, doctor, scan
-from kvprobe.cli.runs import add_run_commands, list_everything, new, publish, report, runs_app, view
+from kvprobe.cli.instruments import attend, budget, compare, doctor, prefix, scan
+from kvprobe.cli.runs import add_run_commands, list_names, new, publish, report, runs_app, view
 from kvprobe.cli.training import train_app
 from kvprobe.errors import UserError
 from kvprobe.names import one_line
@@ -20,10 +20,10 @@ app = App(
 )
 app.command(runs_app)
 app.command(train_app)
-app.command(list_everything, name="ls")
-for command in (compare, attend, scan, budget, doctor, report, view, publish, new):
+app.command(list_names, name="ls")
+for command in (compare, prefix, attend, scan, budget, doctor, report, view, publish, new):
     app.command(command)
-app.register_install_completion_command(help="Let the shell (bash, zsh, fish) complete commands, presets and flags.")
+app.register_install_completion_command(help="Let bash, zsh or fish complete commands, presets and flags.")
 
 
 def main() -> None:

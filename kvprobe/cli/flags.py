@@ -34,5 +34,6 @@ def loadable(_: object, name: str) -> None:
 Source = Annotated[str, Parameter(validator=loadable)]
 Whole = Annotated[int, Parameter(converter=whole)]
 StudyFile = Annotated[Path | None, Parameter(help="The Python file of a study of your own.")]
-Chat = Annotated[Path, Parameter(help='A JSON file: a list of {"role": …, "content": …}.')]
+Chat = Annotated[Path, Parameter(help="A conversation in JSON or JSONL: OpenAI's messages, ShareGPT's, Anthropic's.")]
+Chosen = Annotated[str | None, Parameter(help="Which of several in the file: its number from 0, or its id.")]
 Hidden = Annotated[tuple[str, ...], Parameter(help="Messages to hide: m0, m1, ….", consume_multiple=True, negative="")]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from kvprobe.cli.flags import Chat, Hidden, Source, Whole
+from kvprobe.cli.flags import Chat, Chosen, Hidden, Source, Whole
 from kvprobe.errors import UserError
 from kvprobe.models.catalogue import Dtype
 
@@ -15,31 +15,52 @@ def compare(
     model: Source = "smollm2-135m",
     *,
     chat: Chat,
-    mask: Hidden,
+    conversation: Chosen = None,
+    mask: Hidden = (),
+    policy: Annotated[
+        tuple[str, ...],
+        Parameter(help='Cache policies to try: "SnapKV(50%)" "H2O(0.3)".', consume_multiple=True, negative=""),
+    ] = (),
     ask: Annotated[str, Parameter(help="The user's next message.")],
     new: Annotated[Whole, Parameter(help="Tokens of a reply, at most.")] = 64,
     out: Annotated[Path, Parameter(help="The page.")] = Path("compare.html"),
     device: str = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Ask a question with everything in view, and after messages were masked, evicted with the gap closed, or never
-    said; as a table and a page."""
+    """Ask one question with everything in view, with messages hidden, or under policies."""
     from kvprobe.text.chat_file import read_chat
 
-    conversation = read_chat(chat)
+    read = read_chat(chat, conversation)
     from kvprobe.comparison import compare
     from kvprobe.inference.model import load
     from kvprobe.report.views.compare import save_comparison
 
-    compared = compare(load(model, device=device, dtype=dtype), conversation, mask, ask, max_new_tokens=new)
+    compared = compare(load(model, device=device, dtype=dtype), read, mask, ask, policies=policy, max_new_tokens=new)
     print(f"{compared}\n\nPage: {save_comparison(compared, out)}")
+
+
+def prefix(first: Path, second: Path, *, model: Source = "smollm2-135m", conversation: Chosen = None) -> None:
+    """Say how many tokens of a conversation the cache of another holds, and why not more.
+
+    Args:
+        first: the conversation in the cache, in JSON or JSONL.
+        second: the conversation to be read next.
+    """
+    from kvprobe.text.chat_file import read_chat
+
+    read = [read_chat(path, conversation) for path in (first, second)]
+    from kvprobe.inference.model import load
+    from kvprobe.text.prefix import common_prefix
+
+    print(common_prefix(load(model, device="cpu"), *read, generation_prompt=True))
 
 
 def attend(
     model: Source = "smollm2-135m",
     *,
     text: Annotated[str | None, Parameter(help="A text, read as it is.")] = None,
-    chat: Annotated[Path | None, Parameter(help='Or a JSON file: a list of {"role": …, "content": …}.')] = None,
+    chat: Chat | None = None,
+    conversation: Chosen = None,
     mask: Annotated[
         tuple[str, ...],
         Parameter(help="Messages to mask before the last one is read: m0, m1, ….", consume_multiple=True, negative=""),
@@ -49,10 +70,10 @@ def attend(
     device: str = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Write a page of what a model attends to, head by head; with --mask, before and after messages are masked."""
+    """Show what each head attends to, before and after messages are masked."""
     from kvprobe.text.chat_file import read_chat
 
-    read = text if chat is None else read_chat(chat)
+    read = text if chat is None else read_chat(chat, conversation)
     if read is None or None not in (text, chat):
         raise UserError("Give --text or --chat, and not both.")
     from kvprobe.inference.model import load
@@ -65,6 +86,7 @@ def scan(
     model: Source = "smollm2-135m",
     *,
     chat: Chat,
+    conversation: Chosen = None,
     mask: Hidden,
     until: Annotated[
         str | None, Parameter(help="The last message that still sees them; the assistant's next answer by default.")
@@ -81,17 +103,17 @@ def scan(
     device: str = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Show, segment by segment, what published probes can still read of hidden messages; as a table and a page."""
+    """Show what published probes can still read of hidden messages."""
     from kvprobe.text.chat_file import read_chat
 
-    conversation = read_chat(chat)
+    read = read_chat(chat, conversation)
     from kvprobe.inference.model import load
     from kvprobe.probes.probe import Probe
     from kvprobe.probes.scan import scan
     from kvprobe.report.views.scan import save_scan, scan_lines
 
     chosen = [Probe.load(name) for name in probes] or None
-    readings = scan(load(model, device=device, dtype=dtype), conversation, mask, chosen, until=until)
+    readings = scan(load(model, device=device, dtype=dtype), read, mask, chosen, until=until)
     print("\n".join(scan_lines(readings)))
     print(f"\nPage: {save_scan(readings, out)}")
 
@@ -129,8 +151,7 @@ def budget(
     ] = False,
     device: Annotated[str, Parameter(help="Where to measure.")] = "auto",
 ) -> None:
-    """Say what a model's memory is used for, from its config alone: weights, cache by layer, peak, and what still
-    fits."""
+    """Say what a model's memory is used for, and what still fits."""
     from kvprobe.memory.budget import budget as budgeted
 
     needs = budgeted(
@@ -184,7 +205,7 @@ def budget(
 
 
 def doctor(model: Source = "smollm2-135m", *, device: str = "auto", dtype: Dtype = "auto") -> None:
-    """Check that a model's two lanes, its hooks, masking and decoding agree; exits with 1 if one does not."""
+    """Check that a model's lanes, hooks, masks and decoding agree."""
     from kvprobe.inference.doctor import examine, limits
     from kvprobe.inference.model import load
 

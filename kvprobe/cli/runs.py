@@ -13,31 +13,38 @@ from kvprobe.experiments.settings import LAST, Settings, as_mapping, digest_of, 
 from kvprobe.extensions import extensions
 from kvprobe.models.catalogue import check_source
 from kvprobe.presets import Preset, presets, read_preset
+from kvprobe.shipped import shipped
 from kvprobe.studies import STUDIES, find, study_of
 
 EVERY_STUDY = Group("Every study", sort_key=2)
-PROCESSES = (
-    "Parts of the run that are worked on side by side, each in a process with memory of its own that shares the model; "
-    "on a CPU under Linux."
-)
+PROCESSES = "Parts of the run that are worked on side by side, on a CPU under Linux."
 
 runs_app = App(
     name="run",
-    help="Run a study, a preset, a YAML file of settings, or a .py file of a study; flags change its settings.",
+    help="Run a study, a preset, a YAML file of settings, or a .py file of a study.",
+    usage="Usage: kvprobe run NAME [OPTIONS]",
+    help_epilogue=(
+        "`kvprobe ls studies` and `kvprobe ls presets` list the names. `kvprobe run NAME --help` has the settings of "
+        "one as flags; `--dry-run` says what would run."
+    ),
 )
 
 
 def add_run_commands(arguments: list[str]) -> None:
-    """One `run` command per study, per preset (which may have the name of its study), and for a YAML file if named."""
-    runnable = {name: Preset(name, name, {}, study.question) for name, study in STUDIES.items()}
-    runnable |= presets()
+    """The `run` command that is named: of a preset (which may have the name of its study), a study or a file; or else
+    all of them, for near matches and for the shell to complete."""
     named = arguments[1] if len(arguments) > 1 else ""
+    files = {path.stem: path for path in shipped("analyses").glob("*.yaml")}
     if named.endswith((".yaml", ".yml")):
-        runnable[named] = read_preset(Path(named))
-    if named.endswith(".py"):
-        runnable[named] = Preset(named, named, {}, find(named).question)
-    if named not in runnable and named in extensions("studies"):
-        runnable[named] = Preset(named, named, {}, find(named).question)
+        runnable = {named: read_preset(Path(named))}
+    elif named in files:
+        runnable = {named: read_preset(files[named])}
+    elif named.endswith(".py") or named in STUDIES or named in extensions("studies"):
+        runnable = {named: Preset(named, named, {}, find(named).question)}
+    elif arguments == ["run"] or named.startswith("-"):
+        return
+    else:
+        runnable = {name: Preset(name, name, {}, study.question) for name, study in STUDIES.items()} | presets()
     for name, preset in runnable.items():
         _add_run_command(name, preset)
 
@@ -110,37 +117,58 @@ def _parameter(name: str, kind: object) -> Parameter:
         options |= {
             "consume_multiple": True,
             "negative": "",
-            "show_default": lambda values: " ".join(map(str, values)),
+            "show_default": lambda values: " ".join(map(str, values)) or "none",
         }
     return Parameter(**options)
 
 
-def list_everything(
-    *, json: Annotated[bool, Parameter(help="Print plain data for a program.", negative="")] = False
+def list_names(
+    kind: Annotated[str, Parameter(help="studies, presets, models, probes, policies, faults, tasks or runs.")] = "",
+    word: Annotated[str, Parameter(help="Only names that have it.")] = "",
+    *,
+    json: Annotated[bool, Parameter(help="Print plain data for a program.", negative="")] = False,
+    out: Annotated[Path, Parameter(help="Folder that holds the runs.")] = Path("runs"),
 ) -> None:
-    """Studies, presets, models and published probes that kvprobe knows."""
-    from kvprobe.listing import known, lines
+    """List studies, presets, models, probes, policies, faults, tasks or runs."""
+    from kvprobe.listing import KINDS, known, lines, overview
 
+    if not (kind or json):
+        print("\n".join(overview()))
+        return
+    entries = known([kind] if kind else list(KINDS), word, out)
     if json:
         from json import dumps
 
-        print(dumps(known(), indent=2))
+        print(dumps(entries, indent=2))
     else:
-        print("\n".join(lines(known())))
+        print("\n".join(lines(kind, entries[kind])))
 
 
-def report(run: Path, *, study: StudyFile = None) -> None:
-    """Write a run's report.html again from its files, and say where it is."""
+def report(
+    run: Path,
+    other: Annotated[Path | None, Parameter(help="A second run of the same study: both side by side.")] = None,
+    /,
+    *,
+    study: StudyFile = None,
+) -> None:
+    """Write a run's report.html again, or set two runs of one study side by side."""
     from kvprobe.experiments.runs import Run
 
     finished = Run.load(run)  # a mistaken path is answered before the model library is imported
+    if other is not None:
+        second = Run.load(other)
+        from kvprobe.experiments.beside import beside
+
+        both = beside(finished, second)
+        print(f"{both}\n\nPage: {both.save(run / f'beside-{second.path.resolve().name}.html')}")
+        return
     from kvprobe.experiments.page import write_page
 
     print(write_page(study_of(finished, study).declaration, finished))
 
 
 def view(run: Path, *, study: StudyFile = None) -> None:
-    """Write the interactive views of a run's report as a page of their own, and say where it is."""
+    """Write the interactive views of a run's report as a page of their own."""
     from kvprobe.experiments.runs import Run
 
     finished = Run.load(run)  # a mistaken path is answered before the model library is imported
@@ -162,7 +190,7 @@ def publish(
     to: Annotated[Path, Parameter(help="Folder that holds the probes.")] = Path("probes"),
     name: Annotated[str | None, Parameter(help="Only the probe of this name; all by default.")] = None,
 ) -> None:
-    """Publish the probes of a finished run: a folder each, with weights, a card, and the card in words."""
+    """Publish the probes of a finished run: weights and a card each."""
     from kvprobe.experiments.runs import Run
     from kvprobe.probes.publishing import publish as published
 

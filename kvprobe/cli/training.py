@@ -9,9 +9,7 @@ from cyclopts import App, Parameter
 from kvprobe.cli.flags import Whole
 from kvprobe.training.schedule import Content, Corpus, Provenance, Schedule, Shape, check_view, until_95
 
-train_app = App(
-    name="train", help="Train a small model whose answers are known; the same command goes on after an interruption."
-)
+train_app = App(name="train", help="Train a small model whose answers are known, or go on with one.")
 
 
 @train_app.command

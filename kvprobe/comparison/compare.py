@@ -13,6 +13,9 @@ from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence, surprise
 from kvprobe.inference.readable import require_type
 from kvprobe.names import head_name, near_keywords
+from kvprobe.policies.policy import Policy
+from kvprobe.policies.written import policies_of
+from kvprobe.text.prefix import CommonPrefix, common_prefix
 from kvprobe.text.tokens import token_texts
 from kvprobe.text.transcript import Transcript
 
@@ -37,7 +40,7 @@ class Reply(Brief):
         logprobs: in nats, of each token of the reply that it gives with everything in view.
         kl: mean over these tokens of how far its next-token distribution is from the one with everything in view, nats.
         slots: tokens that the question can attend to.
-        nbytes: of the cache before the question.
+        nbytes: of the cache before the question; under a policy, of what each head keeps.
     """
 
     arm: str
@@ -67,6 +70,8 @@ class Comparison(Brief):
             (`dangling`) while the question and its answer are read with everything in view, and where this goes when
             they are masked; see `kvprobe.attention.dangling`.
         left_out: why an arm is missing; empty if none is.
+        reused: what an engine that is given the visible messages alone finds of them in the cache with everything;
+            None where the template refuses them alone.
     """
 
     model: str
@@ -77,6 +82,7 @@ class Comparison(Brief):
     replies: Mapping[str, Reply]
     attention: pd.DataFrame = field(repr=False)
     left_out: str = ""
+    reused: CommonPrefix | None = None
 
     def _facts(self) -> Iterable[str]:
         yield f"{self.model}, hidden: {', '.join(self.hidden)}, asked {brief(self.question)}"
@@ -92,7 +98,9 @@ class Comparison(Brief):
 
     @property
     def reach(self) -> str:
-        """How much the question needs what was hidden, in a sentence."""
+        """How much the question needs what was hidden, in a sentence; empty if nothing was."""
+        if not self.hidden:
+            return ""
         first = self.attention["dangling_first"]
         share = self.attention["dangling"] - first
         most = self.attention.loc[share.idxmax()]
@@ -104,14 +112,20 @@ class Comparison(Brief):
         )
 
     def __str__(self) -> str:
-        lines = [f"question: {self.question}", f"hidden: {', '.join(self.hidden)}", ""]
-        lines += [f"{'':12}{'log-prob.':>10}{'KL':>8}{'slots':>7}{'cache':>10}  reply"]
+        width = max(map(len, self.replies)) + 2
+        lines = [f"question: {self.question}", f"hidden: {', '.join(self.hidden) or 'nothing'}", ""]
+        lines += [f"{'':{width}}{'log-prob.':>10}{'KL':>8}{'slots':>7}{'cache':>10}  reply"]
         lines += [
-            f"{reply.arm:12}{reply.logprob:10.3f}{reply.kl:8.3f}{reply.slots:7}{reply.nbytes / 2**20:6.1f} MiB  "
+            f"{reply.arm:{width}}{reply.logprob:10.3f}{reply.kl:8.3f}{reply.slots:7}{reply.nbytes / 2**20:6.1f} MiB  "
             f"{reply.text}"
             for reply in self.replies.values()
         ]
-        lines += ["", *([self.left_out] if self.left_out else []), self.reach]
+        lines += ["", *filter(None, (self.left_out, self.reach))]
+        if self.reused is not None:
+            lines += [
+                f"An engine that reads the visible messages again can reuse {self.reused.tokens:,} of the "
+                f"{self.reused.lengths[0]:,} tokens in the cache."
+            ]
         lines += ["Log-prob. and KL: nats per token of the reply with everything in view, and from its distributions."]
         return "\n".join(lines)
 
@@ -120,17 +134,19 @@ class Comparison(Brief):
 def compare(
     model: Model,
     chat: Transcript | Sequence[Mapping[str, str]],
-    mask: Sequence[str],
-    ask: str,
+    mask: Sequence[str] = (),
+    ask: str = "",
     *,
+    policies: Sequence[Policy | str] = (),
     max_new_tokens: int = 64,
 ) -> Comparison:
     """Ask one question after a conversation with everything in view, and after messages were hidden in several ways.
 
     Args:
         chat: the conversation; messages have the segments `m0`, `m1`, … unless it names others.
-        mask: the segments to hide.
+        mask: the segments to hide; none to compare policies alone.
         ask: the user's next message.
+        policies: or their texts, such as "SnapKV(50%)"; each acts once, after the conversation was read.
         max_new_tokens: the most tokens of a reply.
 
     Raises:
@@ -138,26 +154,19 @@ def compare(
     """
     require_type("The model", model, Model, "what kvprobe.load returns")
     chat = chat if isinstance(chat, Transcript) else Transcript.from_messages(list(chat))
-    if isinstance(mask, str) or not mask or set(mask) >= set(chat.segments):
+    if isinstance(policies, str | Policy):
+        raise UserError(f"policies is {str(policies)[:60]!r}; give a list of them.")
+    if not ask:
+        raise UserError("compare needs ask, the user's next message.")
+    if isinstance(mask, str) or not (mask or policies) or set(mask) >= set(chat.segments):
         raise UserError(
             f"mask is {str(mask)[:60]!r}; give a list of segments to hide, of {', '.join(chat.segments[:8])}, so that "
             "at least one stays."
         )
-    restart = chat.without(*mask, mode="contiguous")
+    acting = policies_of(policies)
     full = model.prefill(chat)
-    caches, left_out = {"full": full, "masked": full.mask(*mask)}, ""
-    if model.lanes.can_reindex:
-        caches["re-indexed"] = caches["masked"].evict(*mask).reindex()
-    else:
-        left_out = f"Keys of {model.name} cannot be rotated to other positions, so there is no re-indexed cache."
-    caches["restarted"] = model.prefill(restart)
-    try:
-        anew = chat.without(*mask, mode="rendered").tokens(model.tokenizer)
-    except UserError as error:
-        left_out = f"{left_out} There is no rendered cache: {error}".strip()
-    else:
-        if anew.ids != restart.tokens(model.tokenizer).ids:
-            caches["rendered"] = model.prefill(anew)
+    hiding, left_out = _hiding(model, chat, full, mask) if mask else ({}, "")
+    caches = {"full": full, **hiding, **_under_policies(model, chat, full, acting)}
 
     rows = KVCache.join(list(caches.values()))
     given = model.generate(rows, ask=ask, max_new_tokens=max_new_tokens)
@@ -172,14 +181,50 @@ def compare(
             tuple((-surprise(logits[row], expected)).tolist()),
             float(kl[row].mean()),
             int(cache.ledger.live_somewhere.sum()),
-            cache.nbytes,
+            cache.footprint if arm in acting else cache.nbytes,
         )
         for row, (arm, cache) in enumerate(caches.items())
     }
     tokens = token_texts(expected, model.tokenizer)
+    attention = _attention(model, caches, ask, expected, mask) if mask else pd.DataFrame()
     return Comparison(
-        model.name, chat, tuple(mask), ask, tokens, replies, _attention(model, caches, ask, expected, mask), left_out
+        model.name, chat, tuple(mask), ask, tokens, replies, attention, left_out, _reused(model, chat, mask)
     )
+
+
+def _reused(model: Model, chat: Transcript, mask: Sequence[str]) -> CommonPrefix | None:
+    try:
+        return common_prefix(model.tokenizer, chat, chat.without(*mask, mode="rendered")) if mask else None
+    except UserError:
+        return None
+
+
+def _hiding(model: Model, chat: Transcript, full: KVCache, mask: Sequence[str]) -> tuple[dict[str, KVCache], str]:
+    """The caches in which messages are hidden, and why one is missing."""
+    caches, left_out = {"masked": full.mask(*mask)}, ""
+    if model.lanes.can_reindex:
+        caches["re-indexed"] = caches["masked"].evict(*mask).reindex()
+    else:
+        left_out = f"Keys of {model.name} cannot be rotated to other positions, so there is no re-indexed cache."
+    restart = chat.without(*mask, mode="contiguous")
+    caches["restarted"] = model.prefill(restart)
+    try:
+        anew = chat.without(*mask, mode="rendered").tokens(model.tokenizer)
+    except UserError as error:
+        left_out = f"{left_out} There is no rendered cache: {error}".strip()
+    else:
+        if anew.ids != restart.tokens(model.tokenizer).ids:
+            caches["rendered"] = model.prefill(anew)
+    return caches, left_out
+
+
+def _under_policies(
+    model: Model, chat: Transcript, full: KVCache, policies: Mapping[str, Policy]
+) -> dict[str, KVCache]:
+    """The caches that policies leave of the conversation, which is watched where one of them needs it."""
+    observed = [policy.observes for policy in policies.values() if policy.observes is not None]
+    scene = model.watch(chat, queries=max(observed)) if observed else full
+    return {name: model.apply(policy, scene) for name, policy in policies.items()}
 
 
 def _attention(

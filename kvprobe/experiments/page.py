@@ -66,6 +66,7 @@ class _Page:
 
     def __post_init__(self) -> None:
         self.config = from_mapping(self.study.config, self.run.config.get("settings") or {})
+        self.study = self.study.instead(self.config) or self.study
         self.conclusion = Conclusion.of(self.run.metrics)
         self.title = f"{self.study.title}: {self.config.model}"
 

@@ -46,6 +46,7 @@ def run_study(
     """
     if model is not None:
         config = replace(config, model=model.name)
+    study = study.instead(config) or study
     measured = durations().get(digest_of(study.name, config))
     with watched(measured and measured.timing) as clock:
         inputs = {**study.inputs(config), **study.measuring}

@@ -49,7 +49,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, kind in types_of(type(self)).items():
-            object.__setattr__(self, name, _typed(name, kind, getattr(self, name)))
+            object.__setattr__(self, name, _typed(type(self), name, kind, getattr(self, name)))
         for setting in (setting for setting in fields(self) if "range" in setting.metadata):
             value = getattr(self, setting.name)
             for number in value if isinstance(value, tuple) else (value,):
@@ -81,7 +81,7 @@ def from_mapping(kind: type[Config], settings: Mapping[str, Any]) -> Config:
     for name in settings:
         if name not in types:
             raise UserError(unknown("setting", name, types))
-    return kind(**{name: _typed(name, types[name], value) for name, value in settings.items()})
+    return kind(**{name: _typed(kind, name, types[name], value) for name, value in settings.items()})
 
 
 def as_mapping(config: Settings) -> dict[str, Any]:
@@ -101,8 +101,10 @@ def folder_of(study: str, config: Settings, root: Path, name: str | None) -> Pat
     return root / (name or f"{study}-{digest_of(study, config)}")
 
 
-def _typed(name: str, kind: Any, value: Any) -> Any:
-    """A setting's value in its type."""
+def _typed(owner: type[Settings], name: str, kind: Any, value: Any) -> Any:
+    """A setting's value in its type; a list may be empty where it is by default."""
+    if value in ([], ()) and getattr(owner, name, None) == ():
+        return ()
     if get_origin(kind) is not tuple:
         return filled(kind, value, f"Setting {name!r}", LIMITS)
     if not isinstance(value, list | tuple):

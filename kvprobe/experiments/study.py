@@ -103,6 +103,7 @@ class Study(Generic[Config]):
         labels: how values of keys are written: a mapping or a function for each key.
         written: how numbers are written, by the name of the finding or by its unit; with two digits by default.
         inputs: for settings that name files, a digest of what these hold. It also refuses settings that do not fit.
+        instead: the study of the same name and settings that runs where these ask for it.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Study(Generic[Config]):
     labels: Mapping[str, Mapping[Any, str] | Callable[[Any], str]] = field(default_factory=dict)
     written: Mapping[str, Written] = field(default_factory=dict)
     inputs: Callable[[Config], Mapping[str, str]] = lambda _: {}
+    instead: "Callable[[Config], Study[Config] | None]" = lambda _: None
 
     @property
     def ships(self) -> bool:

@@ -22,6 +22,7 @@ from kvprobe.models.lanes import Lanes
 from kvprobe.models.packed import packed_if_faster
 from kvprobe.models.unproved import Lane
 from kvprobe.policies.policy import Policy, Scene
+from kvprobe.policies.written import as_policy
 from kvprobe.text.tokens import GENERATED, Decoder, Tokens
 
 OnStep = Callable[[int, KVCache], KVCache | None]
@@ -80,7 +81,7 @@ def generate(
     top_p: float = 1.0,
     stop: Sequence[int] | None = None,
     generators: Sequence[torch.Generator] | None = None,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     samples: Sequence[int] | None = None,
     on_step: OnStep | None = None,
     lane: Lane | Literal["auto"] = "auto",
@@ -92,12 +93,12 @@ def generate(
         top_p: sample only from the most probable tokens that together reach this probability.
         stop: ids that end a row; the model's own end tokens by default.
         generators: for sampling, one per row, so that a row does not depend on the rows beside it.
-        policy: acts on the cache after the prompt, and then after every `policy.every` tokens. If it needs attention,
-            slots of `past` count as never attended to before.
+        policy: or its text, such as "SnapKV(50%)"; acts on the cache after the prompt, and then after every
+            `policy.every` tokens. If it needs attention, slots of `past` count as never attended to before.
         samples: numbers of the rows' samples, for policies that draw; 0, 1, … by default.
         on_step: called after each pass with the number of tokens generated so far and the cache; may return
             an edited cache to continue with.
-        lane: `auto` is plain, unless the policy needs attention scores.
+        lane: `auto` is plain, unless the policy needs attention scores that only the hooked lane shows.
 
     Raises:
         UserError: a setting out of range, or sampling without one generator per row.
@@ -110,20 +111,23 @@ def generate(
     logprobs: list[list[float]] = [[] for _ in prompts]
     stopped = [False] * len(prompts)
 
+    policy = None if policy is None else as_policy(policy)
+    observes, observes_again = (policy and policy.observes), (policy and policy.observes_again)
     cache, following, trace = past, prompts, list[Snapshot]()
     scene = None if policy is None or past is None else Scene(past)
-    with packed_if_faster(lanes, lane_for(policy, lane), len(prompts), max_new_tokens):
+    decoding = lane_for(lanes, lane, watched=observes_again is not None)
+    with packed_if_faster(lanes, decoding, len(prompts), max_new_tokens):
         for step in range(max_new_tokens):
             if policy is None:
-                cache, logits = extend(lanes, cache, following, lane_for(None, lane))
+                cache, logits = extend(lanes, cache, following, decoding)
                 cache = _with_ended_rows_padded(cache, stopped)
             else:
-                scene, logits = read_for(lanes, policy, scene, following, lane)
+                scene, logits = read_for(lanes, observes_again if step else observes, scene, following, lane)
                 scene = scene.with_cache(_with_ended_rows_padded(scene.cache, stopped))
                 ended = tuple(row for row, over in enumerate(stopped) if over)
                 scene = apply(lanes, policy, replace(scene, samples=numbers, ended=ended), step, lane)
                 cache = scene.cache
-                trace.append(Snapshot.of(step, cache))
+                trace.append(Snapshot.of(step, scene, policy))
             if on_step is not None and (edited := on_step(step, cache)) is not None:
                 require_type("What on_step returns", edited, KVCache, "the edited KVCache, or None")
                 cache, scene = edited, scene and scene.with_cache(edited)

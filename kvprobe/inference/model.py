@@ -35,6 +35,7 @@ from kvprobe.models.loading import load_folder, pick_device, pick_dtype, resolve
 from kvprobe.models.unproved import Lane
 from kvprobe.names import near_keywords
 from kvprobe.policies.policy import Policy, Scene
+from kvprobe.policies.written import as_policy
 from kvprobe.text.chat_template import Tokenizer
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
@@ -185,7 +186,7 @@ class Model(Brief):
         self,
         text: Readable,
         *,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
         chunk: int | None = None,
         samples: Sequence[int] | None = None,
         lane: Lane | Literal["auto"] = "auto",
@@ -193,23 +194,24 @@ class Model(Brief):
         """The cache of a conversation, text or batch.
 
         Args:
-            policy: acts after everything was read, or after every `chunk` tokens.
+            policy: or its text, such as "SnapKV(50%)"; acts after everything was read, or after every `chunk` tokens.
             samples: numbers of the rows' samples, for policies that draw; 0, 1, … by default.
-            lane: `auto` is plain, unless the policy needs attention scores.
+            lane: `auto` is plain, unless the policy needs attention scores that only the hooked lane shows.
         """
         tokens = self.tokens(text)
         if policy is None:
             if chunk is not None:
                 raise UserError("`chunk` says how often a policy acts; give a policy, or leave it out.")
-            return prefill(self.lanes, tokens, lane_for(None, lane))
+            return prefill(self.lanes, tokens, lane_for(self.lanes, lane))
+        policy = as_policy(policy)
         numbers = sample_numbers(samples)
         if chunk is not None:
             return read_in_chunks(self.lanes, tokens, policy, chunk, lane, numbers)[0].cache
-        scene, _ = read_for(self.lanes, policy, None, tokens, lane)
+        scene, _ = read_for(self.lanes, policy.observes, None, tokens, lane)
         return apply(self.lanes, policy, replace(scene, samples=numbers), lane=lane).cache
 
     def watch(self, text: Readable, past: Scene | None = None, *, queries: int = 32) -> Scene:
-        """Read on the hooked lane and record the attention that each slot gets, for policies that decide by it.
+        """Read and record the attention that each slot gets, for policies that decide by it.
 
         Args:
             past: what `watch` returned before.
@@ -219,13 +221,13 @@ class Model(Brief):
             require_type("`past`", past, Scene, "what Model.watch returned before")
         return watch(self.lanes, past, self.tokens_after(past and past.cache, text), queries)[0]
 
-    def apply(self, policy: Policy, start: KVCache | Scene) -> KVCache:
+    def apply(self, policy: Policy | str, start: KVCache | Scene) -> KVCache:
         """The cache after a policy acted on it once.
 
         Args:
             start: a cache, or what `watch` returned, for policies that need attention scores.
         """
-        require_type("The policy", policy, Policy, "one of kv.policies")
+        policy = as_policy(policy)
         require_type("The cache", start, (KVCache, Scene), "a KVCache, or what Model.watch returned")
         return apply(self.lanes, policy, Scene(start) if isinstance(start, KVCache) else start).cache
 
@@ -252,7 +254,7 @@ class Model(Brief):
         top_p: float = 1.0,
         stop: Sequence[int] | None = None,
         generators: Sequence[torch.Generator] | None = None,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
         samples: Sequence[int] | None = None,
         on_step: OnStep | None = None,
         lane: Lane | Literal["auto"] = "auto",

@@ -12,16 +12,21 @@ from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
 from kvprobe.cache.ledger import Ledger
+from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.checks import require_whole, whole_numbers
 from kvprobe.errors import UserError
-from kvprobe.inference.forward import extend, new_slots
-from kvprobe.inference.readable import refuse_unknown_lane, refuse_unreadable, require_type
+from kvprobe.inference.forward import extend, new_slots, one_row_each
+from kvprobe.inference.readable import refuse_unknown_lane, refuse_unreadable
+from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.unproved import Lane
 from kvprobe.policies.attention import Attention, Digest
 from kvprobe.policies.policy import Policy, Scene, acting, settle
 from kvprobe.policies.prune_tools import PruneToolResults
 from kvprobe.text.tokens import Tokens
+
+CHUNK = 256
+"""Queries whose attention is computed at a time."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,16 +38,19 @@ class Snapshot(Brief):
         ledger: which slots, at which positions, live in which layers and heads.
         nbytes: bytes of its K and V tensors.
         footprint: bytes that its live slots need; see `KVCache.footprint`.
+        policies: the policy of each row, with shares of its prompt as slots.
     """
 
     step: int
     ledger: Ledger
     nbytes: int
     footprint: int
+    policies: tuple[str, ...]
 
     @classmethod
-    def of(cls, step: int, cache: KVCache) -> "Snapshot":
-        return cls(step, cache.ledger, cache.nbytes, cache.footprint)
+    def of(cls, step: int, scene: Scene, policy: Policy) -> "Snapshot":
+        policies = tuple(str(policy.at(prompt)) for prompt in scene.sized.prompts or ())
+        return cls(step, scene.cache.ledger, scene.cache.nbytes, scene.cache.footprint, policies)
 
 
 def sample_numbers(samples: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -59,24 +67,16 @@ def sample_numbers(samples: Sequence[int] | None) -> tuple[int, ...] | None:
     return numbers
 
 
-def lane_for(policy: Policy | None, lane: Lane | Literal["auto"]) -> Lane:
-    """The lane to read on: the plain one, unless the policy needs attention scores.
+def lane_for(lanes: Lanes, lane: Lane | Literal["auto"], *, watched: bool = False) -> Lane:
+    """The lane to read on: the plain one, unless attention is watched which only the hooked one shows.
 
     Raises:
-        UserError: an unknown lane, something else than a policy, or the plain lane for a policy that needs scores.
+        UserError: an unknown lane.
     """
     refuse_unknown_lane(lane, (*get_args(Lane), "auto"))
-    if policy is not None:
-        require_type("The policy", policy, Policy, "one of kv.policies")
-    needs = policy is not None and policy.observes is not None
-    if needs and lane == "plain":
-        raise UserError(
-            f"{policy} needs attention scores, and the plain lane's fused attention has none; use lane='hooked' or "
-            "'auto'."
-        )
-    if lane == "auto":
-        return "hooked" if needs else "plain"
-    return lane
+    if lane != "auto":
+        return lane
+    return "hooked" if watched and not lanes.shows_attention else "plain"
 
 
 def watch(
@@ -85,24 +85,44 @@ def watch(
     tokens: Sequence[Tokens],
     queries: int = 0,
     logits: int = 1,
+    lane: Lane | Literal["auto"] = "auto",
 ) -> tuple[Scene, Float[Tensor, "batch last vocab"]]:
-    """Read tokens on the hooked lane and record what their queries attend to.
+    """Read tokens and record what their queries attend to.
+
+    On the plain lane fused attention runs unchanged, and its weights are computed beside it, in fp32.
 
     Args:
         past: the cache and the record so far; without a record, its slots count as never attended to.
         queries: how many of the last queries to record one by one.
+        lane: `auto` is plain, unless only the hooked one shows this model's attention.
     """
-    refuse_unreadable(lanes, past and past.cache, tokens, "hooked")
+    lane = lane_for(lanes, lane, watched=True)
+    refuse_unreadable(lanes, past and past.cache, tokens, "hooked")  # scores take memory on either lane
     require_whole("Watching", "queries", queries, 0)
     shape = lanes.geometry
-    padding = new_slots(tokens, lanes.device).padding
+    before = one_row_each(lanes, past and past.cache, len(tokens))
+    new = new_slots(tokens, lanes.device)
+    ledger = new if before is None else before.ledger.append(new)
     digests: dict[int, Digest] = {}
 
     def observe(layer: int, pattern: Tensor) -> None:
-        digests[layer] = Digest.of(pattern, shape.n_kv_heads, padding, queries)
+        digests[layer] = Digest.of(pattern, shape.n_kv_heads, new.padding, queries)
 
-    with lanes.hooked.observing_patterns(observe):
-        cache, scores = extend(lanes, past and past.cache, tokens, "hooked", logits)
+    def compute(inputs: Attending) -> None:
+        by_group: list[Tensor] = []
+        for start in range(0, new.slots, CHUNK):
+            piece = slice(start, start + CHUNK)
+            weights = replace(inputs, query=inputs.query[:, :, piece]).weights(seen[inputs.layer][:, :, piece])
+            by_group.append(torch.unflatten(weights, 1, (shape.n_kv_heads, -1)).mean(2))
+        observe(inputs.layer, torch.cat(by_group, 2))
+
+    if lane == "plain":
+        seen = visible_by_layer(ledger, new.slots, shape.windows)
+        observing = lanes.observing_attention(compute)
+    else:
+        observing = lanes.hooked.observing_patterns(observe)
+    with observing:
+        cache, scores = extend(lanes, before, tokens, lane, logits)
     record = past.attention if past is not None else None
     if record is None:
         slots = 0 if past is None else past.cache.slots
@@ -113,23 +133,30 @@ def watch(
             "same number as before."
         )
     record = record.fork(len(tokens))
-    record = record.after([digests[layer] for layer in range(shape.n_layers)], padding)
-    return Scene(cache, record, past and past.samples), scores
+    record = record.after([digests[layer] for layer in range(shape.n_layers)], new.padding)
+    return scene_after(past, cache, record), scores
+
+
+def scene_after(past: Scene | None, cache: KVCache, record: Attention | None) -> Scene:
+    """The scene after more was read; what is known of a single row before holds for all that continue it."""
+    if past is None:
+        return Scene(cache, record)
+    prompts = past.prompts and past.prompts * (cache.batch // len(past.prompts))
+    return replace(past, cache=cache, attention=record, prompts=prompts)
 
 
 def read_for(
     lanes: Lanes,
-    policy: Policy,
+    observes: int | None,
     past: Scene | None,
     tokens: Sequence[Tokens],
     lane: Lane | Literal["auto"] = "auto",
 ) -> tuple[Scene, Float[Tensor, "batch 1 vocab"]]:
-    """Read tokens, and record attention if the policy needs it. The policy does not act yet."""
-    lane = lane_for(policy, lane)
-    if policy.observes is not None:
-        return watch(lanes, past, tokens, policy.observes)
-    cache, scores = extend(lanes, past and past.cache, tokens, lane)
-    return Scene(cache, samples=past and past.samples), scores
+    """Read tokens, and record attention if a policy needs it: of so many last queries one by one; see `Policy`."""
+    if observes is not None:
+        return watch(lanes, past, tokens, observes, lane=lane)
+    cache, scores = extend(lanes, past and past.cache, tokens, lane_for(lanes, lane))
+    return scene_after(past, cache, None), scores
 
 
 def apply(
@@ -149,6 +176,7 @@ def apply(
         UserError: see `Policy.act`; the model's keys cannot be rotated; or a cache whose layers or heads keep different
             slots is to be recomputed.
     """
+    scene = scene.sized
     for part in acting(policy, step) if parts is None else parts:
         if part.mode == "contiguous" and part.provenance == "retained":
             _ = lanes.rotaries  # refuses learned positions before anything is done
@@ -157,7 +185,7 @@ def apply(
         else:
             acted = part.act(scene)
         if part.provenance == "recomputed":
-            acted = _recomputed(lanes, scene.cache.ledger, acted, lane_for(part, lane))
+            acted = _recomputed(lanes, scene.cache.ledger, acted, lane_for(lanes, lane))
         scene = acted
     return scene
 
@@ -190,8 +218,8 @@ def read_in_chunks(
                 piece.shifted(position + row.positions[start] - row[:start].following)
                 for piece, row, position in zip(pieces, tokens, following, strict=True)
             ]
-        scene, scores = read_for(lanes, policy, scene, pieces, lane)
-        scene = replace(scene, samples=samples)
+        scene, scores = read_for(lanes, policy.observes, scene, pieces, lane)
+        scene = replace(scene, samples=samples, prompts=tuple(map(len, tokens)))
         if start + chunk >= len(tokens[0]):
             return apply(lanes, policy, scene, lane=lane), scores
         scene = apply(lanes, policy, scene, lane=lane, parts=[part for part in policy.parts if part.every is not None])

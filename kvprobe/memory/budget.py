@@ -124,7 +124,7 @@ def budget(
             source=source,
             dtype=numbers,
             numbers=numbers if cache_dtype is None else numbers_named(cache_dtype),
-            plan=SlotPlan() if policy is None else plan_of(policy),
+            plan=SlotPlan() if policy is None else plan_of(policy, context - new),
         ),
         engine=engine,
         blocks=vllm.Engine(block=block, ranks=ranks, batched_tokens=batched_tokens),

@@ -206,7 +206,8 @@ class Needs:
             UserError: there is no prompt.
         """
         require_prompt(context, self.request.new)
-        return replace(self, request=replace(self.request, prompt=context - self.request.new))
+        prompt = context - self.request.new
+        return replace(self, request=replace(self.request, prompt=prompt, plan=self.request.plan.at(prompt)))
 
     def fits(self) -> bool:
         """Whether there is room at the peak."""

@@ -128,6 +128,14 @@ class Lanes(UnprovedLanes):
         prove_attention(self)
         return True
 
+    @cached_property
+    def shows_attention(self) -> bool:
+        """Whether the plain lane's attention can be observed."""
+        try:
+            return self.attention_proved
+        except UserError:
+            return False
+
     def output_weights(self, layer: int) -> Float[Tensor, "heads d_value d_model"]:
         """The output projection W_O of each head of a layer, once the gate has proved that it reads what heads give.
 

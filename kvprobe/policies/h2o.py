@@ -25,7 +25,10 @@ class H2O(Scored):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.recent is not None:
-            self._whole("recent", 0, self.budget)
+            self._whole("recent", 0, self.most)
+
+    def within(self, budget: int) -> dict[str, int]:
+        return {} if self.recent is None else {"recent": min(self.recent, budget)}
 
     @property
     def observes(self) -> int:
@@ -33,7 +36,7 @@ class H2O(Scored):
 
     @property
     def protected(self) -> int:
-        return self.budget // 2 if self.recent is None else self.recent
+        return self.slots // 2 if self.recent is None else self.recent
 
     def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:
         assert scene.attention is not None

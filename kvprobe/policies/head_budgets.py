@@ -45,7 +45,7 @@ class HeadBudgets(Rebudgeted):
         scores, live = self.scores(scene), scene.live
         layers, batch, heads, slots = scores.shape
         free = live & (scores < torch.inf)
-        budgets = (self.budget - (live & ~free).sum(3)).clamp(min=0)
+        budgets = (self.slots - (live & ~free).sum(3)).clamp(min=0)
 
         def best_together(among: Live, counts: Int[Tensor, "layers batch"]) -> Live:
             # Slot by slot, and head by head within a slot: of equal scores the newer slot stays, in any head.

@@ -7,7 +7,7 @@ after the prompt, then after every `every` generated tokens. `A | B` is a policy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Int
@@ -15,11 +15,13 @@ from torch import Tensor
 
 from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache, PositionMode
+from kvprobe.cache.entries import entries
 from kvprobe.cache.slots import Evicts, Rounds
 from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.names import short_repr, unknown
 from kvprobe.policies.attention import Attention
+from kvprobe.policies.share import PromptShare, as_budget
 
 Provenance = Literal["retained", "recomputed"]
 Live = Bool[Tensor, "layers batch kv_heads slots"]
@@ -35,12 +37,14 @@ class Scene(Brief):
         samples: number of each row's sample, for policies that draw at random, so that a row's draw does not depend on
             the rows beside it. By default the row's own number.
         ended: rows that are complete; policies leave them as they are, so that they end as they would alone.
+        prompts: live slots of each row before any policy acted, of which budgets may be shares; None before that.
     """
 
     cache: KVCache
     attention: Attention | None = None
     samples: tuple[int, ...] | None = None
     ended: tuple[int, ...] = ()
+    prompts: tuple[int, ...] | None = None
 
     @property
     def live(self) -> Live:
@@ -52,6 +56,20 @@ class Scene(Brief):
         """Which rows have ended."""
         rows = [row in self.ended for row in range(self.cache.batch)]
         return torch.tensor(rows, device=self.cache.ledger.tokens.device)
+
+    @property
+    def sized(self) -> "Scene":
+        """The scene with its prompts counted now, unless they were before."""
+        if self.prompts is not None:
+            return self
+        return replace(self, prompts=entries(self.cache.ledger.live_somewhere.sum(1), int))
+
+    def row(self, row: int) -> "Scene":
+        """The scene of one row."""
+        index = torch.tensor([row], device=self.cache.ledger.tokens.device)
+        attention = self.attention and Attention(self.attention.total[:, index], self.attention.recent[:, index])
+        samples = (row,) if self.samples is None else self.samples[row : row + 1]
+        return Scene(self.cache.rows([row]), attention, samples)
 
     def with_cache(self, cache: KVCache) -> "Scene":
         """The scene with an edited cache of the same slots.
@@ -86,7 +104,12 @@ class Policy(ABC):
     provenance: Provenance = "retained"
     every: int | None = 1
 
+    in_slots: ClassVar[str] = ""
+    """The setting that is a number of slots, or a share of the prompt's."""
+
     def __post_init__(self) -> None:
+        if name := self.in_slots:
+            object.__setattr__(self, name, as_budget(type(self).__name__, name, getattr(self, name)))
         if self.mode not in get_args(PositionMode):
             raise UserError(unknown("position mode", self.mode, get_args(PositionMode)))
         if self.provenance not in get_args(Provenance):
@@ -114,6 +137,12 @@ class Policy(ABC):
         return None
 
     @property
+    def observes_again(self) -> int | None:
+        """The same once it has acted on the prompt; None where only policies that act once need attention."""
+        again = any(part.every is not None and part.observes is not None for part in self.parts)
+        return self.observes if again else None
+
+    @property
     def parts(self) -> tuple["Policy", ...]:
         """The policies that act in turn."""
         return (self,)
@@ -130,9 +159,26 @@ class Policy(ABC):
             "the shorter text as the context."
         )
 
+    def at(self, prompt: int) -> "Policy":
+        """The policy for a prompt of so many slots: a share of it becomes a number."""
+        share = getattr(self, self.in_slots, None)
+        return replace(self, **{self.in_slots: share.of(prompt)}) if isinstance(share, PromptShare) else self
+
+    @property
+    def slots(self) -> int:
+        """The budget or window as a number of slots.
+
+        Raises:
+            UserError: it is a share of a prompt, see `at`.
+        """
+        value = getattr(self, self.in_slots)
+        if isinstance(value, PromptShare):
+            raise UserError(f"{self} has a share of the prompt as its {self.in_slots}; `at` makes a number of it.")
+        return value
+
     @abstractmethod
     def keep(self, scene: Scene) -> Live:
-        """The slots that stay, of those that are live."""
+        """The slots that stay, of those that are live. Budgets are numbers here, see `at`."""
 
     def act(self, scene: Scene) -> Scene:
         """The scene after the policy has acted. Slots that no layer or head keeps leave memory; the others follow the
@@ -143,9 +189,17 @@ class Policy(ABC):
         """
         if self.observes is not None:
             self._refuse_unwatched(scene.attention, self.observes)
-        live = scene.live & (self.keep(scene) | scene.complete[:, None, None])
+        scene = scene.sized
+        live = scene.live & (self._kept(scene) | scene.complete[:, None, None])
         self._refuse_empty(live, scene.live)
         return settle(scene, live, self.mode)
+
+    def _kept(self, scene: Scene) -> Live:
+        """What each row's policy keeps: shares are of the row's own prompt, whatever rows are beside it."""
+        by_row = [self.at(prompt) for prompt in scene.sized.prompts or ()]
+        if all(policy == by_row[0] for policy in by_row):
+            return by_row[0].keep(scene)
+        return torch.cat([policy.keep(scene.row(row)) for row, policy in enumerate(by_row)], 1)
 
     def __str__(self) -> str:
         return short_repr(self)
@@ -192,10 +246,14 @@ class Chain(Policy):
     def parts(self) -> tuple[Policy, ...]:
         return self.members
 
+    def at(self, prompt: int) -> "Chain":
+        return Chain(tuple(member.at(prompt) for member in self.members))
+
     def keep(self, scene: Scene) -> Live:
         raise TypeError("A chain keeps no slots itself; its parts do.")
 
     def act(self, scene: Scene) -> Scene:
+        scene = scene.sized
         for member in self.members:
             scene = member.act(scene)
         return scene

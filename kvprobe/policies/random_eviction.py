@@ -35,7 +35,10 @@ class RandomEviction(Scored):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._whole("seed", 0)
-        self._whole("sinks", 0, self.budget)
+        self._whole("sinks", 0, self.most)
+
+    def within(self, budget: int) -> dict[str, int]:
+        return {"sinks": min(self.sinks, budget)}
 
     @property
     def draws_by_origin(self) -> bool:

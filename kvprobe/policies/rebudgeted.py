@@ -1,21 +1,22 @@
 """What unequal budgets have in common: another policy's scores, and its total shared out in another way."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import PositionMode
 from kvprobe.errors import UserError
-from kvprobe.policies.policy import Provenance, Scene
+from kvprobe.policies.policy import Policy, Provenance, Scene
 from kvprobe.policies.scored import Scored
+from kvprobe.policies.share import Budget
 
 
 @dataclass(frozen=True)
 class Rebudgeted(Scored):
     """Another policy's scores, total, position mode, provenance and pace."""
 
-    budget: int = field(init=False, repr=False)
+    budget: Budget = field(init=False, repr=False)
     policy: Scored
     mode: PositionMode = field(init=False, repr=False, default="gapped")
     provenance: Provenance = field(init=False, repr=False, default="retained")
@@ -35,6 +36,10 @@ class Rebudgeted(Scored):
         for name in ("budget", "mode", "provenance", "every"):
             object.__setattr__(self, name, getattr(self.policy, name))
         super().__post_init__()
+
+    def at(self, prompt: int) -> Policy:
+        sized = self.policy.at(prompt)
+        return self if sized is self.policy else replace(self, policy=sized)
 
     @property
     def observes(self) -> int | None:

@@ -1,7 +1,8 @@
 """What score-based policies have in common: a budget of slots for each head, spent on the highest scores."""
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
@@ -9,17 +10,31 @@ from torch import Tensor
 from kvprobe.cache.slots import Evicts
 from kvprobe.policies.policy import Live, Policy, Scene
 from kvprobe.policies.ranking import highest
+from kvprobe.policies.share import Budget, PromptShare
 
 
 @dataclass(frozen=True)
 class Scored(Policy):
     """A policy that keeps, in each layer and head, the `budget` slots of highest score."""
 
-    budget: int
+    budget: Budget
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._whole("budget", 1)
+    in_slots: ClassVar[str] = "budget"
+
+    def at(self, prompt: int) -> Policy:
+        if not isinstance(self.budget, PromptShare):
+            return self
+        budget = self.budget.of(prompt)
+        return replace(self, budget=budget, **self.within(budget))
+
+    def within(self, budget: int) -> dict[str, int]:
+        """Settings that must fit into a share that became a number, as they are then."""
+        return {}
+
+    @property
+    def most(self) -> int | None:
+        """The budget as a limit of other settings; None where it is a share."""
+        return self.budget if isinstance(self.budget, int) else None
 
     @property
     def protected(self) -> int:
@@ -28,11 +43,11 @@ class Scored(Policy):
 
     @property
     def slot_count(self) -> Evicts:
-        return Evicts(self.budget, self.every, protected=self.protected)
+        return Evicts(self.slots, self.every, protected=self.protected)
 
     @abstractmethod
     def scores(self, scene: Scene) -> Float[Tensor, "layers batch kv_heads slots"]:
         """The score of each slot; infinite where the slot always stays."""
 
     def keep(self, scene: Scene) -> Live:
-        return highest(self.scores(scene), scene.live, self.budget)
+        return highest(self.scores(scene), scene.live, self.slots)

@@ -1,11 +1,13 @@
 """Attention sinks and a window (StreamingLLM)."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from kvprobe.cache.cache import PositionMode
 from kvprobe.cache.slots import Evicts
 from kvprobe.policies.policy import Live, Policy, Scene
 from kvprobe.policies.ranking import age, rank
+from kvprobe.policies.share import Budget
 
 
 @dataclass(frozen=True)
@@ -18,17 +20,18 @@ class SinkWindow(Policy):
     """
 
     sinks: int
-    window: int
+    window: Budget
     mode: PositionMode = field(default="contiguous", kw_only=True)
+
+    in_slots: ClassVar[str] = "window"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._whole("sinks", 0)
-        self._whole("window", 1)
 
     @property
     def slot_count(self) -> Evicts:
-        return Evicts(self.sinks + self.window, self.every)
+        return Evicts(self.sinks + self.slots, self.every)
 
     def keep(self, scene: Scene) -> Live:
-        return (rank(scene.live) < self.sinks) | (age(scene.live) < self.window)
+        return (rank(scene.live) < self.sinks) | (age(scene.live) < self.slots)

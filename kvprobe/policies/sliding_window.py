@@ -1,10 +1,12 @@
 """Sliding window: the newest slots stay, which shows what recency alone is worth."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvprobe.cache.slots import Evicts
 from kvprobe.policies.policy import Live, Policy, Scene
 from kvprobe.policies.ranking import age
+from kvprobe.policies.share import Budget
 
 
 @dataclass(frozen=True)
@@ -16,15 +18,13 @@ class SlidingWindow(Policy):
     Language Models with Attention Sinks" (arXiv 2309.17453, figure 1c), which is exact and slow.
     """
 
-    window: int
+    window: Budget
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._whole("window", 1)
+    in_slots: ClassVar[str] = "window"
 
     @property
     def slot_count(self) -> Evicts:
-        return Evicts(self.window, self.every)
+        return Evicts(self.slots, self.every)
 
     def keep(self, scene: Scene) -> Live:
-        return age(scene.live) < self.window
+        return age(scene.live) < self.slots

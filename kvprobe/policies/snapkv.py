@@ -19,7 +19,8 @@ class SnapKV(Scored):
 
     Li et al. 2024, "SnapKV: LLM Knows What You are Looking for Before Generation" (arXiv 2404.14469). The attention of
     these queries is summed, averaged over the query heads of a KV head, and smoothed by a maximum over `kernel`
-    neighbouring slots, so that neighbours of a slot stay with it. It acts on the prompt only; generated tokens stay.
+    neighbouring slots, so that neighbours of a slot stay with it. It acts on the prompt only; generated tokens stay. Of
+    a budget that is a share of the prompt, the window may take half.
     """
 
     window: int = 16
@@ -29,10 +30,14 @@ class SnapKV(Scored):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._whole("window", 1)
-        self._whole("budget", self.window)
+        if self.most is not None:
+            self._whole("budget", self.window)
         self._whole("kernel", 1)
         if self.kernel % 2 == 0:
             raise UserError(f"SnapKV has kernel={self.kernel}; it must be odd.")
+
+    def within(self, budget: int) -> dict[str, int]:
+        return {"window": min(self.window, max(1, budget // 2))}
 
     @property
     def observes(self) -> int:

@@ -12,14 +12,19 @@ from kvprobe.tasks.retrieve import Retrieve
 from kvprobe.tasks.task import Task
 
 
+def shipped_tasks() -> dict[str, Task]:
+    """The tasks that ship with kvprobe."""
+    tasks: tuple[Task, ...] = (Recite(), Retrieve(), Needle(), GSM8K())
+    return {task.name: task for task in tasks}
+
+
 def find_task(name: str) -> Task:
     """The task of this name; `gsm8k:FILE.jsonl` reads GSM8K from a local file, and `FILE.jsonl` is a file of the user.
 
     Raises:
         UserError: there is no such task or file, or the file is malformed.
     """
-    shipped: tuple[Task, ...] = (Recite(), Retrieve(), Needle(), GSM8K())
-    tasks = {task.name: task for task in shipped}
+    tasks = shipped_tasks()
     kind, _, file = name.partition(":")
     if name in tasks:
         return tasks[name]

@@ -152,7 +152,7 @@ class Memento:
         )
 
     @cached_property
-    def layout(self) -> "Layout":
+    def layout(self) -> "PassLayout":
         """Of every pass."""
         tokenizer: Any = self.tokenizer()  # transformers' own types are too wide
         tokens = draw_trace(np.random.default_rng(0), self.content, self.blocks).conversation().tokens(tokenizer)
@@ -160,7 +160,7 @@ class Memento:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PassLayout:
     """Which tokens stand in a pass.
 
     Attributes:
@@ -174,16 +174,16 @@ class Layout:
     counts: Bool[Tensor, "tokens"]
 
 
-def retained(tokens: Tokens, keep: int) -> Layout:
+def retained(tokens: Tokens, keep: int) -> PassLayout:
     """An ordinary run in which blocks are hidden from the tokens after their mementos, `keep` blocks later."""
     numbers, in_block, counts = parts_of(tokens)
     first_in_view = torch.tensor([hidden_blocks(number, keep).stop for number in numbers.tolist()])
     hidden = in_block & (numbers < first_in_view[:, None])
     causal = torch.ones_like(hidden).tril()
-    return Layout(torch.arange(len(tokens)), causal & ~hidden, counts)
+    return PassLayout(torch.arange(len(tokens)), causal & ~hidden, counts)
 
 
-def recomputed(tokens: Tokens) -> Layout:
+def recomputed(tokens: Tokens) -> PassLayout:
     """The mementos but the last without any block, then each block and its memento after the mementos before it."""
     numbers, in_block, counts = parts_of(tokens)
     alone, written = (~in_block & (numbers < numbers.max())).nonzero()[:, 0], (numbers > 0).nonzero()[:, 0]
@@ -192,7 +192,7 @@ def recomputed(tokens: Tokens) -> Layout:
     causal = positions <= positions[:, None]
     sees_memento = again & torch.where(again[:, None], causal, number < number[:, None])
     sees_itself = ~again & ~again[:, None] & (number == number[:, None]) & causal
-    return Layout(positions, sees_memento | sees_itself, ~again & counts[positions])
+    return PassLayout(positions, sees_memento | sees_itself, ~again & counts[positions])
 
 
 def parts_of(tokens: Tokens) -> tuple[Int[Tensor, "tokens"], Bool[Tensor, "tokens"], Bool[Tensor, "tokens"]]:

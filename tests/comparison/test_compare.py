@@ -51,6 +51,15 @@ def test_each_arm_is_what_the_cache_operations_give_by_hand(smol: Model, compare
     assert compared.replies["masked"].nbytes > compared.replies["re-indexed"].nbytes
 
 
+def test_a_restart_can_reuse_what_stands_before_the_hidden_message(smol: Model, compared: Comparison):
+    tokens = kv.Transcript.from_messages(CHAT).tokens(smol.tokenizer)
+    rendered = smol.tokenizer.apply_chat_template([CHAT[0], *CHAT[2:]], return_dict=False)
+    assert compared.reused is not None
+    assert compared.reused.lengths == (len(tokens), len(rendered))
+    assert list(tokens.ids[: compared.reused.tokens]) == rendered[: compared.reused.tokens]
+    assert f"can reuse {compared.reused.tokens} of the {len(tokens)} tokens in the cache" in str(compared)
+
+
 def test_attention_is_that_of_the_question_and_the_reply_on_what_was_hidden(smol: Model, compared: Comparison):
     full = smol.prefill(CHAT)
     prompt, reply = smol.prompts(full, ASK)[0], smol.generate(full, ask=ASK, max_new_tokens=8).tokens[0]
@@ -111,8 +120,27 @@ def test_a_model_whose_keys_cannot_be_rotated_has_no_re_indexed_arm(tiny_models:
     assert compared.left_out in str(compared)
 
 
+@pytest.mark.parametrize("hidden", [[], ["m1"]])
+def test_a_policy_is_an_arm_beside_the_others(tiny_llama: Model, tmp_path: Path, hidden: list[str]):
+    policies = ["SnapKV(50%, window=2), H2O(0.3)", kv.policies.SinkWindow(2, 4)]
+    names = ["SnapKV(50%, window=2)", "H2O(0.3)", "SinkWindow(sinks=2, window=4)"]
+    compared = kv.compare(tiny_llama, CHAT, hidden, "so", policies=policies, max_new_tokens=2)
+    assert [arm for arm in compared.replies if arm not in ARMS] == names
+    assert ("masked" in compared.replies) == bool(hidden) == bool(compared.reach)
+    scene = tiny_llama.watch(kv.Transcript.from_messages(CHAT), queries=2)
+    for name in names:
+        cache = tiny_llama.apply(policies[1] if name == names[2] else name, scene)
+        assert compared.replies[name].nbytes == cache.footprint < compared.replies["full"].nbytes
+        assert compared.replies[name].text == tiny_llama.generate(cache, "so", max_new_tokens=2).text
+        assert name in str(compared)
+    assert "the policy has acted once" in comparison_page(compared)
+
+
 def test_what_cannot_be_compared_is_refused(smol: Model):
     refused(lambda: kv.compare(smol, CHAT, [], ASK), "list of segments")
     refused(lambda: kv.compare(smol, CHAT, "m1", ASK), "list of segments")
+    refused(lambda: kv.compare(smol, CHAT, ["m1"]), "the user's next message")
+    refused(lambda: kv.compare(smol, CHAT, ask=ASK, policies="TOVA(8)"), "give a list")
+    refused(lambda: kv.compare(smol, CHAT, ask=ASK, policies=["TOVX(8)"]), "did you mean 'TOVA'")
     refused(lambda: kv.compare(smol, CHAT, [f"m{number}" for number in range(5)], ASK), "at least one stays")
     refused(lambda: kv.compare(smol, CHAT, ["m9"], ASK), "m9")

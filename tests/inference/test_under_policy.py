@@ -14,6 +14,7 @@ from kvprobe.inference.forward import extend, prefill
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.inference.under_policy import apply, read_in_chunks, watch
+from kvprobe.models.lanes import Lanes
 from kvprobe.policies import (
     H2O,
     TOVA,
@@ -145,6 +146,42 @@ def test_generating_under_a_policy_equals_reading_and_acting_alternately(tiny_ll
     assert generation.tokens[0] == tokens
     assert_bit_identical(generation.cache, cache)
     assert_same_ledger(generation.trace[-1].ledger, cache.ledger)
+
+
+SCORED: list[Policy] = [
+    H2O(5),
+    TOVA(5),
+    SnapKV(6, window=2),
+    HeadBudgets(H2O(4)),
+    SnapKV(6, window=2) | TOVA(5, every=2),
+]
+
+
+@pytest.mark.parametrize("policy", SCORED, ids=str)
+def test_policies_that_score_do_the_same_on_both_lanes(tiny_gemma: Model, policy: Policy):
+    """Rows of unequal length, and a window that is shorter than the text."""
+    prompts = [random_tokens(count, {"T1": count}) for count in (9, 14)]
+    plain, hooked = (
+        generate(tiny_gemma.lanes, prompts, max_new_tokens=6, stop=(), policy=policy, lane=lane) for lane in LANES
+    )
+    assert plain.tokens == hooked.tokens
+    for ours, theirs in zip(plain.trace, hooked.trace, strict=True):
+        assert_same_ledger(ours.ledger, theirs.ledger)
+
+
+@pytest.mark.parametrize(
+    ("policy", "passes"), [(SnapKV(6, window=2), 1), (SlidingWindow(8) | SnapKV(6, window=2), 1), (H2O(5, every=3), 4)]
+)
+def test_attention_is_watched_only_while_a_policy_still_needs_it(
+    tiny_llama: Model, monkeypatch: pytest.MonkeyPatch, policy: Policy, passes: int
+):
+    watched: list[int] = []
+    monkeypatch.setattr(Lanes, "hooked", property(lambda _: pytest.fail("the hooked lane is not needed")))
+    monkeypatch.setattr(
+        "kvprobe.inference.under_policy.watch", lambda *given, **how: watched.append(1) or watch(*given, **how)
+    )
+    generate(tiny_llama.lanes, [random_tokens(0, {"T1": 12})], max_new_tokens=4, stop=(), policy=policy)
+    assert len(watched) == passes
 
 
 @pytest.mark.parametrize("policy", [SinkWindow(1, 5), H2O(6), RandomEviction(5, 1, per_head=True)], ids=str)

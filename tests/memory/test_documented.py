@@ -39,4 +39,3 @@ def test_where_all_layers_are_alike_the_public_formulas_agree_with_the_budget(ca
 def test_the_documented_number_of_families_is_right():
     assert f"the {len(KINDS)} families" in PAGE
     assert f"random models of {len(FOLLOWED)} families are within 3 %" in PAGE
-    assert f"in {len(KINDS)} families" in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from kvprobe.memory.caches import LayerStore, layers_of, text_model
 from kvprobe.memory.config import Config
 from kvprobe.memory.numbers import FORMATS
 from kvprobe.memory.request import Request
-from kvprobe.memory.written import kinds, plan_of
+from kvprobe.memory.written import plan_of
 from kvprobe.policies import (
     H2O,
     TOVA,
@@ -37,6 +37,7 @@ from kvprobe.policies import (
     SnapKV,
     ZeroValues,
 )
+from kvprobe.policies.written import as_policy, kinds
 from kvprobe.text.tokens import Tokens
 from tests.models import llama
 from tests.refusals import refused
@@ -158,6 +159,12 @@ def test_without_a_policy_every_token_stays():
     assert cache.footprint == computed(SlotPlan(), 9, 3, 3)
 
 
+@pytest.mark.parametrize("text", ["SnapKV(50%)", "H2O(30%)", "SinkWindow(2, 40%)", "LayerBudgets(TOVA(50%))"])
+@pytest.mark.parametrize("prompt", [3, 20])
+def test_a_share_is_of_the_prompt_in_budgets_too(text: str, prompt: int):
+    assert computed(plan_of(text).at(prompt), prompt, 3, 3) == counted(as_policy(text), prompt, 3, 3)
+
+
 @given(policy=even | layered | headed, prompt=st.integers(1, 10**6), new=st.integers(0, 10**6))
 def test_no_policy_keeps_more_than_there_is(policy: Policy, prompt: int, new: int):
     plan = plan_of(policy)
@@ -217,9 +224,14 @@ def test_a_policy_written_out_has_the_plan_of_the_policy(policy: Policy):
         ("Quantise(4)", Quantise(4)),
         ("Quantise(2, 64, tail=0, every=None)", Quantise(2, 64, 0, every=None)),
         ("SinkWindow(4, 60) | TOVA(32)|H2O(16)", SinkWindow(4, 60) | TOVA(32) | H2O(16)),
+        ("SnapKV(50%)", SnapKV(0.5)),
+        ("H2O( 12.5 % , 2)", H2O("12.5%", 2)),
+        ("SinkWindow(4, '25%') | TOVA(0.5)", SinkWindow(4, 0.25) | TOVA("50%")),
+        ("HeadBudgets(SnapKV(30%), floor=0.5)", HeadBudgets(SnapKV(0.3), 0.5)),
     ],
 )
 def test_texts_are_read_as_python_reads_them(text: str, policy: Policy):
+    assert as_policy(text) == as_policy(str(policy)) == policy
     plan, expected = plan_of(text), plan_of(policy)
     assert (plan.evicts, plan.rounds) == (expected.evicts, expected.rounds)
 
@@ -246,7 +258,9 @@ WRONG = [
     ("SlidingWindow(**{'window': 64})", "no setting called 'None'"), ("SlidingWindow(" * 60, "has 840 characters"),
     ("SlidingWindow(64)" + " " * 500 + "| os.remove('all')", "has 535 characters; it must have at most 500"),
     ("SlidingWindow(64, 64)", "at most 1"), ("SlidingWindow(windw=64)", "window"), ("TOVA(8, evry=1)", "every"),
-    ("SlidingWindow(0)", "window=0"), ("SlidingWindow(1.5)", "window=1.5"),
+    ("SlidingWindow(0)", "window=0"), ("SnapKV(101%)", "budget='101%'"), ("SnapKV(0%)", "or a share"),
+    ("SnapKV(50)%", "cannot be read"), ("Quantise(50%)", "bits=50%"), ("SnapKV(5 0%)", "cannot be read"),
+    ("SlidingWindow(1.5)", "window=1.5"),
     ("SlidingWindow(True)", "window=True"), ("SlidingWindow('64')", "window"), ("SlidingWindow([64])", "window"),
     ("TOVA(8, every=0)", "every=0"), ("Quantise(9)", "bits=9"), ("LayerBudgets(TOVA(8), 0.5)", "beta=0.5"),
     ("HeadBudgets(TOVA(8), 1.5)", "floor=1.5"), ("HeadBudgets(TOVA(8), True)", "floor=True"),
@@ -269,7 +283,7 @@ UNFIT = [
 
 @pytest.mark.parametrize("text", UNREADABLE)
 def test_a_text_that_cannot_be_read_is_refused_in_a_sentence(text: str):
-    refused(lambda: plan_of(text), "cannot be read; write it as 'SinkWindow(4, 1020)'")
+    refused(lambda: plan_of(text), "cannot be read; write it as 'SinkWindow(4, 252)'")
 
 
 @pytest.mark.parametrize(("text", "said"), WRONG)

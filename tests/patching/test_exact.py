@@ -81,9 +81,9 @@ def test_reader_patching_equals_reading_after_a_cache_edited_by_hand(tiny: Model
     assert abs(patched.effect).max() > 1e-2
 
 
-def test_a_cell_does_not_depend_on_the_size_of_passes_or_on_other_cells(tiny: Model):
-    base, donor = two(tiny)
-    sweep = partial(patch_sweep, tiny, base, donor, suffix_of(base), METRIC, progress=False)
+def test_a_cell_does_not_depend_on_the_size_of_passes_or_on_other_cells(tiny_gemma: Model):
+    base, donor = two(tiny_gemma)
+    sweep = partial(patch_sweep, tiny_gemma, base, donor, suffix_of(base), METRIC, progress=False)
     whole, parts = sweep(("layer", "slot")), sweep(("layer", "slot"), rows=7)
     assert whole.values == pytest.approx(parts.values, abs=1e-5)
     one = sweep({"layer": [1], "slot": [4]}, parts=("V",))

@@ -185,17 +185,17 @@ def test_a_masked_slot_has_an_effect_only_where_it_is_not_masked(tiny: Model):
         assert (abs(effect) < 1e-6) == masked, cell
 
 
-def test_a_donor_that_equals_the_base_has_no_effect(tiny: Model):
-    base, _ = two(tiny)
-    for donor in (base, Run(tiny, 1).read(SPANS)):
+def test_a_donor_that_equals_the_base_has_no_effect(tiny_llama: Model):
+    base, _ = two(tiny_llama)
+    for donor in (base, Run(tiny_llama, 1).read(SPANS)):
         patched = swept(base, donor, base.suffix(0, 3), over=("layer", "slot"), parts=("K", "V", "KV"))
         assert near(patched.effect, torch.zeros(len(patched.cells)))
         assert torch.as_tensor(patched.normalised).isnan().all()
 
 
-def test_slots_that_the_donor_masked_are_patched_too(tiny: Model):
-    base, donor = two(tiny)
-    hidden = Run(tiny, 2).read(SPANS).mask([4, 5, 6, 7])
+def test_slots_that_the_donor_masked_are_patched_too(tiny_llama: Model):
+    base, donor = two(tiny_llama)
+    hidden = Run(tiny_llama, 2).read(SPANS).mask([4, 5, 6, 7])
     one, other = (swept(base, lender, base.suffix(0, 3), over=("layer", "slot")) for lender in (donor, hidden))
     assert near(one.values, other.values)
     assert not near(one.donor, other.donor)
@@ -216,8 +216,8 @@ def test_a_row_does_not_depend_on_other_rows(tiny: Model):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7])
-def test_a_sweep_in_small_batches_is_the_same_sweep(tiny: Model, rows: int):
-    base, donor = two(tiny)
+def test_a_sweep_in_small_batches_is_the_same_sweep(tiny_gemma: Model, rows: int):
+    base, donor = two(tiny_gemma)
     base.mask([3, 4], layers=[0])
     sweeps = [
         swept(base, donor, base.suffix(0, 2), LogProb.of([3, 5]), over=("segment", "layer"), parts=("K", "V"), **how)
@@ -227,21 +227,21 @@ def test_a_sweep_in_small_batches_is_the_same_sweep(tiny: Model, rows: int):
     assert near(sweeps[0].values, sweeps[1].values)
 
 
-def test_cells_in_passes_are_the_cells_at_once(tiny: Model, monkeypatch: pytest.MonkeyPatch):
-    base, donor = two(tiny)
+def test_cells_in_passes_are_the_cells_at_once(tiny_gemma: Model, monkeypatch: pytest.MonkeyPatch):
+    base, donor = two(tiny_gemma)
     monkeypatch.setattr(reading, "ROWS", 2)
-    reader = reading.Reader(tiny.lanes, base.cache, {"full": donor.cache}, base.suffix(0, 3))
+    reader = reading.Reader(tiny_gemma.lanes, base.cache, {"full": donor.cache}, base.suffix(0, 3))
     cells = [Cell((layer,), (slot,), "KV") for layer in range(N_LAYERS) for slot in (0, 3, 5)]
     passes = list(reader.passes(cells, 2))
     assert [len(logits) for logits in passes] == [1, 2, 2, 2, 2, 1]
     assert near(torch.cat(passes), reader.logits(cells, 2))
 
 
-def test_a_sweep_leaves_both_caches_and_the_model_as_they_were(tiny: Model):
-    base, donor = run(tiny, 1, EVERYTHING[:5]), run(tiny, 2, EVERYTHING[:5])
+def test_a_sweep_leaves_both_caches_and_the_model_as_they_were(tiny_llama: Model):
+    base, donor = run(tiny_llama, 1, EVERYTHING[:5]), run(tiny_llama, 2, EVERYTHING[:5])
     before = [copy_of(side.cache) for side in (base, donor)]
-    suffix, config = base.suffix(0, 3), tiny.lanes.plain.config
-    attention, logits = config._attn_implementation, logits_of(base.cache, tiny, suffix)
+    suffix, config = base.suffix(0, 3), tiny_llama.lanes.plain.config
+    attention, logits = config._attn_implementation, logits_of(base.cache, tiny_llama, suffix)
 
     def failing(logits: Tensor) -> Tensor:
         raise KeyError("a metric of the user's own")
@@ -252,7 +252,7 @@ def test_a_sweep_leaves_both_caches_and_the_model_as_they_were(tiny: Model):
     for side, copy in zip((base, donor), before, strict=True):
         assert_bit_identical(side.cache, copy)
     assert config._attn_implementation == attention
-    assert torch.equal(logits_of(base.cache, tiny, suffix), logits)
+    assert torch.equal(logits_of(base.cache, tiny_llama, suffix), logits)
 
 
 # ---- from base to donor and back
@@ -268,12 +268,12 @@ def test_patching_all_slots_and_layers_gives_the_donor(tiny: Model, history: lis
     assert near(patched.donor, weighed(logits_of(donor.cache, tiny, suffix)))
 
 
-def test_noising_is_denoising_with_base_and_donor_swapped(tiny: Model):
-    one, other = two(tiny)
+def test_noising_is_denoising_with_base_and_donor_swapped(tiny_gemma: Model):
+    one, other = two(tiny_gemma)
     suffix = one.suffix(0, 3)
     there, back = (swept(*pair, suffix, over=("layer", "segment")) for pair in ((one, other), (other, one)))
     assert near([there.base, there.donor], [back.donor, back.base])
-    logits = patched_pass(tiny, other, one, suffix, swaps_of(back, other))
+    logits = patched_pass(tiny_gemma, other, one, suffix, swaps_of(back, other))
     assert near(back.values, logits[:, -1] @ WEIGHTS)
     assert not near(there.values, back.values)
 
@@ -327,8 +327,8 @@ def test_slots_without_a_donor_slot_are_left_unchanged(tiny_llama: Model, align:
 # ---- what is measured
 
 
-def test_metrics_equal_their_definitions(tiny: Model):
-    base, donor = two(tiny)
+def test_metrics_equal_their_definitions(tiny_llama: Model):
+    base, donor = two(tiny_llama)
     answer = [7, 11, 3]
     suffix = base.suffix(0, 2) + Tokens.of(answer[:2], "answer", base.row.following + 2)
     over = {"layer": None, "segment": ["T1"]}
@@ -337,8 +337,8 @@ def test_metrics_equal_their_definitions(tiny: Model):
         return torch.as_tensor(swept(base, donor, suffix, metric, over=over, parts=("KV",)).values)
 
     swaps = [Swap([layer], base.tokens_at(base.slots_of("T1")), range(base.row.kv_heads), "KV") for layer in range(3)]
-    logits = patched_pass(tiny, base, donor, suffix, swaps)
-    said, clean = logits.log_softmax(-1), logits_of(base.cache, tiny, suffix).log_softmax(-1)
+    logits = patched_pass(tiny_llama, base, donor, suffix, swaps)
+    said, clean = logits.log_softmax(-1), logits_of(base.cache, tiny_llama, suffix).log_softmax(-1)
     assert near(values(LogitDiff(right=5, wrong=9)), logits[:, -1, 5] - logits[:, -1, 9])
     assert near(values(LogProb.of(answer)), sum(said[:, 1 + place, token] for place, token in enumerate(answer)))
     assert near(values(LogProb.of(answer[2:])), said[:, 3, 3])
@@ -346,13 +346,15 @@ def test_metrics_equal_their_definitions(tiny: Model):
     assert near(values(lambda logits: float(logits.max())), logits[:, -1].amax(-1))
 
 
-def test_a_text_suffix_starts_where_the_base_ends(tiny: Model):
-    base, donor = two(tiny)
+def test_a_text_suffix_starts_where_the_base_ends(tiny_llama: Model):
+    base, donor = two(tiny_llama)
     base.read({"T3": 2}, gap=3)
     donor.read({"T3": 2}, gap=3)
-    ids = tiny.tokenizer("the bus.", add_special_tokens=False)["input_ids"]
+    ids = tiny_llama.tokenizer("the bus.", add_special_tokens=False)["input_ids"]
     suffixes = ("the bus.", Tokens.of(ids, "text", base.row.following))
-    one, other = (patch_sweep(tiny, base.cache, donor.cache, suffix, weighed, progress=False) for suffix in suffixes)
+    one, other = (
+        patch_sweep(tiny_llama, base.cache, donor.cache, suffix, weighed, progress=False) for suffix in suffixes
+    )
     assert near(one.values, other.values)
     assert near([one.base, one.donor], [other.base, other.donor])
 

@@ -112,9 +112,9 @@ def test_patching_the_residual_stream_of_all_slots_gives_the_donor(tiny: Model):
     assert abs(whole.normalised - 1).max() < 2 * TOLERANCE / abs(whole.donor - whole.base)
 
 
-def test_a_donor_that_equals_the_base_has_no_effect(tiny: Model):
-    base, _ = two(tiny)
-    parts = (*KEYS_AND_VALUES, *parts_of(tiny))
+def test_a_donor_that_equals_the_base_has_no_effect(tiny_llama: Model):
+    base, _ = two(tiny_llama)
+    parts = (*KEYS_AND_VALUES, *parts_of(tiny_llama))
     patched = swept(base, base, base.suffix(0, 3), over=("layer", "segment"), parts=parts, reads="total")
     assert near(patched.effect, torch.zeros(len(patched.cells)))
 
@@ -149,17 +149,17 @@ def test_segments_of_unequal_length_meet_at_start_or_end(tiny: Model, align: str
     assert near(keys.values, logits[:, -1] @ WEIGHTS)
 
 
-def test_several_last_tokens_can_be_measured(tiny: Model):
-    base, donor = two(tiny)
+def test_several_last_tokens_can_be_measured(tiny_llama: Model):
+    base, donor = two(tiny_llama)
     suffix, answer = base.suffix(0, 4), (3, 1, 4)
     patched = swept(base, donor, suffix, LogProb(answer), over=("slot",), parts=("V", "resid_pre"), reads="total")
-    said = hooked_pass(tiny, base, donor, suffix, swaps_of(patched, base)).log_softmax(-1)
+    said = hooked_pass(tiny_llama, base, donor, suffix, swaps_of(patched, base)).log_softmax(-1)
     assert near(patched.values, sum(said[:, 1 + place, token] for place, token in enumerate(answer)))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_a_row_does_not_depend_on_other_rows(tiny: Model, rows: int):
-    base, donor = two(tiny)
+def test_a_row_does_not_depend_on_other_rows(tiny_gemma: Model, rows: int):
+    base, donor = two(tiny_gemma)
     sweeps = [
         swept(base, donor, base.suffix(0, 3), over=("slot", "layer"), parts=("V", "resid_pre"), reads="total", **how)
         for how in ({}, {"rows": rows})

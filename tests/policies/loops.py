@@ -74,16 +74,16 @@ def named(given: Any) -> str:
 
 
 def window_by_loop(policy: SlidingWindow, scene: Scene, place: Place) -> Slots:
-    return newest(live_at(scene, place), policy.window)
+    return newest(live_at(scene, place), policy.slots)
 
 
 def sinks_by_loop(policy: SinkWindow, scene: Scene, place: Place) -> Slots:
     live = live_at(scene, place)
-    return set(live[: policy.sinks]) | newest(live, policy.window)
+    return set(live[: policy.sinks]) | newest(live, policy.slots)
 
 
 def h2o_worth(policy: H2O, scene: Scene, place: Place) -> Callable[[int], float]:
-    recent = newest(live_at(scene, place), policy.budget // 2 if policy.recent is None else policy.recent)
+    recent = newest(live_at(scene, place), policy.slots // 2 if policy.recent is None else policy.recent)
     return lambda slot: float("inf") if slot in recent else float(record(scene).total[place][slot])
 
 
@@ -114,11 +114,11 @@ WORTH: dict[type[Policy], Callable[..., Callable[[int], float]]] = {
 
 
 def scored_by_loop(policy: Any, scene: Scene, place: Place) -> Slots:
-    return best(live_at(scene, place), WORTH[type(policy)](policy, scene, place), policy.budget)
+    return best(live_at(scene, place), WORTH[type(policy)](policy, scene, place), policy.slots)
 
 
 PROTECTED: dict[type[Policy], Callable[..., int]] = {
-    H2O: lambda policy: policy.budget // 2 if policy.recent is None else policy.recent,
+    H2O: lambda policy: policy.slots // 2 if policy.recent is None else policy.recent,
     TOVA: lambda policy: 0,
     SnapKV: lambda policy: policy.window,
 }
@@ -143,7 +143,7 @@ def pyramid_by_hand(layers: int, budget: int, window: int, beta: int, length: in
 def layers_by_loop(policy: Any, scene: Scene, place: Place) -> Slots:
     inner, length = policy.policy, max(len(live_at(scene, other)) for other in places(scene) if other[1] == place[1])
     window = PROTECTED[type(inner)](inner)
-    counts = pyramid_by_hand(scene.cache.n_layers, inner.budget, window, policy.beta, length, inner.every is None)
+    counts = pyramid_by_hand(scene.cache.n_layers, inner.slots, window, policy.beta, length, inner.every is None)
     return best(live_at(scene, place), WORTH[type(inner)](inner, scene, place), counts[place[0]])
 
 
@@ -166,7 +166,7 @@ def heads_by_loop(policy: Any, scene: Scene, place: Place) -> Slots:
     live = {head: live_at(scene, (layer, row, head)) for head in heads}
     protected = {head: {slot for slot in live[head] if worth[head](slot) == float("inf")} for head in heads}
     free = {head: [slot for slot in live[head] if slot not in protected[head]] for head in heads}
-    budgets = {head: inner.budget - len(protected[head]) for head in heads}
+    budgets = {head: inner.slots - len(protected[head]) for head in heads}
     if sum(budgets.values()) >= sum(map(len, free.values())):
         return set(live[this_head])
     ranked = sorted(((worth[head](slot), slot, head) for head in heads for slot in free[head]), reverse=True)

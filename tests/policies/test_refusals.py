@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from kvprobe.errors import UserError
 from kvprobe.inference.forward import prefill
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
+from kvprobe.models.lanes import Lanes
 from kvprobe.policies import (
     H2O,
     TOVA,
@@ -27,7 +29,7 @@ from kvprobe.policies import (
     ZeroValues,
 )
 from tests.policies.scenes import random_scene
-from tests.random_caches import NAMES, random_tokens
+from tests.random_caches import NAMES, assert_bit_identical, random_tokens
 from tests.refusals import refused
 
 BAD: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
@@ -92,13 +94,22 @@ def test_bad_input_is_refused_in_one_sentence(call: Callable[[], Any], said: tup
     refused(call, *said)
 
 
-def test_a_policy_that_scores_is_refused_on_the_plain_lane_by_name(tiny_llama: Model):
-    prompt = [random_tokens(0, {"T1": 6})]
+def test_a_policy_that_scores_is_refused_on_a_plain_lane_that_hides_its_attention(
+    tiny_llama: Model, monkeypatch: pytest.MonkeyPatch
+):
+    """Left to kvprobe, the hooked lane is taken, but only while scores are needed."""
+
+    def hidden(lanes: Lanes) -> None:
+        raise UserError("This attention is not a softmax.")
+
+    monkeypatch.setattr("kvprobe.models.lanes.prove_attention", hidden)
+    lanes, prompt = Lanes(tiny_llama.lanes.plain), [random_tokens(0, {"T1": 6})]
     for policy in (H2O(4), SlidingWindow(4) | LayerBudgets(TOVA(4))):
-        said = (str(policy), "needs attention scores", "lane='hooked'")
-        refused(lambda policy=policy: generate(tiny_llama.lanes, prompt, policy=policy, lane="plain"), *said)
-        refused(lambda policy=policy: tiny_llama.prefill(prompt, policy=policy, lane="plain"), *said)
-        refused(lambda policy=policy: tiny_llama.prefill(prompt, policy=policy, chunk=2, lane="plain"), *said)
+        refused(lambda policy=policy: generate(lanes, prompt, policy=policy, lane="plain"), "not a softmax")
+        taken, expected = (
+            generate(lanes, prompt, max_new_tokens=4, policy=policy, lane=lane) for lane in ("auto", "hooked")
+        )
+        assert_bit_identical(taken.cache, expected.cache)
 
 
 def test_a_policy_that_scores_is_refused_where_attention_was_not_watched(tiny_llama: Model):

@@ -37,7 +37,14 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"contexts": 4}, "'contexts' is 4; expected 5 to 48"),
         ({"samples": 100}, "not a multiple of the 48 contexts; expected 96 or 144"),
     ],
-    "policies": [({"budgets": (1, 20)}, "expected at least 8 slots, 2 percent")],
+    "policies": [
+        ({"budgets": (1, 20)}, "expected at least 8 slots, 2 percent"),
+        ({"tasks": ("retrieve",)}, "give both"),
+        ({"policies": ("SnapKV(50%)",)}, "give both"),
+        ({"tasks": ("retrive",), "policies": ("TOVA(8)",)}, "did you mean 'retrieve'"),
+        ({"tasks": ("retrieve",), "policies": ("TOVA(8), SnapKW(50%)",)}, "did you mean 'SnapKV'"),
+        ({"tasks": ("retrieve",), "policies": ("SnapKV(150%)",)}, "a share of the prompt's"),
+    ],
     "robustness": [
         ({"faults": ("gaussian", "zero")}, "did you mean 'zeros'"),
         ({"tasks": ("resite",)}, "did you mean 'recite'"),

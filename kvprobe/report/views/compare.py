@@ -17,11 +17,12 @@ def save_comparison(comparison: Comparison, path: str | Path) -> Path:
 def comparison_page(comparison: Comparison) -> str:
     """The page."""
     hidden = ", ".join(comparison.hidden)
+    policies = [arm for arm in comparison.replies if arm not in ARMS]
     return render(
         "compare.html.j2",
-        [_tokens(comparison), _heads(comparison)],
-        title=f"{comparison.model} without {hidden}",
-        question="What does the model answer with everything in view, and after messages were hidden in three ways?",
+        [_tokens(comparison), *([_heads(comparison)] if hidden else [])],
+        title=f"{comparison.model} {f'without {hidden}' if hidden else 'under cache policies'}",
+        question="What does the model answer with everything in view, and with other caches of the same conversation?",
         answer=comparison.reach,
         passages=[
             SeenPassage(message.segment, message.role, message.said, hide, "hidden" if hide else "")
@@ -30,7 +31,10 @@ def comparison_page(comparison: Comparison) -> str:
         ],
         asked=comparison.question,
         replies=list(comparison.replies.values()),
-        arms={arm: meaning for arm, meaning in ARMS.items() if arm in comparison.replies},
+        arms={
+            **{arm: meaning for arm, meaning in ARMS.items() if arm in comparison.replies},
+            **dict.fromkeys(policies, "the policy has acted once, after all was read"),
+        },
         left_out=comparison.left_out,
     )
 

@@ -19,14 +19,32 @@ class Config(Settings):
         length: of a conversation in tokens, about.
         budgets: slots that a policy may keep, in percent of the conversation's; at 100 nothing may
             change, which is a control.
-        seed: of conversations, and random evictions.
+        tasks: instead of conversations, tasks of your own: .jsonl files of prompts and answers; also retrieve, needle,
+            recite and gsm8k.
+        policies: on these tasks, such as "SnapKV(50%)" (half of the prompt's slots) or "SinkWindow(4, 252) |
+            Quantise(4)".
+        items: of each task; 0 for all of a file, or 48.
+        seed: of conversations, items, and random evictions.
     """
 
     samples: int = ranged(12, 2, 10_000)
     length: int = ranged(512, 160, 2000)
     budgets: tuple[int, ...] = ranged((5, 10, 20, 30, 50, 75, 100), 1, 100)
+    tasks: tuple[str, ...] = ()
+    policies: tuple[str, ...] = ()
+    items: int = ranged(0, 0, 100_000)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.policies, list | tuple):
+            object.__setattr__(self, "policies", tuple(map(str, self.policies)))  # policies of `kv.policies` as text
+        super().__post_init__()
 
     def validate(self) -> None:
+        if bool(self.tasks) != bool(self.policies):
+            raise UserError(
+                "Policies are tried on tasks: give both, such as --tasks FILE.jsonl --policies 'SnapKV(50%)'; or "
+                "neither, for the catalogue of policies on conversations."
+            )
         smallest = self.budgets[0]
         if smallest * self.length < 100 * FEWEST_SLOTS:
             raise UserError(

@@ -12,6 +12,7 @@ from kvprobe.report.plots.figure import Labels
 from kvprobe.studies.policies import Config
 from kvprobe.studies.policies.collect import FULL, collect
 from kvprobe.studies.policies.conclude import GAINS, NAMES, conclude
+from kvprobe.studies.policies.on_tasks import ON_TASKS, inputs
 from kvprobe.studies.policies.styles import POLICY_STYLES
 from kvprobe.studies.policies.tradeoff import Tradeoff
 from kvprobe.tasks.instructions import PLACES
@@ -98,6 +99,7 @@ STUDY = Study(
     config=Config,
     collect=collect,
     conclude=conclude,
+    instead=lambda config: ON_TASKS if config.tasks else None,
     figures=(
         Tradeoff(
             file="quality_by_memory",
@@ -118,6 +120,7 @@ STUDY = Study(
         InstructionsByPlace(),
     ),
     claims=tuple(Claim(name, above="better", below="worse") for name in GAINS.values()),
+    inputs=inputs,
     labels={
         "kind": {FULL: "full cache"} | {name: kind.label for name, kind in CATALOGUE.items()},
         "level": "{:g} %".format,
