@@ -1,7 +1,7 @@
 """How often each kind of interval that a report prints holds the truth, and how often a family of claims on noise has a
 false one.
 
-Every quantity is simulated from a distribution whose truth is known, at 4, 8, 16 and 48 clusters, and given to the very
+Every quantity is simulated from a distribution whose truth is known, at 4 to 48 clusters, and given to the very
 functions that the studies call. The tables go into docs/results/coverage.md.
 
     make benchmark          or          python benchmarks/coverage.py [--quick]
@@ -14,14 +14,28 @@ from math import nan
 from pathlib import Path
 
 import numpy as np
+from scipy.special import log_ndtr
 
 from kvprobe.ranks import spearman
 from kvprobe.report.crossing import crossings
-from kvprobe.stats import DIFFERENCE, FEWEST, SHARE, Estimate, estimate, means, newcombe, ratio, statistic, wilson
+from kvprobe.stats import (
+    DIFFERENCE,
+    FEWEST,
+    SHARE,
+    Estimate,
+    binomial,
+    estimate,
+    means,
+    newcombe,
+    ratio,
+    statistic,
+)
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "results" / "coverage.md"
-CLUSTERS = (4, 8, 16, 48)
-REPETITIONS, QUICK = 4000, 300
+CLUSTERS = (4, 8, 12, 16, 48)
+REPETITIONS, QUICK = 2000, 300
+CHUNK = 100
+"""Families that are drawn at once."""
 FAMILIES = (1, 4, 9, 24, 64)
 """How many comparisons a headline picks its claims from; see each study's `CLAIMS`."""
 Draw = Callable[[np.random.Generator, int], Estimate]
@@ -52,18 +66,21 @@ def kinds() -> list[Kind]:
             ("lognormal, σ = 1", float(np.exp(0.5)), lambda rng, count: rng.lognormal(size=count)),
         )
     ]
-    for share in (0.5, 0.2, 0.05):
+    for share in (0.5, 0.2, 0.1, 0.02):
         every.append(Kind("share, 1 trial a cluster", f"binary, {share}", share, _share(share, 1, 0.0)))
-        every.append(
-            Kind("share, 5 trials a cluster", f"binary, {share}, correlation 0.3", share, _share(share, 5, 0.3))
-        )
-        every.append(Kind("share of independent trials (Wilson)", f"binary, {share}", share, _wilson(share)))
+        for trials in (5, 20):
+            data = f"binary, {share}, correlation 0.3"
+            every.append(Kind(f"share, {trials} trials a cluster", data, share, _share(share, trials, 0.3)))
     for one, other in ((0.2, 0.2), (0.5, 0.1), (0.3, 0.0)):
         data = f"binary, {one} and {other}"
         every.append(Kind("paired difference of shares", data, one - other, _paired(one, other)))
         every.append(Kind("difference of independent shares (Newcombe)", data, one - other, _newcombe(one, other)))
     for damage in ("equal", "exponential", "lognormal, σ = 1"):
         every.append(Kind("pooled index, 1 − Σ left / Σ damage", f"damage {damage}", 0.3, _pooled(damage)))
+    for spread in (0.5, 1.0):
+        truth, data = float(np.exp(spread**2 / 2)), f"lognormal, σ = {spread}"
+        every.append(Kind("ratio of sums, independent", data, 1.0, _ratio(spread, tied=False)))
+        every.append(Kind("ratio of sums, one a multiple of the other", data, truth, _ratio(spread, tied=True)))
     every.append(Kind("ratio of means", "exponential", 2.0, _ratio_of_means))
     every.append(Kind("slope within clusters", "normal", -0.1, _slope))
     every.append(Kind("least memory (where a loss crosses its tolerance)", "normal", 0.4, _crossing))
@@ -77,19 +94,34 @@ def coverage(kind: Kind, clusters: int, repetitions: int, seed: int = 0) -> floa
     """The share of repetitions in which the interval holds the truth; None where none is printed."""
     rng = np.random.default_rng([seed, clusters])
     drawn = [kind.draw(rng, clusters) for _ in range(repetitions if clusters >= FEWEST else 1)]
-    return float(np.mean([not interval.differs(kind.truth) for interval in drawn])) if drawn[0].has_interval else None
+    return (
+        float(np.mean([not interval.differs(kind.truth) for interval in drawn]))
+        if any(interval.has_interval for interval in drawn)
+        else None
+    )
 
 
-def false_claims(comparisons: int, clusters: int, repetitions: int, share: float = 0.5, seed: int = 0) -> float:
-    """How often a family of comparisons on noise has a claim; `share` of their variance is common to all."""
+def false_claims(
+    law: "Law", comparisons: int, clusters: int, repetitions: int, share: float = 0.5, seed: int = 0
+) -> float:
+    """How often a family of comparisons whose truth is zero has a claim; `share` of their variance is common to all."""
     rng = np.random.default_rng([seed, clusters, comparisons])
-    claims = 0
-    for _ in range(repetitions):
-        common, separate = rng.normal(size=clusters), rng.normal(size=(comparisons, clusters))
-        values = share**0.5 * common + (1 - share) ** 0.5 * separate
+    claimed = []
+    for _ in range(0, repetitions, CHUNK):
+        common, separate = rng.normal(size=(CHUNK, 1, clusters)), rng.normal(size=(CHUNK, comparisons, clusters))
+        values = law(share**0.5 * common + (1 - share) ** 0.5 * separate)
         _, low, high = means(values, np.arange(clusters), comparisons=comparisons)
-        claims += bool(((low > 0) | (high < 0)).any())
-    return claims / repetitions
+        claimed.append(((low > 0) | (high < 0)).any(-1).mean())
+    return float(np.mean(claimed))
+
+
+Law = Callable[[np.ndarray], np.ndarray]
+LAWS: dict[str, Law] = {
+    "normal": lambda normal: normal,
+    "exponential": lambda normal: -log_ndtr(normal) - 1,
+    "lognormal, σ = 1": lambda normal: np.exp(normal) - np.exp(0.5),
+}
+"""Data of mean zero, made of standard normal data."""
 
 
 def write(name: str, text: str, page: Path = PAGE) -> None:
@@ -122,13 +154,9 @@ def _chances(rng: np.random.Generator, share: float, correlation: float, count: 
 def _share(share: float, trials: int, correlation: float) -> Draw:
     def draw(rng: np.random.Generator, count: int) -> Estimate:
         hits = rng.binomial(trials, _chances(rng, share, correlation, count))
-        return estimate(hits / trials, within=SHARE)
+        return estimate(hits / trials, within=None if trials == 1 else SHARE)
 
     return draw
-
-
-def _wilson(share: float) -> Draw:
-    return lambda rng, count: wilson(int(rng.binomial(count, share)), count)
 
 
 def _paired(one: float, other: float) -> Draw:
@@ -140,7 +168,7 @@ def _paired(one: float, other: float) -> Draw:
 
 def _newcombe(one: float, other: float) -> Draw:
     def draw(rng: np.random.Generator, count: int) -> Estimate:
-        return newcombe(*(wilson(int(rng.binomial(count, share)), count) for share in (one, other)))
+        return newcombe(*(binomial(int(rng.binomial(count, share)), count) for share in (one, other)))
 
     return draw
 
@@ -150,6 +178,14 @@ def _pooled(law: str) -> Draw:
         damage = {"equal": np.ones(count), "exponential": rng.exponential(size=count)}.get(law)
         damage = rng.lognormal(size=count) if damage is None else damage
         return ratio(damage * (0.3 + 0.3 * rng.normal(size=count)), damage)
+
+    return draw
+
+
+def _ratio(spread: float, tied: bool) -> Draw:
+    def draw(rng: np.random.Generator, count: int) -> Estimate:
+        top, bottom = rng.lognormal(sigma=spread, size=(2, count))
+        return ratio(top * bottom if tied else top, bottom)
 
     return draw
 
@@ -209,9 +245,11 @@ def main() -> None:
     covered = table(["interval", "data", *(f"{count} clusters" for count in CLUSTERS)], rows)
     enough = [count for count in CLUSTERS if count >= FEWEST]
     rows = [
-        [str(family), *(shown(false_claims(family, count, repetitions)) for count in enough)] for family in FAMILIES
+        [str(family), data, *(shown(false_claims(law, family, count, repetitions)) for count in enough)]
+        for data, law in LAWS.items()
+        for family in FAMILIES
     ]
-    claimed = table(["comparisons", *(f"{count} clusters" for count in enough)], rows)
+    claimed = table(["comparisons", "data", *(f"{count} clusters" for count in enough)], rows)
     print(covered, claimed)
     if not quick:
         write("coverage", covered)

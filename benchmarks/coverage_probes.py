@@ -10,17 +10,17 @@ fold is read at the site that did best on its inner fold. The floor is one vecto
 
 import argparse
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from coverage import table, write
 
 from kvprobe.probing.claims import FLOOR
-from kvprobe.probing.controls import hash_control
 from kvprobe.probing.features import Features, Site
 from kvprobe.probing.fits import Fits, chosen, fit_sites, fit_tasks
 from kvprobe.probing.intervals import INFORMATION, held_out
-from kvprobe.probing.probe_features import probe_features
+from kvprobe.probing.probe_features import control_tasks, probe_features
 from kvprobe.probing.splits import SPLITS, Split, fold_numbers
 from kvprobe.stats import DIFFERENCE, SHARE, Estimate
 from kvprobe.tasks.designs import Target
@@ -28,6 +28,14 @@ from kvprobe.tasks.designs import Target
 CLASSES, DIM, SITES, FOLDS, SIGNAL, EACH = 4, 12, 2, 5, 1.5, 5
 TARGET = Target("letter", tuple("abcd"))
 COUNTS = (8, 16, 48)
+EQUAL = (1 / CLASSES,) * CLASSES
+DATA = {
+    "noise": (0.0, EQUAL),
+    "noise, labels 9 : 1": (0.0, (0.9, 0.1)),
+    "noise, labels 7 : 2 : 1": (0.0, (0.7, 0.2, 0.1)),
+    "a signal": (SIGNAL, EQUAL),
+}
+"""By name: the strength of the signal, and how frequent each class is."""
 WITHIN = {"accuracy": SHARE, "leak": DIFFERENCE, "selectivity": DIFFERENCE, "bits": INFORMATION}
 
 
@@ -46,11 +54,11 @@ def main() -> None:
         return f"{100 * share:.1f}"
 
     rows = [
-        [f"{contexts}", "a signal" if signal else "noise", split, *(shown(held[name]) for name in WITHIN)]
+        [f"{contexts}", features, split, *(shown(held[name]) for name in WITHIN)]
         for contexts in COUNTS
-        for signal in (0.0, SIGNAL)
+        for features, (signal, shares) in DATA.items()
         for split in SPLITS
-        for held in (coverage(contexts, EACH, signal, split, draws),)
+        for held in (coverage(contexts, EACH, signal, split, draws, shares=shares),)
     ]
     covered = table(["contexts", "features", "split", *WITHIN], rows)
     print(covered, flush=True)
@@ -66,18 +74,22 @@ def main() -> None:
 
 
 def coverage(
-    contexts: int, repeats: int, signal: float, split: Split, draws: int, designs: int = 40
+    contexts: int,
+    repeats: int,
+    signal: float,
+    split: Split,
+    draws: int,
+    designs: int = 40,
+    shares: Sequence[float] = EQUAL,
 ) -> dict[str, float]:
     """The share of intervals that hold the truth, by what they are of."""
     intervals: dict[str, list[Estimate]] = defaultdict(list)
     means: dict[str, list[float]] = defaultdict(list)
     for draw in range(draws):
         rng = np.random.default_rng([contexts, repeats, draw])
-        features, floor = drawn(rng, contexts, repeats, signal, SITES * designs)
+        features, floor = drawn(rng, contexts, repeats, signal, SITES * designs, shares=shares)
         fold = fold_numbers(split, features.contexts, FOLDS, rng)
-        control = torch.cat(
-            [hash_control(features.labels, features.contexts.tolist(), CLASSES, seed) for seed in range(4)]
-        )
+        control = control_tasks(features, rng)
         fits, memorised = fit_tasks(features, split, fold, [features.labels, control])
         others = fit_sites(floor, split, fold)
         for first in range(0, SITES * designs, SITES):
@@ -94,7 +106,9 @@ def coverage(
                 means[name].append(float(value.mean()))
     truth = {name: float(np.clip(np.mean(values), *WITHIN[name])) for name, values in means.items()}
     if not signal:
-        truth["accuracy"] = 1 / CLASSES
+        truth |= {"accuracy": max(shares), "leak": 0.0}
+        if split != "random":  # there, a probe can memorise the labels of the control
+            truth["selectivity"] = 0.0
     return {
         name: float(np.mean([value.low <= truth[name] <= value.high for value in values]))
         for name, values in intervals.items()
@@ -113,11 +127,17 @@ def false_claims(contexts: int, repeats: int, probings: int, permutations: int) 
 
 
 def drawn(
-    rng: np.random.Generator, contexts: int, repeats: int, signal: float, sites: int, offset: float = 1.0
+    rng: np.random.Generator,
+    contexts: int,
+    repeats: int,
+    signal: float,
+    sites: int,
+    offset: float = 1.0,
+    shares: Sequence[float] = EQUAL,
 ) -> tuple[Features, Features]:
     """Features and their floor, which differs between contexts alone."""
     homes = np.repeat(np.arange(contexts), repeats)
-    labels = rng.integers(0, CLASSES, len(homes))
+    labels = rng.choice(len(shares), len(homes), p=shares)
     offsets = offset * rng.standard_normal((contexts, sites, DIM))
     strength = signal * np.exp(0.5 * rng.standard_normal((contexts, sites)))
     vectors = offsets[homes] + rng.standard_normal((len(homes), sites, DIM))

@@ -2,7 +2,7 @@
 
 The delete-one-cluster jackknife needs only a statistic's value without each cluster, so it serves means, differences,
 ratios, slopes and refitted probes. The quantile is Student's t, with degrees of freedom from the effective number of
-clusters, and the end on the side of a long tail is moved out.
+clusters, and the end on the side of a long tail is moved out. Shares of independent trials have exact intervals.
 Fewer than `FEWEST` clusters give a range and no interval. docs/results/coverage.md reports the measured coverage.
 """
 
@@ -12,7 +12,7 @@ from math import isfinite, isnan, nan
 
 import numpy as np
 from jaxtyping import Float, Int, Num, Shaped
-from scipy.special import ndtri, stdtrit
+from scipy.special import betaincinv, stdtrit
 
 from kvprobe.errors import UserError
 
@@ -102,8 +102,10 @@ def interval(
     The jackknife's pseudo-values take the place of independent observations: half the width is their standard error
     times Student's t, with one degree of freedom fewer than (effective) clusters. The end on the side of the longer
     tail is moved out by Johnson's correction for skewness (1978). The correction is enlarged, because few clusters hide
-    most of their skewness; it is enlarged less in a limited range. Clusters that are all alike at 0 or 1 can be so by
-    chance: with a limited range the interval is then as wide as Wilson's for 0 successes in as many trials.
+    most of their skewness, and of many comparisons the most extreme one hides the most (but differences between single
+    answers, which are -1, 0 or 1, have no tail to hide). Clusters that are all alike at -1, 0 or 1 can be so by chance:
+    in a limited range the interval reaches as far as clusters at its ends could move the mean that all were missed with
+    a probability of 2.5 %.
     docs/results/coverage.md reports the coverage.
 
     Args:
@@ -124,16 +126,30 @@ def interval(
     variance = (deviations**2).mean(-1) * count / (count - 1)
     alike = variance <= (1e-12 * np.maximum(1.0, np.abs(estimate))) ** 2
     spread = np.sqrt(np.where(alike, 1.0, variance))
-    third = (deviations**3).mean(-1) * count**2 / ((count - 1) * (count - 2))
-    limited = bool(np.isfinite(within).all())
-    hidden = 1.5 if limited else 1 + 40 / count
-    shift = hidden * (1 / 6 + quantile_of_all**2 / 3) * third / (spread**2 * count)
-    half = quantile * spread / np.sqrt(count)
-    by_chance = np.where(
-        limited & np.isin(estimate, (-1.0, 0.0, 1.0)), quantile_of_all**2 / (count + quantile_of_all**2), 0.0
-    )
-    below, above = (np.where(alike, by_chance, half + np.maximum(0, side * shift)) for side in (-1, 1))
-    return np.asarray(np.maximum(estimate - below, within[0])), np.asarray(np.minimum(estimate + above, within[1]))
+    skewness = (deviations**3).mean(-1) * count**2 / ((count - 1) * (count - 2)) / spread**3
+    scale = (1 + 40 / count) * (1 / 6 + quantile_of_all**2 / 3) / np.sqrt(count)
+    limited = np.isfinite(within).all()
+    answers = limited & (np.abs(pseudo - np.round(pseudo)) < 1e-9).all(-1)
+    hidden = np.where(answers, 0.0, np.log(comparisons) / 3)
+    missed = 1 - (0.025 / comparisons) ** (1 / count)
+    ends = []
+    for side, end in zip((-1, 1), within, strict=True):
+        shift = quantile + scale * np.maximum(0, side * skewness + hidden)
+        unseen = missed * (end - estimate) if limited else 0.0
+        by_chance = np.where(np.isin(estimate, (-1.0, 0.0, 1.0)), unseen, 0.0)
+        moved = estimate + np.where(alike, by_chance, side * shift * spread / np.sqrt(count))
+        ends.append(np.asarray(np.clip(moved, *within)))
+    return ends[0], ends[1]
+
+
+def natural(within: tuple[float, float] | None, *columns: Num[np.ndarray, "..."]) -> tuple[float, float]:
+    """The natural range as given; without one, that of a column of 0 and 1, or of -1, 0 and 1, is that of a share, or
+    of a difference of shares, as is that of two columns of 0 and 1. Others are unlimited."""
+    if within is not None:
+        return within
+    if not all(np.isin(column, (-1, 0, 1)).all() for column in columns):
+        return UNBOUNDED
+    return SHARE if len(columns) == 1 and (columns[0] >= 0).all() else DIFFERENCE
 
 
 def effective(weights: Num[np.ndarray, "*quantities clusters"]) -> Float[np.ndarray, "*quantities"]:
@@ -170,8 +186,44 @@ def ratio(
     within: tuple[float, float] = UNBOUNDED,
     comparisons: int = 1,
 ) -> Estimate:
-    """The sum of one quantity over clusters divided by the sum of another; NaN where the latter is zero."""
+    """The sum of one quantity over clusters divided by the sum of another; NaN where the latter is zero.
+
+    Where both are positive in all clusters, the upper end is also that of the logarithm, if it is higher: the tail of
+    such a ratio is longer than its clusters show.
+    """
     top, bottom = np.asarray(top, float), np.asarray(bottom, float)
+    if (top < 0).all() and (bottom > 0).all():
+        return -ratio(-top, bottom, (-within[1], -within[0]), comparisons)
+    linear = _quotient(top, bottom, within, comparisons)
+    if not (linear.has_interval and top.min() > 0 and bottom.min() > 0):
+        return linear
+    without = np.log((top.sum() - top) / (bottom.sum() - bottom))
+    _, high = interval(np.log(linear.mean), without, comparisons=comparisons, weights=bottom)
+    return replace(linear, high=min(max(linear.high, float(np.exp(high))), within[1]))
+
+
+def estimate(
+    values: Num[np.ndarray, "samples"],
+    clusters: Int[np.ndarray, "samples"] | None = None,
+    within: tuple[float, float] | None = None,
+    comparisons: int = 1,
+) -> Estimate:
+    """The mean over samples with its interval over clusters; each sample is its own cluster by default.
+
+    The interval of a share with one sample a cluster, each 0 or 1, is exact.
+    """
+    values = np.asarray(values, float)
+    _, members = np.unique(np.arange(len(values)) if clusters is None else clusters, return_inverse=True)
+    sizes = np.bincount(members)
+    within = natural(within, values)
+    if within == SHARE and sizes.max(initial=0) == 1 and np.isin(values, (0, 1)).all():
+        return binomial(float(values.sum()), len(values), comparisons)
+    return _quotient(np.bincount(members, values), sizes, within, comparisons)
+
+
+def _quotient(
+    top: Num[np.ndarray, "clusters"], bottom: Num[np.ndarray, "clusters"], within: tuple[float, float], comparisons: int
+) -> Estimate:
     with np.errstate(divide="ignore", invalid="ignore"):
         whole, without = top.sum() / bottom.sum(), (top.sum() - top) / (bottom.sum() - bottom)
     if not isfinite(whole):
@@ -179,23 +231,9 @@ def ratio(
     return jackknife(float(whole), np.where(np.isfinite(without), without, nan), within, comparisons, bottom)
 
 
-def estimate(
-    values: Num[np.ndarray, "samples"],
-    clusters: Int[np.ndarray, "samples"] | None = None,
-    within: tuple[float, float] = UNBOUNDED,
-    comparisons: int = 1,
-) -> Estimate:
-    """The mean over samples with its interval over clusters; each sample is its own cluster by default."""
-    values = np.asarray(values, float)
-    if clusters is None:
-        return ratio(values, np.ones(len(values)), within, comparisons)
-    _, members = np.unique(clusters, return_inverse=True)
-    return ratio(np.bincount(members, values), np.bincount(members), within, comparisons)
-
-
 def pooled(
     kinds: Sequence[tuple[Num[np.ndarray, "_"], Shaped[np.ndarray, "_"]]],
-    within: tuple[float, float] = UNBOUNDED,
+    within: tuple[float, float] | None = None,
     comparisons: int = 1,
 ) -> Estimate:
     """The mean over samples, all counted alike; or, of two kinds of samples, that of the first less that of the second.
@@ -213,6 +251,7 @@ def pooled(
         mean += sign * sums.sum() / sizes.sum()
         without += sign * (sums.sum() - sums) / (sizes.sum() - sizes)
         weights += sizes / sizes.sum()
+    within = natural(within, *(values for values, _ in kinds))
     whole = jackknife(float(mean), without, within, comparisons, weights)
     least = min(len(np.unique(members)) for _, members in kinds)
     return whole if least >= FEWEST else replace(whole, low=nan, high=nan, clusters=least)
@@ -221,7 +260,7 @@ def pooled(
 def means(
     values: Num[np.ndarray, "*quantities samples"],
     clusters: Int[np.ndarray, "samples"],
-    within: tuple[float, float] = UNBOUNDED,
+    within: tuple[float, float] | None = None,
     comparisons: int = 1,
 ) -> tuple[Float[np.ndarray, "*quantities"], Float[np.ndarray, "*quantities"], Float[np.ndarray, "*quantities"]]:
     """Mean over samples of many quantities, with the ends of their intervals; see `interval`."""
@@ -233,7 +272,7 @@ def means(
     mean = np.asarray(values.mean(-1))
     with np.errstate(divide="ignore", invalid="ignore"):
         without = (sums.sum(-1, keepdims=True) - sums) / (sizes.sum() - sizes)
-    return mean, *interval(mean, without, within, comparisons, sizes)
+    return mean, *interval(mean, without, natural(within, values), comparisons, sizes)
 
 
 def statistic(
@@ -265,8 +304,10 @@ def statistic(
     return jackknife(float(numbers[0]), numbers[1:], within, comparisons, shares)
 
 
-def wilson(successes: int | float, trials: int, comparisons: int = 1) -> Estimate:
-    """A share of independent trials with its 95 % Wilson interval, which stays inside 0 to 1; a range below `FEWEST`.
+def binomial(successes: int | float, trials: int, comparisons: int = 1) -> Estimate:
+    """A share of independent trials with its exact 95 % interval (Clopper and Pearson 1934); a range below `FEWEST`.
+
+    Wilson's interval is shorter, but holds a share of 2 % in 85 % of cases with 8 trials.
 
     Args:
         comparisons: number of intervals that are to hold together (Bonferroni).
@@ -278,17 +319,17 @@ def wilson(successes: int | float, trials: int, comparisons: int = 1) -> Estimat
     """
     if not 0 <= successes <= trials or trials < 1:
         raise UserError(f"Successes must lie in 0 to {trials}, the number of trials; got {successes} of {trials}.")
-    z, share = -float(ndtri(0.025 / comparisons)), successes / trials
+    failures, level = trials - successes, 0.025 / comparisons
+    share = Estimate(successes / trials, nan, nan, trials, float(not failures), float(successes > 0))
     if trials < FEWEST:
-        return Estimate(share, clusters=trials, smallest=float(successes == trials), largest=float(successes > 0))
-    centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
-    half = z / (1 + z * z / trials) * (share * (1 - share) / trials + z * z / (4 * trials**2)) ** 0.5
-    # At 0 and 1, rounding can put an end slightly beyond the share itself.
-    return Estimate(share, max(0.0, min(centre - half, share)), min(1.0, max(centre + half, share)), trials)
+        return share
+    low = float(betaincinv(successes, failures + 1, level)) if successes else 0.0
+    high = float(betaincinv(successes + 1, failures, 1 - level)) if failures else 1.0
+    return replace(share, low=low, high=high)
 
 
 def newcombe(one: Estimate, other: Estimate) -> Estimate:
-    """The difference of two independent shares, from their Wilson intervals (Newcombe 1998, method 10)."""
+    """The difference of two independent shares, from the interval of each (the method of Newcombe 1998)."""
     difference = one.mean - other.mean
     below = ((one.mean - one.low) ** 2 + (other.high - other.mean) ** 2) ** 0.5
     above = ((one.high - one.mean) ** 2 + (other.mean - other.low) ** 2) ** 0.5

@@ -7,29 +7,29 @@ from kvprobe.stats import FEWEST, Estimate
 
 
 def percent(value: Estimate) -> str:
-    return f"{number(100 * value.mean, '.1f')} % ({span(value, lambda share: number(100 * share, '.1f'))})"
+    return _written(value, ".1f", 100, " %")
 
 
 def points(value: Estimate) -> str:
-    return f"{number(100 * value.mean, '+.1f')} points ({span(value, lambda share: number(100 * share, '+.1f'))})"
+    return _written(value, "+.1f", 100, " points")
 
 
 def plain(value: Estimate, digits: int = 2) -> str:
-    return formatted(f".{digits}f")(value)
+    return _written(value, f".{digits}f")
 
 
 def two_digits(value: Estimate) -> str:
     """For numbers that span many orders of magnitude."""
-    return formatted(".2g")(value)
+    return _written(value, ".2g")
 
 
 def signed(value: Estimate, digits: int = 3) -> str:
-    return formatted(f"+.{digits}f")(value)
+    return _written(value, f"+.{digits}f")
 
 
 def formatted(form: str) -> Callable[[Estimate], str]:
     """How a number is written with its interval, all in this format."""
-    return lambda value: f"{number(value.mean, form)} ({span(value, lambda end: number(end, form))})"
+    return lambda value: _written(value, form)
 
 
 def share(value: Estimate) -> str:
@@ -47,8 +47,19 @@ def number(value: float, form: str) -> str:
     return text.lstrip("+-") if text.lstrip("+-").strip("0.") == "" else text
 
 
+def _written(value: Estimate, form: str, times: int = 1, unit: str = "") -> str:
+    """The number and its interval, in as many more digits as it takes to tell the ends apart, and from zero."""
+    if value.unknown:
+        return "undefined"
+    low, high, zero = (number(times * end, form) for end in (value.low, value.high, 0.0))
+    digits = int(form[-2])
+    if value.high > value.low and (low == high or (value.differs() and zero in (low, high))) and digits < 9:
+        return _written(value, f"{form[:-2]}{digits + 1}{form[-1]}", times, unit)
+    return f"{number(times * value.mean, form)}{unit} ({span(value, lambda end: number(times * end, form))})"
+
+
 def span(value: Estimate, written: Callable[[float], str]) -> str:
-    """The interval, unless its ends are written alike; with too few clusters for one, their range and the reason."""
+    """The interval; with too few clusters for one, their range and the reason."""
     if value.has_interval:
         low, high = written(value.low), written(value.high)
         return "no spread" if low == high else f"{low} to {high}"

@@ -11,7 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from kvprobe.inference.model import Model, load
-from kvprobe.stats import newcombe, wilson
+from kvprobe.stats import binomial, newcombe
 from kvprobe.tasks.steps import LONGEST, Problem, Step, draw_problem, draw_wrong, text_of
 from kvprobe.tasks.worded_steps import Wording
 from kvprobe.text.tokens import Tokens
@@ -60,10 +60,10 @@ def measured(model: Model, cases: list[Drafted]) -> dict[str, str]:
     wording = Wording.of(model)
 
     def share(hits: list[bool]) -> str:
-        return percent(wilson(sum(hits), len(hits)))
+        return percent(binomial(sum(hits), len(hits)))
 
     def more(one: list[bool], other: list[bool]) -> str:
-        return points(newcombe(wilson(sum(one), len(one)), wilson(sum(other), len(other))))
+        return points(newcombe(binomial(sum(one), len(one)), binomial(sum(other), len(other))))
 
     def asked(words: Callable[[Drafted], str]) -> Callable[[Drafted], Tokens]:
         return lambda case: wording.chat(words(case))

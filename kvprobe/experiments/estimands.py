@@ -16,7 +16,7 @@ from jaxtyping import Float
 
 from kvprobe.probing.intervals import held_out
 from kvprobe.report.findings import Finding, Findings, Key
-from kvprobe.stats import UNBOUNDED, Estimate, estimate, pooled, ratio, wilson
+from kvprobe.stats import UNBOUNDED, Estimate, binomial, estimate, natural, pooled, ratio
 from kvprobe.tidy import Rows, Where, cluster_means, groups
 
 Values = Float[np.ndarray, "clusters"]
@@ -35,7 +35,8 @@ class Estimand(ABC):
         where: which rows count.
         keys: more keys, the same for all findings.
         cluster: the column that tells independent clusters apart.
-        within: the natural range; see `kvprobe.stats`.
+        within: the natural range; without it, that of shares for columns of 0 and 1 that have no unit, and unlimited
+            for others. See `kvprobe.stats.natural`.
         unit: such as `nats`.
         together: keys among whose equal values the intervals of a family hold together (Bonferroni), `()` for the whole
             family; None for each by itself, about which nothing may be claimed.
@@ -49,11 +50,16 @@ class Estimand(ABC):
     where: Where = field(default_factory=dict)
     keys: Mapping[str, Key] = field(default_factory=dict)
     cluster: str = "sample"
-    within: tuple[float, float] = UNBOUNDED
+    within: tuple[float, float] | None = None
     unit: str = ""
     together: tuple[str, ...] | None = None
     family: str = ""
     claims: int = 0
+
+    @property
+    def range(self) -> tuple[float, float] | None:
+        """The natural range, where it does not depend on the values."""
+        return UNBOUNDED if self.within is None and self.unit else self.within
 
     @abstractmethod
     def cells(self, rows: Rows) -> "list[PendingFinding]":
@@ -72,7 +78,7 @@ class Mean(Estimand):
         return PendingFinding(self, keys, len(known), lambda count: self.estimated(known, count))
 
     def estimated(self, known: Values, comparisons: int) -> Estimate:
-        return estimate(known, None, self.within, comparisons)
+        return estimate(known, None, self.range, comparisons)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +86,12 @@ class HeldOut(Mean):
     """The mean over clusters of what a probe that was trained on others reads; see `kvprobe.probing.intervals`."""
 
     def estimated(self, known: Values, comparisons: int) -> Estimate:
-        return held_out(known, np.arange(len(known)), self.within, comparisons)
+        return held_out(known, np.arange(len(known)), self.within or UNBOUNDED, comparisons)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share(Estimand):
-    """The share of clusters, each of which is one trial however often it was measured (Wilson's interval)."""
+    """The share of clusters, each of which is one trial however often it was measured; see `kvprobe.stats.binomial`."""
 
     def cells(self, rows: Rows) -> "list[PendingFinding]":
         known = ((keys, values[np.isfinite(values)]) for keys, values in by_cluster(rows, self, self.where))
@@ -93,7 +99,7 @@ class Share(Estimand):
 
     def cell(self, keys: Mapping[str, Key], values: Values) -> "PendingFinding":
         right = min(float(values.sum()), len(values))
-        return PendingFinding(self, keys, len(values), lambda count: wilson(right, len(values), count))
+        return PendingFinding(self, keys, len(values), lambda count: binomial(right, len(values), count))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +117,11 @@ class Difference(Mean):
         paired = [
             (keys, values, others.get(tuple(keys.values()))) for keys, values in by_cluster(rows, self, self.where)
         ]
-        return several(self.cell(keys, values - other) for keys, values, other in paired if other is not None)
+        return several(
+            replace(self, within=natural(self.range, values, other)).cell(keys, values - other)
+            for keys, values, other in paired
+            if other is not None
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +139,9 @@ class Ratio(Estimand):
         return several(self.cell(keys, top, bottom) for (keys, top), (_, bottom) in zip(tops, bottoms, strict=True))
 
     def cell(self, keys: Mapping[str, Key], top: Values, bottom: Values) -> "PendingFinding":
-        known = np.isfinite(top) & np.isfinite(bottom)
+        known, within = np.isfinite(top) & np.isfinite(bottom), self.within or UNBOUNDED
         return PendingFinding(
-            self, keys, int(known.sum()), lambda count: ratio(top[known], bottom[known], self.within, count)
+            self, keys, int(known.sum()), lambda count: ratio(top[known], bottom[known], within, count)
         )
 
 
@@ -159,7 +169,7 @@ class Pooled(Estimand):
         known = [rows[np.isfinite(rows[self.of].to_numpy(float))] for rows in kinds]
         clusters = min(rows[self.cluster].nunique() for rows in known)
         columns = [(rows[self.of].to_numpy(float), rows[self.cluster].to_numpy()) for rows in known]
-        return PendingFinding(self, keys, clusters, lambda count: pooled(columns, self.within, count))
+        return PendingFinding(self, keys, clusters, lambda count: pooled(columns, self.range, count))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,9 @@ class LayerMap(Brief):
     def _facts(self) -> Iterable[str]:
         yield f"{len(self.labels)} components and bands"
         yield f"damage={self.damage:.4g} nats"
-        if not np.isnan(self.pi).all():
+        if self.damage < LEAST:
+            yield f"below {LEAST} nats, so shares of it (pi) are undefined"
+        else:
             for name, place in (("filters", np.nanargmin(self.pi)), ("passes", np.nanargmax(self.pi))):
                 yield f"{name} most: {_name(self.labels[int(place)])} (pi={self.pi[place]:+.3g})"
 

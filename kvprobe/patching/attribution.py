@@ -28,7 +28,7 @@ from kvprobe.patching.along import Along
 from kvprobe.patching.donor import Align
 from kvprobe.patching.grid import Cell, Over
 from kvprobe.patching.maps import PatchMap
-from kvprobe.patching.metrics import KL, Metric, kept_by, measured
+from kvprobe.patching.metrics import KL, LEAST_WAY, UNDEFINED, Metric, kept_by, measured
 from kvprobe.patching.plan import Plan
 from kvprobe.patching.reader import Reader, attention
 from kvprobe.patching.rows import forward
@@ -65,6 +65,8 @@ class Attribution(Brief):
         yield f"{len(self.cells)} cells, {len(self.sample)} of them checked"
         yield f"agreement={brief(self.agreement)}, overlap={brief(self.overlap)}"
         yield f"base={self.base:.4g}, donor={self.donor:.4g}"
+        if abs(self.donor - self.base) <= LEAST_WAY:
+            yield UNDEFINED
 
     @property
     def map(self) -> PatchMap:
@@ -141,7 +143,7 @@ def attribute(
             "KL from the base is flat at the base, so its gradient is zero; attribute a logit difference or a "
             "log-probability."
         )
-    plan = Plan.of(model, base, donor, suffix, over, parts, "reader", align, along)
+    plan, metric = Plan.of(model, base, donor, suffix, metric, over, parts, "reader", align, along)
     slopes = _Slopes(Reader(plan.lanes, plan.base, plan.contents, plan.suffix))
     value = slopes.back(metric)
     score, linear = _scores(slopes, plan.cells)

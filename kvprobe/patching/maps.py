@@ -14,6 +14,7 @@ from kvprobe.cache.ledger import Ledger
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.patching.grid import Cell
+from kvprobe.patching.metrics import LEAST_WAY, UNDEFINED
 from kvprobe.text.tokens import Decoder, token_texts
 from kvprobe.tidy import chosen
 
@@ -47,6 +48,8 @@ class PatchMap(Brief):
         parts = dict.fromkeys(cell.part for cell in self.cells)
         yield f"{len(self.cells)} cells over {' × '.join(self.cells[0].labels)} of {', '.join(parts)}"
         yield f"base={self.base:.4g}, donor={self.donor:.4g}, reads={self.reads!r}"
+        if abs(self.donor - self.base) <= LEAST_WAY:
+            yield UNDEFINED
         if not np.isnan(self.effect).all():
             largest = int(np.nanargmax(np.abs(self.effect)))
             cell = self.cells[largest]
@@ -62,7 +65,7 @@ class PatchMap(Brief):
         """The effect as a share of the way from base to donor: 0 is no effect, 1 the donor's value; NaN where base and
         donor do not differ."""
         way = self.donor - self.base
-        return self.effect / way if abs(way) > 1e-6 else np.full_like(self.values, np.nan)
+        return self.effect / way if abs(way) > LEAST_WAY else np.full_like(self.values, np.nan)
 
     def _table(self) -> Table:
         """The cells, those of the largest effect first."""
@@ -107,8 +110,8 @@ class PatchMap(Brief):
             part: such as V; needed where the sweep has several, unless `part` is one of the two axes.
 
         Raises:
-            UserError: an axis that the grid does not have, a part, content or value that the sweep does not have, or
-                cells that also differ in a third axis.
+            UserError: shares of the way where there is none, an axis that the grid does not have, a part, content or
+                value that the sweep does not have, or cells that also differ in a third axis.
         """
         table = self.df()
         for column, wanted in (("part", part), ("content", content)):
@@ -122,6 +125,8 @@ class PatchMap(Brief):
         cells = chosen(table, {"content": content} if part is None else {"content": content, "part": part})
         if value not in VALUES:
             raise UserError(unknown("value of a cell", value, VALUES))
+        if value == "normalised" and abs(self.donor - self.base) <= LEAST_WAY:
+            raise UserError(f"In this sweep {UNDEFINED}; take value='effect', or a donor that differs.")
         for axis in (rows, columns):
             if axis not in table:
                 raise UserError(

@@ -5,8 +5,9 @@ A metric is any function of the logits after a run's last tokens, `[kept, vocab]
 can be differentiated, as attribution patching needs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -15,45 +16,95 @@ from torch import Tensor
 from kvprobe.brief import Brief
 from kvprobe.errors import UserError
 from kvprobe.inference.outcomes import relative_entropy
+from kvprobe.text.tokens import Tokens
 
 Metric = Callable[[Tensor], object]
 
+
+@runtime_checkable
+class Encoder(Protocol):
+    """What makes tokens of a text."""
+
+    def __call__(self, text: str, /, *, add_special_tokens: bool) -> Mapping[str, Sequence[int]]: ...
+
+
 LEAST = 1e-4
 """Damage of fewer nats than this is rounding, and its shares are meaningless."""
+LEAST_WAY = 1e-6
+"""Base and donor whose metrics differ by no more than this do not differ."""
+UNDEFINED = "base and donor give the same metric, so shares of the way from one to the other are undefined"
 
 
 @dataclass(frozen=True)
 class LogitDiff:
-    """logit(right) − logit(wrong) after the last token: positive where the model prefers `right`."""
+    """logit(right) − logit(wrong) after the last token: positive where the model prefers `right`.
 
-    right: int
-    wrong: int
+    Each is a token's id, or a text that the model's tokenizer makes one token of, such as " Mary".
+
+    Raises:
+        UserError: the two are one token; or, once a model is known, a text is several.
+    """
+
+    right: int | str
+    wrong: int | str
+
+    def __post_init__(self) -> None:
+        if self.right == self.wrong:
+            raise UserError(
+                f"LogitDiff has {self.right!r} twice, so it is zero whatever the model does; give two different tokens."
+            )
+
+    def of(self, tokenizer: Encoder | None) -> "LogitDiff":
+        """The same with ids in place of texts."""
+        return LogitDiff(_token(self.right, tokenizer), _token(self.wrong, tokenizer))
 
     def __call__(self, logits: Float[Tensor, "kept vocab"]) -> Float[Tensor, ""]:
-        _refuse_unknown((self.right, self.wrong), logits)
-        return logits[-1, self.right].float() - logits[-1, self.wrong].float()
+        right, wrong = _token(self.right, None), _token(self.wrong, None)
+        _refuse_unknown((right, wrong), logits)
+        return logits[-1, right].float() - logits[-1, wrong].float()
 
 
 @dataclass(frozen=True, repr=False)
 class LogProb(Brief):
     """log p of an answer, in nats: the sum over its tokens, each after those before it.
 
-    The suffix must end with all of the answer's tokens but the last.
+    Called with logits, it takes them to be those before each of its tokens. A sweep reads these whether its suffix ends
+    before the answer, with all of it, or with all but its last token.
     """
 
     tokens: tuple[int, ...]
 
     @classmethod
     def of(cls, tokens: Sequence[int]) -> "LogProb":
-        return cls(tuple(map(int, tokens)))
+        return cls(tuple(tokens) if isinstance(tokens, str) else tuple(map(int, tokens)))
 
     def __post_init__(self) -> None:
-        if not self.tokens:
-            raise UserError("LogProb has no token; give the answer's token ids.")
+        if not self.tokens or not all(isinstance(token, int) for token in self.tokens):
+            raise UserError(f"LogProb has the tokens {self.tokens!r}; give the ids of all tokens of the answer.")
 
     @property
     def kept(self) -> int:
         return len(self.tokens)
+
+    def ending(self, suffix: Tokens) -> Tokens:
+        """The suffix with all of the answer at its end but the last token.
+
+        Raises:
+            UserError: it ends with the one token that is the answer, or with some other part of the answer, which may
+                be the answer's beginning or the end of the question.
+        """
+        count = len(self.tokens)
+        held = max(some for some in range(count + 1) if suffix.ids[len(suffix) - some :] == self.tokens[:some])
+        if held == count > 1:
+            return suffix[:-1]
+        if held and held != count - 1:
+            raise UserError(
+                f"The suffix ends with {held} of the {count} tokens of the answer, which may be its beginning or the "
+                "end of the question; end it with another token before the answer, or measure "
+                "`lambda logits: logits[-1].log_softmax(-1)[token]`."
+            )
+        missing = () if held == count - 1 else self.tokens[:-1]
+        return suffix + Tokens.of(missing, suffix.segments[-1], suffix.following)
 
     def __call__(self, logits: Float[Tensor, "kept vocab"]) -> Float[Tensor, ""]:
         _refuse_unknown(self.tokens, logits)
@@ -71,6 +122,13 @@ class KL:
         """The metric, once the base's logits are known."""
         clean = base.detach().float().log_softmax(-1)
         return lambda logits: relative_entropy(clean, logits.float().log_softmax(-1)).mean()
+
+
+def fitted(metric: Metric | KL, suffix: Tokens, tokenizer: Encoder | None) -> tuple[Metric | KL, Tokens]:
+    """A metric whose texts are tokens, and the suffix with which it measures what it says."""
+    if isinstance(metric, LogitDiff):
+        return metric.of(tokenizer), suffix
+    return metric, metric.ending(suffix) if isinstance(metric, LogProb) else suffix
 
 
 def kept_by(metric: Metric | KL) -> int:
@@ -103,6 +161,21 @@ def _refuse_unknown(tokens: Sequence[int], logits: Float[Tensor, "kept vocab"]) 
     for token in tokens:
         if not 0 <= token < logits.shape[1]:
             raise UserError(f"There is no token {token}; give token ids from 0 to {logits.shape[1] - 1}.")
+
+
+def _token(token: int | str, tokenizer: Encoder | None) -> int:
+    """A token's id."""
+    if not isinstance(token, str):
+        return token
+    if tokenizer is None:
+        raise UserError(f"No tokenizer says which token {token!r} is; give the token's id.")
+    ids = list(tokenizer(token, add_special_tokens=False)["input_ids"])
+    if len(ids) != 1:
+        raise UserError(
+            f"{token!r} is {len(ids)} tokens ({', '.join(map(str, ids))}); give a text that is one token, or the id of "
+            "the first token in which the answers differ."
+        )
+    return ids[0]
 
 
 def _number(metric: Metric, returned: object) -> Tensor:

@@ -1,6 +1,6 @@
 """Several pairs of runs under one grid, with intervals over pairs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from kvprobe.patching.attribution import Attribution
 from kvprobe.patching.donor import Align
 from kvprobe.patching.grid import Over
 from kvprobe.patching.maps import PatchMap
-from kvprobe.patching.metrics import KL, Metric
+from kvprobe.patching.metrics import KL, LEAST_WAY, UNDEFINED, Metric
 from kvprobe.patching.patch_sweep import patch_sweep
 from kvprobe.patching.plan import Reads
 from kvprobe.patching.rows import ROWS
@@ -54,6 +54,12 @@ class PairMaps(Brief):
 
     table: pd.DataFrame
 
+    def _facts(self) -> Iterable[str]:
+        ways = np.abs(self.table.drop_duplicates("pair")["way"].to_numpy(float))
+        yield f"{len(ways)} pairs, {len(self.table)} cells"
+        if alike := int((ways <= LEAST_WAY).sum()):
+            yield f"in {alike} pairs {UNDEFINED}"
+
     def _table(self) -> Table:
         return frame_table(self.df())
 
@@ -66,7 +72,7 @@ class PairMaps(Brief):
         the range of the clusters' values is given (`…_smallest`, `…_largest`).
 
         `normalised` is the mean effect over the mean way from base to donor, so that a pair in which the two hardly
-        differ does not dominate.
+        differ does not dominate; NaN where they do not differ in any pair.
         """
         return summarise(self.table, by)
 
@@ -146,7 +152,7 @@ def summarise(table: pd.DataFrame, by: Sequence[str], comparisons: int = 1) -> p
         clusters = pd.factorize(cells["cluster"])[0]
         count, effect, way = (
             np.bincount(clusters, column)
-            for column in (np.ones(len(cells)), cells["effect"].to_numpy(), cells["way"].to_numpy())
+            for column in (np.ones(len(cells)), cells["effect"], cells["way"].where(cells["way"].abs() > LEAST_WAY, 0))
         )
         rows.append(
             {

@@ -61,5 +61,5 @@ def patch_sweep(
     """
     if rows < 1:
         raise UserError(f"A pass must hold at least one cell; got rows={rows}.")
-    plan = Plan.of(model, base, donor, suffix, over, parts, reads, align, along)
+    plan, metric = Plan.of(model, base, donor, suffix, metric, over, parts, reads, align, along)
     return run(plan, metric, rows, progress)

@@ -15,7 +15,8 @@ from kvprobe.names import unknown
 from kvprobe.patching.along import Along, contents, split
 from kvprobe.patching.donor import Align, aligned
 from kvprobe.patching.grid import ACTIVATIONS, Bounds, Cell, Over, grid
-from kvprobe.patching.reader import suffixes
+from kvprobe.patching.metrics import KL, Metric, fitted
+from kvprobe.patching.reader import suffix_after, suffixes
 from kvprobe.text.tokens import Tokens
 
 Reads = Literal["reader", "total"]
@@ -53,22 +54,25 @@ class Plan:
         base: KVCache,
         donor: KVCache,
         suffix: Tokens | str,
+        metric: Metric | KL,
         over: Over,
         parts: Sequence[str],
         reads: Reads,
         align: Align,
         along: Along | None,
-    ) -> "Plan":
-        """The plan of a sweep; see `patch_sweep` for the arguments and for what is refused."""
+    ) -> "tuple[Plan, Metric | KL]":
+        """The plan of a sweep, and its metric in tokens; see `patch_sweep` for the arguments and for what is
+        refused."""
         if reads not in get_args(Reads):
             raise UserError(unknown("way to read", reads, get_args(Reads)))
         match = aligned(model.lanes, base, donor, align)
+        metric, suffix = fitted(metric, suffix_after(model, base, suffix), model.tokenizer)
         after_base, after_donor = suffixes(model, base, donor, suffix)
         shape = model.geometry
         bounds = Bounds(shape.n_layers, shape.n_kv_heads, shape.n_heads, len(after_base))
         cells = match.fitted(grid(match.base, bounds, over, parts, contents(along)), align)
         _refuse_unreadable(match.base, cells, reads)
-        return cls(
+        plan = cls(
             lanes=model.lanes,
             base=match.base,
             donor=match.donor,
@@ -79,6 +83,7 @@ class Plan:
             cells=tuple(cells),
             reads=reads,
         )
+        return plan, metric
 
     def only(self, numbers: Sequence[int]) -> "Plan":
         """The same plan for some of its cells."""

@@ -52,16 +52,22 @@ def suffixes(model: Model, base: KVCache, donor: KVCache, suffix: Tokens | str) 
     Raises:
         UserError: there is nothing to read, or a token or position that the model does not have; or a cache holds NaN.
     """
-    rows = model.tokens_after(base, suffix)
-    if len(rows) != 1 or not len(rows[0]):
-        raise UserError("There is nothing to read after the cache; give a suffix of at least one token.")
-    start = rows[0].positions[0] + int(donor.ledger.following[0] - base.ledger.following[0])
-    after_base, after_donor = rows[0], rows[0].shifted(start)
+    after_base = suffix_after(model, base, suffix)
+    start = after_base.positions[0] + int(donor.ledger.following[0] - base.ledger.following[0])
+    after_donor = after_base.shifted(start)
     for cache, after in ((base, after_base), (donor, after_donor)):
         refuse_unreadable(model.lanes, cache, [after], "plain")
         cache.refuse_nonfinite()
     warn_of_taken_positions(base, new_slots([after_base], model.lanes.device))
     return after_base, after_donor
+
+
+def suffix_after(model: Model, base: KVCache, suffix: Tokens | str) -> Tokens:
+    """The tokens of what is read after a base of one row; nothing is refused."""
+    rows = model.tokens_after(base, suffix)
+    if len(rows) != 1 or not len(rows[0]):
+        raise UserError("There is nothing to read after the cache; give a suffix of at least one token.")
+    return rows[0]
 
 
 class Reader:

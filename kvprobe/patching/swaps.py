@@ -13,8 +13,8 @@ from kvprobe.inference.model import Model
 from kvprobe.names import unknown
 from kvprobe.patching.donor import aligned
 from kvprobe.patching.grid import Cell, Part
-from kvprobe.patching.metrics import KL, Metric, kept_by, measured
-from kvprobe.patching.reader import Reader, suffixes
+from kvprobe.patching.metrics import KL, Metric, fitted, kept_by, measured
+from kvprobe.patching.reader import Reader, suffix_after, suffixes
 from kvprobe.text.tokens import Tokens
 
 
@@ -45,7 +45,16 @@ def swap_cells(
     match = aligned(model.lanes, base, donor)
     if from_donor := [cell for cell in cells if cell.content == "full"]:
         match.fitted(from_donor, None)  # refuses slots that the donor has nothing for
-    after_base, after_donor = suffixes(model, match.base, match.donor, suffix)
+    read = suffix_after(model, match.base, suffix)
+    prepared = {name: fitted(metric, read, model.tokenizer) for name, metric in metrics.items()}
+    if len(wanted := {ending.ids for _, ending in prepared.values()}) > 1:
+        raise UserError(
+            f"The metrics {', '.join(metrics)} need {len(wanted)} different suffixes, as LogProb reads the suffix and "
+            "the answer; let the suffix end with all of the answer but its last token."
+        )
+    metrics = {name: metric for name, (metric, _) in prepared.items()}
+    _, read = prepared[next(iter(prepared))]
+    after_base, after_donor = suffixes(model, match.base, match.donor, read)
     kept = {name: kept_by(metric) for name, metric in metrics.items()}
     ends = suffix_logits(model, match.donor, after_donor, max(kept.values()))
     known = {

@@ -33,11 +33,11 @@ LIMITS = Limits(text=600, entries=1_000, one_line=True, whole=True)
 Arm = Literal["retained", "direct", "hidden"]
 """How the slots were computed: after the hidden text was masked, while it was in view, or as part of it."""
 
-MEASURES = ("accuracy", "floor", "leak", "text", "permuted", "p", "selectivity", "bits", "use")
+MEASURES = ("accuracy", "floor", "leak", "text", "majority", "permuted", "p", "selectivity", "bits", "use")
 CARD_SPLITS = ("random", "leave-context-out", "paired")
 UNSEEN = "leave-context-out"
 
-SHARES = ("accuracy", "floor", "text", "permuted", "p")
+SHARES = ("accuracy", "floor", "text", "majority", "permuted", "p")
 """Measures that lie between 0 and 1."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,79}")
@@ -121,10 +121,11 @@ class Measure:
 
     Attributes:
         measure: `accuracy`; `floor`, the accuracy on recomputed slots; `leak`, their difference; `text`, the accuracy
-            of a table from the visible text; `permuted`, the accuracy with labels permuted within contexts, and its
-            `p`, family-wise over all sites, both without an interval; `selectivity`, over the hash control task; `bits`
-            of information per label; `use`, what the retained cache adds, against the restarted one, to the model's own
-            log-probability of the truth less its mean over the other answers, in nats.
+            of a table from the visible text; `majority`, that of the commonest label; `permuted`, the accuracy with
+            labels permuted within contexts, and its `p`, family-wise over all sites, both without an interval;
+            `selectivity`, over the hash control task; `bits` of information per label; `use`, what the retained cache
+            adds, against the restarted one, to the model's own log-probability of the truth less its mean over the
+            other answers, in nats.
         split: one of `CARD_SPLITS`, or "" for a measure without a split.
         low, high: None where there are too few contexts for an interval.
     """
@@ -220,13 +221,19 @@ class Card(Brief):
         return matching[0].estimate if matching else None
 
     @property
+    def chance(self) -> float:
+        """Accuracy of a blind guess: of any label or, where labels are known to be unbalanced, of the commonest one."""
+        guess = self.measure("majority")
+        return guess.mean if guess is not None and guess.ends[0] > self.target.chance else self.target.chance
+
+    @property
     def reads_unseen(self) -> bool:
         """Whether it was shown to read conversations that it was not trained on: above chance, above the restart floor,
         and better than with labels permuted within conversations, where this was measured."""
         accuracy, leak, p = (self.measure(name) for name in ("accuracy", "leak", "p"))
         assert accuracy is not None
         confirmed = p is None or p.mean <= LEVEL
-        return accuracy.above(self.target.chance) and leak is not None and leak.above() and confirmed
+        return accuracy.above(self.chance) and leak is not None and leak.above() and confirmed
 
     def write(self, folder: Path) -> None:
         """Write `card.yaml` into a folder."""

@@ -29,6 +29,7 @@ _ROWS: dict[str, tuple[str, Callable[[Estimate], str]]] = {
     "floor": ("restart floor: accuracy on the same slots computed again without the hidden text", percent),
     "leak": ("leak: accuracy less restart floor", points),
     "text": ("accuracy from the visible text alone", percent),
+    "majority": ("accuracy of the commonest label", percent),
     "permuted": (
         "permutation floor: accuracy with labels permuted within conversations",
         lambda value: f"{100 * value.mean:.1f} %",
@@ -75,7 +76,7 @@ def card_page(card: Card) -> str:
             f"{training.samples} conversations of {training.contexts} contexts of the study {training.study}: segment "
             f"{training.segment}, {ARMS[training.arm]}",
         ),
-        ("chance", f"{100 * card.target.chance:.1f} %"),
+        ("chance", f"{100 * card.chance:.1f} %"),
     ]
     lines = [
         f"# {card.name}",
@@ -149,7 +150,7 @@ def _example(site: ProbeInput) -> list[str]:
 
 def limits(card: Card) -> list[str]:
     """What follows from the numbers of a card, and what does not."""
-    accuracy, leak, chance = card.measure("accuracy"), card.measure("leak"), card.target.chance
+    accuracy, leak, chance = card.measure("accuracy"), card.measure("leak"), card.chance
     assert accuracy is not None
     statements = []
     if card.reads_unseen:

@@ -79,8 +79,10 @@ class Probing(Brief):
 
     @property
     def chance(self) -> float:
-        """Accuracy of a blind guess."""
-        return self.target.chance
+        """Accuracy of a blind guess: of any label or, where labels are unbalanced, of the commonest one."""
+        guesses = [self.reading(*of) for of in self.right if of[1] == "majority"]
+        better = [guess.mean for guess in guesses if guess.ends[0] > self.target.chance]
+        return max([self.target.chance, *better])
 
     def _html(self) -> str:
         claims = "".join(f"<p>{escape(line)}</p>" for line in str(self).splitlines())

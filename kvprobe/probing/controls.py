@@ -8,6 +8,7 @@
 
 import copy
 import hashlib
+from collections import Counter
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -24,21 +25,24 @@ def hash_control(
 ) -> Int[Tensor, "targets samples"]:
     """Labels of the control task: each (context, label) has a random one, drawn by a hash (Hewitt and Liang 2019).
 
-    They depend on the same things as the real labels, but follow no rule: under the random split a probe can only
-    memorise them, and under leave-context-out nothing predicts them.
+    They depend on the same things as the real labels, and are as frequent as these, but follow no rule: under the
+    random split a probe can only memorise them, and under leave-context-out nothing predicts them. Without equal
+    frequencies a probe that knows nothing but the commonest label would look selective.
 
     Raises:
         UserError: the contexts and the labels differ in number.
     """
     if len(contexts) != labels.shape[1]:
         raise UserError(f"Each sample needs one context; got {len(contexts)} contexts for {labels.shape[1]} samples.")
-    drawn = [
-        [
-            _hashed(f"{seed}\0{target}\0{context}\0{label}", classes)
-            for context, label in zip(contexts, row, strict=True)
-        ]
-        for target, row in enumerate(labels.tolist())
-    ]
+    drawn = []
+    for target, row in enumerate(labels.tolist()):
+        pairs = [f"{seed}\0{target}\0{context}\0{label}" for context, label in zip(contexts, row, strict=True)]
+        sizes, ends = Counter(pairs), np.bincount(row, minlength=classes).cumsum()
+        # In a random order, pairs fill up the classes; a pair's is where the middle of its samples comes to lie.
+        order = sorted(sizes, key=_hashed)
+        middles = np.cumsum([sizes[pair] for pair in order]) - np.array([sizes[pair] for pair in order]) / 2
+        given = dict(zip(order, np.searchsorted(ends, middles, side="right").tolist(), strict=True))
+        drawn.append([given[pair] for pair in pairs])
     return torch.tensor(drawn, device=labels.device)
 
 
@@ -96,6 +100,6 @@ def _numbered(keys: Sequence[Hashable]) -> Int[np.ndarray, "samples"]:
     return np.array([names[key] for key in keys])
 
 
-def _hashed(text: str, classes: int) -> int:
-    """A number below `classes` that is the same in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") % classes
+def _hashed(text: str) -> bytes:
+    """Bytes that are the same in every process."""
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()

@@ -106,7 +106,7 @@ def _under(
     labels, classes = features.labels, len(features.target.classes)
     rng, done, clusters = shared.rng, shared.done, shared.clusters
     fold = fold_numbers(split, features.contexts, shared.folds, rng)
-    control_labels = _control_tasks(features, rng) if len(set(features.contexts)) > 1 else None
+    control_labels = control_tasks(features, rng) if len(set(features.contexts)) > 1 else None
 
     tasks = [labels] if control_labels is None else [labels, control_labels]
     fits, *memorised = fit_tasks(features, split, fold, tasks, done=done)
@@ -147,7 +147,7 @@ def _under(
     return part, scores
 
 
-def _control_tasks(features: Features, rng: np.random.Generator) -> Int[Tensor, "tasks samples"]:
+def control_tasks(features: Features, rng: np.random.Generator) -> Int[Tensor, "tasks samples"]:
     """Labels of several hash control tasks, since a single draw may be a lucky one; each has at least two classes."""
     labels, classes = features.labels, len(features.target.classes)
     tasks: list[Tensor] = []

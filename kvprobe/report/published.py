@@ -5,7 +5,7 @@ from typing import Any
 
 from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.reported import Reported
-from kvprobe.stats import wilson
+from kvprobe.stats import binomial
 from kvprobe.tasks.task import Task
 
 
@@ -19,12 +19,12 @@ def add_published(
         struck: the other keys, the same for all.
     """
     for task in (task.name for task in tasks if table.is_about(task.name)):
-        sound = wilson(table.clean * table.samples, table.samples)
+        sound = binomial(table.clean * table.samples, table.samples)
         findings.add(Finding("published_sound", {"task": task}, sound))
         for row, shares in table.rows.items():
             for rate, right in zip(table.rates, shares, strict=True):
                 keys = {"task": task, **(struck or {}), along: row, "rate": rate}
-                findings.add(Finding("published", keys, wilson(right * table.samples, table.samples)))
+                findings.add(Finding("published", keys, binomial(right * table.samples, table.samples)))
 
 
 def published_facts(table: Reported, model: str) -> dict[str, Any]:

@@ -40,8 +40,11 @@ class Mediation(Brief):
 
     def _facts(self) -> Iterable[str]:
         yield f"damage={self.damage:.4g} nats"
-        yield f"undone by the clean routing={self.undone:.3g}"
-        yield f"done by the damaged routing={self.done:.3g}"
+        if self.damage < LEAST:
+            yield f"below {LEAST} nats, so shares of it (undone, done) are undefined"
+        else:
+            yield f"undone by the clean routing={self.undone:.3g}"
+            yield f"done by the damaged routing={self.done:.3g}"
 
     @property
     def undone(self) -> float:

@@ -41,8 +41,10 @@ class Reconstruction:
 
     @property
     def unexplained(self) -> float:
-        """Share of the variance that is not in the reconstruction; above 1 it is worse than the mean."""
-        return self._total("error") / self._total("variance")
+        """Share of the variance that is not in the reconstruction; above 1 it is worse than the mean, and NaN where all
+        activations are alike."""
+        variance = self._total("variance")
+        return self._total("error") / variance if variance else np.nan
 
     @property
     def active(self) -> float:
@@ -120,8 +122,17 @@ def by_density(density: Float[np.ndarray, "width"], step: float) -> dict[float, 
 
 def recovered(spliced: pd.DataFrame) -> float:
     """From the table of `splice`: 1 − (KL with the reconstruction in place) / (KL with the mean activation in
-    place)."""
+    place).
+
+    Raises:
+        UserError: the mean activation changes nothing, so there is nothing to recover.
+    """
     with_reconstruction, with_mean = spliced[["kl_spliced", "kl_mean"]].to_numpy(float).sum(0)
+    if not with_mean > 0:
+        raise UserError(
+            "With the mean activation in place the model predicts as before (KL 0), so the share recovered of that is "
+            "undefined; judge the dictionary on texts whose activations differ."
+        )
     return 1 - float(with_reconstruction / with_mean)
 
 

@@ -1,9 +1,10 @@
-r"""GSM8K: grade-school word problems (arXiv 2110.14168), scored as lm-evaluation-harness scores its task `gsm8k`.
+r"""GSM8K: grade-school word problems (arXiv 2110.14168), scored as lm-evaluation-harness scores its task, and by value.
 
 `flexible` takes the last piece of the text that looks like a number, `strict` the first number after `#### `; results
 are about `flexible`, since many models end in `\boxed{72}` whatever they were asked for. Both are compared as strings,
 after commas, dollar signs, everything up to the last `#### ` and one full stop at the end were removed. The harness's
-quirks are reproduced: `3.00` is not `3`.
+quirks are reproduced: `3.00` is not `3`. `numeric` compares values, however a number is written; see
+`kvprobe.tasks.numerals.final_number`.
 """
 
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from kvprobe.errors import UserError
 from kvprobe.tasks.json_lines import Entry, read_json_lines, text_of
+from kvprobe.tasks.numerals import final_number
 from kvprobe.tasks.task import Item, first_items
 from kvprobe.text.transcript import Transcript
 
@@ -47,7 +49,7 @@ class GSM8K:
     chance = 0.0
     max_new_tokens = 512
     one_line = False
-    scorers = ("flexible", "strict")
+    scorers = ("flexible", "strict", "numeric")
 
     def __post_init__(self) -> None:
         if self.path is not None:
@@ -71,10 +73,11 @@ class GSM8K:
         return first_items(self._items, count, self.name)
 
     def score(self, text: str, item: Item) -> dict[str, bool]:
-        """`flexible` and `strict`, see above."""
+        """`flexible`, `strict` and `numeric`, see above."""
         reference = _normalised(item.answer)
         numbers = {"flexible": _flexible(text), "strict": _strict(text)}
-        return {name: _normalised(number) == reference for name, number in numbers.items()}
+        by_text = {name: _normalised(number) == reference for name, number in numbers.items()}
+        return {**by_text, "numeric": final_number(text) == final_number(item.answer)}
 
     @cached_property
     def _items(self) -> list[Item]:

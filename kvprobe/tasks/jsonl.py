@@ -16,6 +16,7 @@ from kvprobe.checks import require_share, require_whole
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.tasks.json_lines import read_json_lines, text_of
+from kvprobe.tasks.numerals import number_of, numbers
 from kvprobe.tasks.task import Item, first_items
 from kvprobe.text.transcript import Transcript
 
@@ -69,14 +70,16 @@ class JSONLines:
     def score(self, text: str, item: Item) -> dict[str, bool]:
         """`contains`: the answer is in the text as whole words, in any case; `exact`: it is the whole text.
 
-        A number is no part of another: 500 is not in 1,500, 500.5 or -500. `exact` ignores only white space around the
-        text.
+        A number is no part of another: 500 is not in 1,500, 500.5 or -500; but it is in $500.00, of the same value.
+        `exact` ignores only white space around the text.
         """
+        value = number_of(item.answer)
         before = r"(?<!\w)(?<!\d[.,])(?<!(?<!\w)-)" if item.answer[:1].isdigit() else r"(?<!\w)"
         after = r"(?!\w)(?![.,]\d)" if item.answer[-1:].isdigit() else r"(?!\w)"
         whole_words = before + re.escape(item.answer) + after
         return {
-            "contains": re.search(whole_words, text, re.IGNORECASE) is not None,
+            "contains": bool(re.search(whole_words, text, re.IGNORECASE))
+            or (value is not None and value in numbers(text)),
             "exact": text.strip() == item.answer,
         }
 

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from kvprobe.experiments.estimands import Difference, Estimand, Mean, Pooled, Ratio, Share, Total, measure
-from kvprobe.stats import DIFFERENCE, Estimate, estimate, ratio, wilson
+from kvprobe.stats import DIFFERENCE, Estimate, binomial, estimate, ratio
 from kvprobe.tidy import Rows, beside
 from tests.refusals import refused
 
@@ -59,7 +59,7 @@ def test_a_share_has_as_many_trials_as_clusters():
     table = rows()
     findings = measure(table, [Share(name="right", of="right", where={"fault": "zeros", "rate": (2.0, 10.0)})])
     values = by_item(table, "right", fault="zeros")
-    assert same(findings.at("right"), wilson(values.sum(), 12))
+    assert same(findings.at("right"), binomial(values.sum(), 12))
 
 
 def test_shares_that_hold_together_are_wider():
@@ -69,8 +69,8 @@ def test_shares_that_hold_together_are_wider():
     )
     for fault in ("zeros", "noise"):
         successes, trials = by_item(table, "right", fault=fault).sum(), alone.at("right", fault=fault).clusters
-        assert same(alone.at("right", fault=fault), wilson(successes, trials))
-        assert same(both.at("right", fault=fault), wilson(successes, trials, 2))
+        assert same(alone.at("right", fault=fault), binomial(successes, trials))
+        assert same(both.at("right", fault=fault), binomial(successes, trials, 2))
         assert both.at("right", fault=fault).low < alone.at("right", fault=fault).low
 
 

@@ -213,8 +213,10 @@ def test_metrics_equal_their_definitions(tiny_llama: Model):
     base, donor = two(tiny_llama)
     suffix = suffix_of(base)
     logits = tiny_llama.extend(base, suffix, logits=2)[1][0].log_softmax(-1)
-    log_prob = patch_sweep(tiny_llama, base, donor, suffix, LogProb((3, 4)), {"layer": [0]}, progress=False)
-    assert log_prob.base == pytest.approx(float(logits[0, 3] + logits[1, 4]), abs=1e-4)
+    log_prob = patch_sweep(
+        tiny_llama, base, donor, suffix, LogProb((SUFFIX_IDS[-1], 4)), {"layer": [0]}, progress=False
+    )
+    assert log_prob.base == pytest.approx(float(logits[0, SUFFIX_IDS[-1]] + logits[1, 4]), abs=1e-4)
     kl = patch_sweep(tiny_llama, base, donor, suffix, KL(), {"layer": [0]}, progress=False)
     assert kl.base == pytest.approx(0, abs=1e-6)
     assert kl.donor > 1e-3

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.inference.model import Model
-from kvprobe.patching import LogitDiff, LogProb, attribute, patch_sweep
+from kvprobe.patching import KL, LogitDiff, LogProb, attribute, patch_sweep
 from kvprobe.text.tokens import Tokens
 from tests.models import llama
 from tests.patching.oracle import Run
@@ -64,7 +64,7 @@ from tests.refusals import refused
         ({"metric": lambda logits: "high"}, "str"),
         ({"metric": lambda logits: logits[-1, 0] * torch.nan}, "nan"),
         ({"metric": lambda logits: logits[-1, 0] / 0}, "inf"),
-        ({"metric": LogProb.of(range(4))}, "suffix"),
+        ({"metric": KL(4)}, "suffix"),
         ({"metric": LogitDiff(right=64, wrong=0)}, "64"),
         ({"metric": LogitDiff(right=0, wrong=-1)}, "-1"),
         ({"metric": LogProb.of([64])}, "64"),

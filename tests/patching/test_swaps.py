@@ -13,7 +13,7 @@ from tests.refusals import refused
 
 SPANS = {"system": 4, "T1": 6, "T2": 3}
 SUFFIX = random_tokens(3, {"ask": 6}, start=13)
-ANSWER = (7, 9)
+ANSWER = (SUFFIX.ids[-1], 9)
 
 
 def test_swaps_are_what_patching_by_hand_and_reading_on_gives(tiny_llama: Model):

@@ -151,7 +151,8 @@ def test_segments_of_unequal_length_meet_at_start_or_end(tiny: Model, align: str
 
 def test_several_last_tokens_can_be_measured(tiny_llama: Model):
     base, donor = two(tiny_llama)
-    suffix, answer = base.suffix(0, 4), (3, 1, 4)
+    suffix = base.suffix(0, 4)
+    answer = (*suffix.ids[-2:], 4)
     patched = swept(base, donor, suffix, LogProb(answer), over=("slot",), parts=("V", "resid_pre"), reads="total")
     said = hooked_pass(tiny_llama, base, donor, suffix, swaps_of(patched, base)).log_softmax(-1)
     assert near(patched.values, sum(said[:, 1 + place, token] for place, token in enumerate(answer)))

@@ -1,5 +1,7 @@
 """Claims on planted features: each split and each control behaves as its design says."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -243,6 +245,23 @@ def test_a_design_that_misleads_is_warned_of(probings: dict[str, Probing]):
     assert str(probing).startswith(f"Warning: {warning}")
     # What the warning says: within contexts, the other labels are read as what a sample's label is not.
     assert accuracy(probing, "random", "context") < 1 / CLASSES
+
+
+@pytest.mark.parametrize("shares", [(0.9, 0.1), (0.7, 0.2, 0.1)])
+def test_of_unbalanced_labels_that_nothing_gives_away_nothing_is_selective(shares: tuple[float, ...]):
+    target, leads = Target("letter", tuple("abcd"[: len(shares)])), []
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        answers = torch.multinomial(torch.tensor(shares), len(HOMES), True, generator=generator)[None]
+        vectors = torch.randn(len(HOMES), 2, 4, generator=generator)
+        features = replace(features_of(vectors, answers), target=target)
+        probing = probe_features(features, {FLOOR: floor_of(features)}, permutations=0, rng=np.random.default_rng(seed))
+        assert probing.chance == pytest.approx(shares[0], abs=0.06)
+        for split in probing.picks:
+            assert not probing.lead(split, FLOOR).above()
+            leads.append(probing.lead(split, CONTROL))
+    assert np.mean([lead.mean for lead in leads]) == pytest.approx(0, abs=0.04)
+    assert np.mean([lead.differs() for lead in leads]) <= 0.1
 
 
 def test_few_contexts_and_intervals_without_width_are_warned_of():

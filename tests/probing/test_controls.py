@@ -1,6 +1,7 @@
 """Controls on planted data behave as designed."""
 
 import numpy as np
+import pytest
 import torch
 
 from kvprobe.inference.model import Model
@@ -10,21 +11,26 @@ from tests.refusals import refused
 CLASSES, TARGETS = 4, 2
 
 
-def test_a_hash_control_is_a_function_of_seed_context_and_label_alone():
-    labels = torch.tensor([[0, 1, 0, 1, 0]])
-    control = hash_control(labels, ["a", "a", "a", "b", "b"], 1000, seed=3)
-    assert control[0, 0] == control[0, 2]
-    assert len({int(control[0, index]) for index in (0, 1, 3, 4)}) == 4
-    assert hash_control(labels[:, 3:], ["b", "b"], 1000, seed=3).equal(control[:, 3:])
-    assert not hash_control(labels, ["a", "a", "a", "b", "b"], 1000, seed=4).equal(control)
+def test_a_hash_control_gives_a_context_and_label_one_label_in_any_order():
+    labels, contexts = torch.randint(0, CLASSES, (TARGETS, 400)), np.repeat(np.arange(50), 8)
+    control = hash_control(labels, contexts.tolist(), CLASSES, seed=3)
+    for row, given in zip(labels, control, strict=True):
+        pairs = set(zip(contexts.tolist(), row.tolist(), given.tolist(), strict=True))
+        assert len(pairs) == len({pair[:2] for pair in pairs})
+    order = torch.randperm(400)
+    assert hash_control(labels[:, order], contexts[order].tolist(), CLASSES, seed=3).equal(control[:, order])
+    assert not hash_control(labels, contexts.tolist(), CLASSES, seed=4).equal(control)
 
 
-def test_hash_controls_are_uniform_and_independent_of_the_labels():
-    labels = torch.arange(8000)[None] % CLASSES
-    control = hash_control(labels, np.repeat(np.arange(2000), 4).tolist(), CLASSES, seed=0)
-    joint = torch.bincount(labels[0] * CLASSES + control[0], minlength=CLASSES**2).double() / 8000
-    # Five standard deviations of a share of 1/16.
-    assert float((joint - 1 / CLASSES**2).abs().max()) < 5 * np.sqrt(1 / 16 / 8000)
+@pytest.mark.parametrize("shares", [(0.25,) * 4, (0.9, 0.1), (0.7, 0.2, 0.1)])
+def test_hash_controls_are_as_frequent_as_the_labels_and_independent_of_them(shares: tuple[float, ...]):
+    """Drawn alike for all classes, labels of 9 to 1 made a probe that knows nothing look selective by 40 points."""
+    classes = len(shares)
+    labels = torch.multinomial(torch.tensor(shares), 8000, True, generator=torch.Generator().manual_seed(0))[None]
+    control = hash_control(labels, np.repeat(np.arange(2000), 4).tolist(), classes, seed=0)
+    joint = torch.bincount(labels[0] * classes + control[0], minlength=classes**2).view(classes, classes) / 8000
+    assert torch.allclose(joint.sum(0), torch.tensor(shares), atol=0.02)
+    assert torch.allclose(joint, torch.outer(joint.sum(1), joint.sum(0)), atol=0.03)
 
 
 def test_permutations_stay_inside_contexts_and_reach_every_order():

@@ -10,7 +10,7 @@ from kvprobe.probing.fixed import PENALTY
 from kvprobe.probing.permutation import p_values, permuted_hits, sign_flipped, step_down
 from kvprobe.probing.ridge import ridge_probes
 from kvprobe.probing.splits import fold_numbers, paired_features
-from kvprobe.stats import wilson
+from kvprobe.stats import binomial
 
 CLASSES, PROBES, CONTEXTS, EACH, DIM = 3, 6, 12, 6, 4
 HOMES = np.repeat(np.arange(CONTEXTS), EACH)
@@ -55,8 +55,8 @@ def test_5_percent_of_200_nulls_are_significant(split, context_signal: float):
         family += int(table.p_family.min() <= 0.05)
         single += int(table.p[0] <= 0.05)
     # 0.05 lies in the 95 % interval of the rate, up to what ties take away.
-    assert wilson(family, 200).low <= 0.05 <= wilson(family, 200).high
-    assert wilson(single, 200).low <= 0.05
+    assert binomial(family, 200).low <= 0.05 <= binomial(family, 200).high
+    assert binomial(single, 200).low <= 0.05
     assert single > 0
 
 

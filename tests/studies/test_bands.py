@@ -17,7 +17,7 @@ from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.faults import Gaussian
 from kvprobe.inference.model import Model
-from kvprobe.stats import Estimate, wilson
+from kvprobe.stats import Estimate, binomial
 from kvprobe.studies.bands import Config
 from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, cases
 from kvprobe.studies.bands.conclude import conclude
@@ -149,7 +149,7 @@ def test_accuracies_losses_and_kl_are_those_of_the_table_and_bands_are_ranked_by
     assert conclusion.facts["bands"] == {**quarters, "half 1": [0, 3], "half 2": [4, 7], "all": [0, 7]}
     cell = {"band": "quarter 4", "noise": "layer", "parts": "kv", "rate": 2.0}
     for name, right in {"accuracy": 4, "same": 0}.items():
-        assert at(conclusion, name, **cell).ends == pytest.approx(wilson(right, 16).ends)
+        assert at(conclusion, name, **cell).ends == pytest.approx(binomial(right, 16).ends)
     assert at(conclusion, "sound").mean == 14 / 16
     assert at(conclusion, "lost", **cell).mean == 10 / 16
     assert at(conclusion, "kl", **cell).mean == pytest.approx(8.5)
@@ -243,7 +243,7 @@ def test_broken_rows_count_as_wrong_are_left_out_of_kl_at_all_rates_and_are_name
     conclusion = conclude(table, MADE_UP, any_model())
     cell = {"band": "quarter 4", "noise": "layer", "parts": "k", "rate": 2.0}
     assert at(conclusion, "broken", **cell).mean == 3
-    assert at(conclusion, "accuracy", **cell).ends == pytest.approx(wilson(13, 16).ends)
+    assert at(conclusion, "accuracy", **cell).ends == pytest.approx(binomial(13, 16).ends)
     assert at(conclusion, "kl", **cell).mean == pytest.approx(3.0)
     assert at(conclusion, "kl", **{**cell, "rate": 1.0}).clusters == 16
     assert at(conclusion, "kl_all", band="quarter 4", noise="layer", parts="k").clusters == 13
@@ -279,7 +279,7 @@ def test_the_articles_table_stands_beside_the_cells_that_were_measured(tmp_path:
     config = replace(MADE_UP, tasks=(task,), reported="canarypwn-bands-7b", bands=("quarters",))
     conclusion = numbers(config, right=lambda labels, item: float(item < 8), task=task)
     cell = {"task": task, "band": "quarter 4", "rate": 2.0, "noise": "layer", "parts": "kv"}
-    assert conclusion.findings.at("published", **cell).ends == pytest.approx(wilson(12, 100).ends)
+    assert conclusion.findings.at("published", **cell).ends == pytest.approx(binomial(12, 100).ends)
     difference = conclusion.findings.at("less_published", **cell)
     assert 0 < difference.low < difference.mean == pytest.approx(0.5 - 0.12)
     run = page_of(STUDY, config, conclusion, tmp_path, drawn=True)

@@ -16,7 +16,7 @@ from kvprobe.faults import BitFlips, Scope
 from kvprobe.faults.bit_flips import LAYOUTS
 from kvprobe.inference.model import Model
 from kvprobe.inference.trials import AskedItem
-from kvprobe.stats import Estimate, wilson
+from kvprobe.stats import Estimate, binomial
 from kvprobe.studies.bitflips import Config
 from kvprobe.studies.bitflips.collect import FIELDS, cases, places
 from kvprobe.studies.bitflips.conclude import conclude
@@ -140,7 +140,7 @@ def test_flips_fall_into_three_classes_over_the_items_that_were_right(tmp_path: 
         return broke or (REWORDED if is_bit(labels, 13, 2) and sample >= 10 else {})
 
     conclusion = made_up(became, MADE_UP, right=lambda sample: sample >= 8)
-    assert at(conclusion, "sound") == wilson(12, 20)
+    assert at(conclusion, "sound") == binomial(12, 20)
     shares = {
         14: {"nothing": (3, 12), "words": (0, 12), "breaks": (9, 12), "loud": (3, 12)}
         | {"same": (5, 20), "different": (10, 20), "nonfinite": (5, 20), "changed": (15, 20)},
@@ -149,11 +149,11 @@ def test_flips_fall_into_three_classes_over_the_items_that_were_right(tmp_path: 
     }
     for bit, expected in shares.items():
         for became_so, share in expected.items():
-            assert at(conclusion, "bit_share", dtype="bf16", bit=bit, became=became_so) == wilson(*share)
+            assert at(conclusion, "bit_share", dtype="bf16", bit=bit, became=became_so) == binomial(*share)
     assert at(conclusion, "bit_kl", dtype="bf16", bit=14).mean == pytest.approx(2 * 2 / 3), "what broke has no KL"
     assert [at(conclusion, f"bit_{name}", dtype="bf16", bit=14).mean for name in ("flips", "nonfinite")] == [80, 20]
     breaks = at(conclusion, "field_share", dtype="bf16", field="exponent", became="breaks")
-    assert breaks.ends == pytest.approx(wilson(12 * 0.75 / 8, 12).ends)
+    assert breaks.ends == pytest.approx(binomial(12 * 0.75 / 8, 12).ends)
     fact = conclusion.facts["tasks"]["retrieve"]
     assert fact["broken"]["single"]["broken"] == 20
     assert [(flip["bit"], flip["right"], flip["item"]) for flip in fact["examples"]] == [(14, False, "item-8")]
@@ -207,7 +207,7 @@ def test_flips_are_tolerated_up_to_the_first_rate_that_costs_significantly(
 
     conclusion = made_up(became, MADE_UP)
     rates = [{"field": "any", "rate": rate} for rate in MADE_UP.error_rates]
-    assert [at(conclusion, "accuracy", **keys) for keys in rates] == [wilson(count, 20) for count in right]
+    assert [at(conclusion, "accuracy", **keys) for keys in rates] == [binomial(count, 20) for count in right]
     assert at(conclusion, "nonfinite_rows", **rates[2]).mean == 20 - right[2]
     expected = [at(conclusion, "expected", rate=rate).mean for rate in MADE_UP.error_rates]
     assert expected == pytest.approx([0.192, 1.92, 19.2])
@@ -225,7 +225,7 @@ def test_on_a_task_that_is_too_hard_only_the_same_and_the_finite_are_reported(tm
     assert not conclusion.findings.where("bit_share", became="breaks")
     assert not conclusion.findings.where("contrast_breaks")
     assert "tolerated" not in conclusion.findings
-    assert at(conclusion, "bit_share", dtype="bf16", bit=14, became="nonfinite") == wilson(10, 20)
+    assert at(conclusion, "bit_share", dtype="bf16", bit=14, became="nonfinite") == binomial(10, 20)
     assert any("Faults are not ranked on retrieve" in warning for warning in conclusion.warnings)
     said, whole = page(conclusion, MADE_UP, tmp_path)
     assert "flips of exponent bits change answers" in said

@@ -16,7 +16,7 @@ from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.faults.catalogue import CATALOGUE, REPORTED_FAULTS
 from kvprobe.models.geometry import Geometry
-from kvprobe.stats import Estimate, wilson
+from kvprobe.stats import Estimate, binomial
 from kvprobe.studies.robustness import Config
 from kvprobe.studies.robustness.collect import CONTROL, MAIN, NOT_A_NUMBER, PROCEDURE, cases
 from kvprobe.studies.robustness.conclude import conclude
@@ -139,7 +139,7 @@ def graded(fault: str, rate: float, item: int) -> bool:
 def test_accuracies_and_losses_are_those_of_the_table():
     conclusion = numbers(made_up(graded, MADE_UP, clean=lambda item: item != 19))
     zeros = {"fault": "zeros", "rate": 10.0}
-    assert at(conclusion, "accuracy", **zeros).ends == pytest.approx(wilson(12, 20).ends, rel=1e-12)
+    assert at(conclusion, "accuracy", **zeros).ends == pytest.approx(binomial(12, 20).ends, rel=1e-12)
     assert at(conclusion, "lost", **zeros).mean == pytest.approx(0.95 - 0.6)
     assert at(conclusion, "sound").mean == 0.95
     assert at(conclusion, "kl", **zeros).mean == pytest.approx(0.1)
@@ -163,9 +163,9 @@ def test_faults_are_ranked_by_what_they_cost_and_neighbours_compared(tmp_path: P
     assert at(conclusion, "cliff", fault="gaussian").mean == 10
     assert all(at(conclusion, "cliff", fault=name).unknown for name in ("zeros", "distractor", "permuted"))
     assert answer(STUDY, page_of(STUDY, MADE_UP, conclusion, tmp_path)) == (
-        "On recite (100.0 % (83.9 to 100.0) right with a sound cache) the worst fault is Gaussian (layer), which costs "
-        "100.0 points (74.4 to 100.0). The mildest is distractor, for which a loss was not detected (15.0 points (-4.3 "
-        "to 46.9))."
+        "On recite (100.0 % (83.2 to 100.0) right with a sound cache) the worst fault is Gaussian (layer), which costs "
+        "100.0 points (57.4 to 100.0). The mildest is distractor, for which a loss was not detected (15.0 points (-4.3 "
+        "to 64.0))."
     )
 
 
@@ -252,14 +252,16 @@ def test_readings_of_the_articles_procedure_are_held_against_fresh_damage_by_slo
 def test_reported_numbers_stand_beside_measured_ones_with_their_own_intervals(tmp_path: Path):
     task = f"gsm8k:{gsm8k_questions(tmp_path, 20)}"
     config = replace(MADE_UP, tasks=(task,), reported="canarypwn-7b", rates=(10.0, 50.0, 60.0), procedure=10.0)
-    table = made_up(lambda fault, rate, item: item < 12, config).assign(task=find_task(task).name, score_strict=True)
+    table = made_up(lambda fault, rate, item: item < 12, config).assign(
+        task=find_task(task).name, score_strict=True, score_numeric=True
+    )
     conclusion = numbers(table.rename(columns={"score_exact": "score_flexible"}), config)
     run = page_of(STUDY, config, conclusion, tmp_path, drawn=True)
     rows = [re.findall("<td>(.*?)</td>", row) for row in run.read("report.html").split("<tr>")]
     beside = {(row[0], row[1]): row[2:] for row in rows if len(row) == 5}
-    assert beside["zeros", "10 %"] == ["62.0 % (52.2 to 70.9)", "60.0 % (38.7 to 78.1)", "overlap"]
+    assert beside["zeros", "10 %"] == ["62.0 % (51.7 to 71.5)", "60.0 % (36.1 to 80.9)", "overlap"]
     assert beside["Gaussian (layer)", "50 %"][2] == "apart"
-    assert [row[-1] for row in rows if len(row) == 8 and row[0] == "zeros"] == ["62.0 % (52.2 to 70.9)"] * 9
+    assert [row[-1] for row in rows if len(row) == 8 and row[0] == "zeros"] == ["62.0 % (51.7 to 71.5)"] * 9
     assert ("zeros", "60 %") not in beside
     assert "(flexible)" in run.read("report.html")
     assert "<td>strict</td>" in run.read("report.html")

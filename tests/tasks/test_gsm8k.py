@@ -39,6 +39,11 @@ def harness(text: str, solution: str) -> dict[str, bool]:
     return scores
 
 
+def of_harness(text: str, answer: str) -> dict[str, bool]:
+    scores = GSM8K().score(text, item(answer))
+    return {name: scores[name] for name in ("strict", "flexible")}
+
+
 @pytest.mark.parametrize(
     ("text", "answer", "strict", "flexible"),
     [
@@ -80,7 +85,7 @@ def harness(text: str, solution: str) -> dict[str, bool]:
     ],
 )
 def test_answers_are_extracted_as_in_the_harness(text: str, answer: str, strict: bool, flexible: bool):
-    assert GSM8K().score(text, item(answer)) == {"strict": strict, "flexible": flexible}
+    assert of_harness(text, answer) == {"strict": strict, "flexible": flexible}
     assert harness(text, f"Some steps, 3 + 4 = 7.\n#### {answer}") == {"strict": strict, "flexible": flexible}
 
 
@@ -93,7 +98,37 @@ def test_answers_are_extracted_as_in_the_harness(text: str, answer: str, strict:
 @settings(max_examples=300)
 def test_scores_are_those_of_the_harness(text: str, end: str, number: str, wanted: str):
     answer = text + end + number
-    assert GSM8K().score(answer, item(wanted)) == harness(answer, f"1 + 1 = <<1+1=2>>2 $.\n#### {wanted}")
+    assert of_harness(answer, wanted) == harness(answer, f"1 + 1 = <<1+1=2>>2 $.\n#### {wanted}")
+
+
+RIGHT = r"""
+29: $29.00 | 29.0 | 29. | **29** | #### **29** apples of 40 | #### $29.00 | ####29 | 29 dollars | €29 | USD 29
+29: x = 29 | ２９ | \boxed{29} of 40
+29: \boxed{x = 29} | \boxed{\text{29 apples}} | \boxed{\$29.00} | \(29\) | $29$ | 29 m² | 29 cm^2
+29: The answer is: **29** (of 40). | ≈29 | twenty-nine
+9500: 9{,}500 | 9,500 | 9 500 | 9\,500 | \boxed{9{,}500.00} | 9'500
+9500: 9.5e3 | 9.5 × 10³ | 9.5 \times 10^{3} | $9 500.00 | 9.5 thousand
+-5: −5 | -5.00 | (-5) | -$5 | $-5 | #### −5 | \boxed{-5} | #### negative five | = –5
+50: 50% | 50\% | 50.0 % | \boxed{50\%} | #### fifty
+3/4: 0.75 | .75 | 3/4 | \frac{3}{4} | \boxed{\dfrac{3}{4}} | ¾ | 6/8
+1.5: 1 1/2 | 1½ | 3/2 | 1,50 €
+125: The answer is one hundred and twenty-five | 10 + 115 = 125 | #### 120 + 5 = 125
+"""
+WRONG = r"""
+29: 29.5 | 2.9 | 290 | 29 of 40 | -29 | 2 9 | \boxed{30} not 29 | 29/2 | 29e1 
+29: 029 | x_29^2 = 4 | no number
+5: -5 | 9-5=4 | 5:6 | 50 | m⁵ | #### −5
+9500: 9,50 | 95,00 | 9.500 | 9,5000 | 9500,5
+50: 0.50 | .5 | 500%
+"""
+
+
+@pytest.mark.parametrize(("cases", "right"), [(RIGHT, True), (WRONG, False)], ids=["right", "wrong"])
+def test_answers_are_compared_by_value_in_whatever_clothes(cases: str, right: bool):
+    for line in cases.strip().splitlines():
+        answer, texts = line.split(": ", 1)
+        for text in texts.split(" | "):
+            assert GSM8K().score(text, item(answer))["numeric"] == right, (answer, text)
 
 
 def write(path: Path, rows: list[dict[str, str]]) -> Path:
@@ -113,7 +148,7 @@ def test_items_are_the_first_of_a_local_file(tmp_path: Path, smol: Model):
     assert task.items(2, 0) == task.items(5, 9)[:2]
     assert [item.answer for item in task.items(5, 0)] == [f"{number},000" for number in range(1, 6)]
     for row, item in zip(ROWS, task.items(5, 0), strict=True):
-        assert task.score(row["answer"], item) == {"strict": True, "flexible": True}
+        assert task.score(row["answer"], item) == {"strict": True, "flexible": True, "numeric": True}
         assert item.chat.messages[-1].text.startswith(row["question"] + "\n\n")
         assert smol.tokenizer.decode(prompt(item, smol.tokenizer).ids).endswith("<|im_start|>assistant\n")
 

@@ -106,7 +106,7 @@ def promise(card: Card) -> str:
     """How often a card says that the probe is right in conversations not used for training, beside chance."""
     accuracy = card.measure("accuracy")
     assert accuracy is not None
-    return f"{percent(accuracy)}; chance {100 * card.target.chance:.1f} %"
+    return f"{percent(accuracy)}; chance {100 * card.chance:.1f} %"
 
 
 def _map(scan: Scan) -> HeatMap:
@@ -154,7 +154,7 @@ def _cards(scan: Scan) -> Table:
                 where(card.site),
                 f"segment {training.segment}, {ARMS[training.arm]}",
                 *("" if accuracy is None else percent(accuracy) for accuracy in accuracies),
-                f"{100 * card.target.chance:.1f} %",
+                f"{100 * card.chance:.1f} %",
                 "not measured" if leak is None else points(leak),
                 "" if training.power is None else f"{100 * training.power:.0f} %",
             ]

@@ -77,7 +77,7 @@ STUDY = Study(
         by_noise(
             "accuracy_by_band",
             "accuracy",
-            "Right answers with Wilson intervals: the article's figure 3, once for each way to match the noise. Grey "
+            "Right answers with 95 % intervals: the article's figure 3, once for each way to match the noise. Grey "
             "band and dashed line: clean cache; dotted: chance. Hollow: the article's own, where they were asked for.",
             x="rate",
             line="band",

@@ -94,7 +94,7 @@ STUDY = Study(
         SharesByBit(
             file="shares_by_bit",
             caption="What a single flip of each bit does: of answers that were right, or of all answers where the "
-            "model fails at the task. The same places are struck at each bit. 95 % Wilson intervals over items.",
+            "model fails at the task. The same places are struck at each bit. 95 % intervals over items.",
             finding="bit_share",
             bits="bit_flips",
             stacks=STACKS,

@@ -59,7 +59,7 @@ STUDY = Study(
             file="memos",
             finding="followed",
             caption="What the answers of ordinal follow, by what its summaries were trained to hold. Where nothing is "
-            "crossed, what the summary saw is what stands there now. Wilson intervals over memos.",
+            "crossed, what the summary saw is what stands there now. 95 % intervals over memos.",
             x="reference",
             line="follows",
             panel="memo",

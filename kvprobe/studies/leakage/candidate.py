@@ -110,6 +110,7 @@ def _measures(probing: Probing, probe_input: ProbeInput) -> Iterator[Measure]:
             "floor": (FLOOR, "accuracy"),
             "leak": (FLOOR, "lead"),
             "text": ("text", "accuracy"),
+            "majority": ("majority", "accuracy"),
         }
         for measure, (reading, name) in wanted.items():
             if reading in probing.readings(split):

@@ -55,7 +55,7 @@ STUDY = Study(
         by_rate(
             "accuracy_by_rate",
             "accuracy",
-            "Right answers with Wilson intervals. Grey band and dashed line: sound cache; dotted: chance. Hollow: "
+            "Right answers with 95 % intervals. Grey band and dashed line: sound cache; dotted: chance. Hollow: "
             "published, where there is such a table. Points of one rate are drawn side by side. Controls, which change "
             "nothing, are not drawn.",
             "right answers (share)",
