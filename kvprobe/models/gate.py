@@ -1,45 +1,47 @@
 """The gate: it proves on a few tokens that a model does what kvprobe relies on, before any number is taken from it.
 
 A library's model may ignore `position_ids`, count positions by slots, look ahead, or lose a mask on its way to a layer,
-without an error. Each check compares two computations that agree only if the model does what kvprobe assumes. A failed
-check refuses the model, or the lane, in one sentence that says what went wrong.
+without an error, and it may begin to do so only at some length. Each check compares two computations that agree only if
+the model does what kvprobe assumes. A failed check refuses the model, the lane, or the length, in one sentence that
+says what went wrong.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
-from transformers import DynamicCache
 
-from kvprobe.cache.ledger import PADDING, Ledger
+from kvprobe.cache.ledger import PADDING
 from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.errors import UserError
 from kvprobe.models.attending import Attending
-from kvprobe.models.geometry import embedded_tokens
+from kvprobe.models.gate_caches import Held, LongCache, empty_cache, fresh_ledger, read, read_after, read_few
 from kvprobe.models.hf_cache import CacheLayer, past_key_values
+from kvprobe.models.loading import free_bytes
+from kvprobe.models.rounding import difference, few_tokens
 from kvprobe.models.unproved import Lane, UnprovedLanes
 from kvprobe.names import one_line
 
+FIRST_REACH = 256
+"""Slots and positions that are proved before anything is read; more are proved when they are reached."""
 _LENGTH, _CUT = 12, 8
-_LOUD = 30.0
+_WHOLE = 40
+"""Tokens that are read at once without a cache."""
+_FEW = 8
+"""Slots of a long cache that are not hidden."""
 
 Check = tuple[bool, str]
-Reading = Float[Tensor, "batch queries vocab"]
-
-
-@dataclass(frozen=True)
-class _Held:
-    """A cache: its ledger, and keys and values per layer."""
-
-    ledger: Ledger
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
 
 
 def prove_plain(lanes: UnprovedLanes) -> bool:
     """Prove on a few tokens that the model is causal, places tokens at the positions given to it, and respects masks.
+
+    A model in half precision is also proved as a copy in float32 where memory allows: mistakes that are smaller than
+    its rounding do not show.
 
     Returns:
         Whether masks may differ between its KV heads.
@@ -47,25 +49,31 @@ def prove_plain(lanes: UnprovedLanes) -> bool:
     Raises:
         UserError: a check fails; the sentence says which.
     """
-    name, by_head = type(lanes.plain).__name__, False
-    try:
-        with torch.no_grad():
-            refusal = next((sentence for holds, sentence in _plain_checks(lanes) if not holds), None)
-            by_head = refusal is None and _heads_apart(lanes)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # a model that kvprobe cannot read may fail in any way
-        raise UserError(
-            f"{name} cannot be read with positions and masks of kvprobe's making ({type(error).__name__}: "
-            f"{one_line(error)})."
-        ) from error
-    if refusal is not None:
-        raise UserError(f"{name} {refusal}")
+    _prove(lanes, _plain_checks)
+    weights = 4 * sum(parameter.numel() for parameter in lanes.plain.parameters())
+    if lanes.dtype.itemsize < 4 and weights < free_bytes(lanes.device) / 2:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _prove(UnprovedLanes(copy.deepcopy(lanes.plain).float()), _plain_checks)
+    with torch.no_grad():
+        by_head = _heads_apart(lanes)
+    if not by_head:
+        _prove(lanes, lambda lanes: _leaks(_long_cache(lanes, FIRST_REACH), None))
     return by_head
 
 
-def prove_hooked(lanes: UnprovedLanes, by_head: bool) -> None:
-    """Prove on a few tokens that the hooked lane computes what the plain lane does, masks and gaps included.
+def prove_reach(lanes: UnprovedLanes, slots: int, position: int) -> None:
+    """Prove that a model does among so many slots, and up to so far a position, what it does among a few.
+
+    Raises:
+        UserError: a check fails; the sentence says which.
+    """
+    _prove(lanes, lambda lanes: _length_checks(_long_cache(lanes, slots)))
+    _prove(lanes, lambda lanes: _far_checks(lanes, read_few(lanes)[1], position))
+
+
+def prove_hooked(lanes: UnprovedLanes, by_head: bool, slots: int) -> None:
+    """Prove that the hooked lane computes what the plain lane does, masks, gaps and caches of so many slots included.
 
     Args:
         by_head: whether masks may differ between KV heads, as `prove_plain` returned.
@@ -74,9 +82,18 @@ def prove_hooked(lanes: UnprovedLanes, by_head: bool) -> None:
         UserError: it computes something else, so only the plain lane can be used.
     """
     name = type(lanes.plain).__name__
+    cache = _long_cache(lanes, slots)
+    heads = lanes.geometry.n_kv_heads if by_head else 1
+    live, some = _drawn(cache, heads)[:, :1], _some(cache)[None]
+
+    def readings(lane: Lane) -> list[Tensor]:
+        logits, held = read_few(lanes, lane)
+        masked, own = cache.read(live=live, lane=lane), cache.read(masked=False, lane=lane)
+        return [logits, masked, own, cache.read(at=some, lane=lane), *held.keys, *held.values]
+
     try:
         with torch.no_grad():
-            readings = [(_gapped(lanes, lane, by_head), *_whole(lanes, lane)) for lane in ("plain", "hooked")]
+            plain, hooked = readings("plain"), readings("hooked")
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -84,14 +101,8 @@ def prove_hooked(lanes: UnprovedLanes, by_head: bool) -> None:
             f"TransformerLens cannot run {name} with positions and masks of kvprobe's making ({type(error).__name__}: "
             f"{one_line(error)}); use lane='plain', which captures K and V as stored."
         ) from error
-    (gapped, whole, held), (gapped_too, whole_too, held_too) = readings
-    worst = max(
-        difference(gapped_too, gapped),
-        difference(whole_too, whole),
-        *(difference(one, other) for one, other in zip(held_too.keys, held.keys, strict=True)),
-        *(difference(one, other) for one, other in zip(held_too.values, held.values, strict=True)),
-    )
-    if not worst <= allowed(lanes, hooked=True):
+    worst = max(difference(one, other) for one, other in zip(hooked, plain, strict=True))
+    if not worst <= lanes.tolerance(hooked=True):
         raise UserError(
             f"TransformerLens computes something else than {name} itself (off by {worst:.1e} of what it should be), "
             "so its hooks cannot be trusted; use lane='plain', which captures K and V as stored, and policies "
@@ -102,151 +113,221 @@ def prove_hooked(lanes: UnprovedLanes, by_head: bool) -> None:
 def prove_attention(lanes: UnprovedLanes) -> None:
     """Prove on a few tokens that attention is a softmax over scaled scores, with softcap and sinks where there are any.
 
-    Only then can attention be recomputed, replaced and patched.
+    Only then can attention be recomputed, replaced and patched. Each layer must attend once, with the keys and values
+    that its cache holds.
 
     Raises:
         UserError: it is something else, or the model does not take its attention from transformers' registry.
     """
-    ids = few_tokens(lanes)
-    ledger, worst = fresh_ledger(ids), [0.0]
-    seen = visible_by_layer(ledger, _LENGTH, lanes.geometry.windows)
-
-    def compare(inputs: Attending, computed: Float[Tensor, "rows queries heads d_value"]) -> None:
-        worst.append(difference(inputs.output(seen[inputs.layer]).transpose(1, 2), computed))
-
-    with torch.no_grad(), lanes.observing_attention_unproved(compare):
-        lanes.unproved(ids, ledger, empty_cache(lanes), masked=True)
-    if not max(worst) <= allowed(lanes):
+    ids, layers = few_tokens(lanes.plain), [CacheLayer() for _ in range(lanes.geometry.n_layers)]
+    ledger, observed = fresh_ledger(ids), list[tuple[Attending, Tensor]]()
+    seen = visible_by_layer(ledger, ids.shape[1], lanes.geometry.windows)
+    with torch.no_grad(), lanes.observing_attention_unproved(lambda *attention: observed.append(attention)):
+        lanes.unproved(ids, ledger, past_key_values(layers), masked=True)
+    name = type(lanes.plain).__name__
+    if sorted(inputs.layer for inputs, _ in observed) != list(range(len(layers))) or not all(
+        _same(inputs.key, layers[inputs.layer].keys) and _same(inputs.value, layers[inputs.layer].values)
+        for inputs, _ in observed
+    ):
         raise UserError(
-            f"{type(lanes.plain).__name__} attends otherwise than by a softmax over scaled scores (off by "
-            f"{max(worst):.1e}), so its attention can be neither shown nor replaced on the plain lane; patch with "
+            f"{name} does not attend once in each layer, by transformers' registry, with the keys and values that its "
+            "cache holds, so its attention can be neither shown nor replaced on the plain lane; patch with "
+            "KVCache.patch, one cell at a time."
+        )
+    worst = max(
+        difference(inputs.output(seen[inputs.layer]).transpose(1, 2), computed) for inputs, computed in observed
+    )
+    if not worst <= lanes.tolerance():
+        raise UserError(
+            f"{name} attends otherwise than by a softmax over scaled scores (off by "
+            f"{worst:.1e}), so its attention can be neither shown nor replaced on the plain lane; patch with "
             f"KVCache.patch, one cell at a time."
         )
 
 
+def _same(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and one.shape == other.shape and torch.equal(one, other)
+
+
+def _prove(lanes: UnprovedLanes, checks: Callable[[UnprovedLanes], Iterator[Check]]) -> None:
+    """Raise the sentence of the first check that fails, with its subject."""
+    name = type(lanes.plain).__name__
+    try:
+        with torch.no_grad():
+            refusal = next((sentence for holds, sentence in checks(lanes) if not holds), None)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a model that kvprobe cannot read may fail in any way
+        raise UserError(
+            f"{name} cannot be read with positions and masks of kvprobe's making ({type(error).__name__}: "
+            f"{one_line(error)})."
+        ) from error
+    if refusal is not None:
+        raise UserError(f"{name} {refusal}")
+
+
 def _plain_checks(lanes: UnprovedLanes) -> Iterator[Check]:
     """Each check in turn: whether it passes, and the sentence about a model that fails, without its subject."""
-    ids = few_tokens(lanes)
-    native = lanes.native(ids)
+    ids, long = few_tokens(lanes.plain), few_tokens(lanes.plain, min(_WHOLE, lanes.geometry.max_position or _WHOLE))
+    native, short = lanes.native(long), lanes.native(ids)
     yield (
         bool(native.isfinite().all()),
-        ("computes logits that are not finite on a few tokens; its weights are damaged, or its dtype is too narrow."),
+        "computes logits that are not finite on a few tokens; its weights are damaged, or its dtype is too narrow.",
     )
-    changed = ids.clone()
-    changed[:, -1] = ids[:, 0]
-    early = slice(None, _LENGTH - 1)
-    ahead = difference(lanes.native(changed)[:, early], native[:, early])
     yield (
-        ahead <= allowed(lanes),
-        ("lets tokens attend to later ones, so it has no cache that could be continued; kvprobe reads causal models."),
+        difference(short, native[:, :_LENGTH]) <= lanes.tolerance(),
+        "lets tokens attend to later ones, so it has no cache that could be continued; kvprobe reads causal models.",
     )
-
-    whole, held = _whole(lanes)
+    whole, held = read_few(lanes)
     yield (
-        difference(whole, native) <= allowed(lanes),
-        (
-            "computes other logits at the positions 0, 1, … given to it than by its own count, so it counts from "
-            "elsewhere, or reads otherwise with a cache; kvprobe cannot place its tokens."
-        ),
+        difference(whole, short) <= lanes.tolerance(),
+        "computes other logits at the positions 0, 1, … given to it than by its own count, so it counts from "
+        "elsewhere, or reads otherwise with a cache; kvprobe cannot place its tokens.",
     )
     last = lanes.unproved(
         ids, fresh_ledger(ids), empty_cache(lanes), logits_to_keep=torch.tensor([_LENGTH - 1], device=ids.device)
     )
     yield (
-        last.shape[1] == 1 and difference(last, whole[:, -1:]) <= allowed(lanes),
-        ("does not return the logits of the one token that was asked for."),
+        last.shape[1] == 1 and difference(last, whole[:, -1:]) <= lanes.tolerance(),
+        "does not return the logits of the one token that was asked for.",
     )
-    explicit = lanes.unproved(ids, fresh_ledger(ids), empty_cache(lanes), masked=True)
+    explicit, before = read(lanes, None, long, fresh_ledger(long), masked=True)
+    apart = difference(explicit, native)
     yield (
-        difference(explicit, native) <= allowed(lanes),
-        (
-            f"computes other logits under an explicit mask of who may attend to whom than under its own (off by "
-            f"{difference(explicit, native):.1e}); kvprobe cannot hide slots from it."
-        ),
+        apart <= lanes.tolerance(),
+        f"computes other logits under an explicit mask of who may attend to whom than under its own (off by "
+        f"{apart:.1e}); kvprobe cannot hide slots from it.",
     )
-
-    places = torch.arange(_LENGTH, device=ids.device)[None]
-    spaced = lanes.unproved(
-        ids, fresh_ledger(ids, places + _gap(lanes) * (places >= _CUT)), empty_cache(lanes), masked=True
-    )
-    # A model may ignore positions, if it does not count slots either.
-    ignores_positions = torch.equal(spaced[:, _CUT:], explicit[:, _CUT:])
-    leak, effect = _masks_reach(lanes, _first(held, _CUT), ids[:, _CUT:], 1)
+    before, rest = before.first(long.shape[1] - 3), long[:, -3:]
+    apart = difference(read_after(lanes, before, rest), native[:, -3:])
     yield (
-        leak <= allowed(lanes, effect),
-        f"lets what hidden slots hold reach its logits (off by {leak:.1e}), so masks do not reach every layer.",
+        apart <= lanes.tolerance(),
+        f"computes other logits with a cache than at once (off by {apart:.1e}); its cache cannot be edited.",
     )
-    yield from _masking_is_eviction(lanes, ids, held, native, ignores_positions)
+    cache = _long_cache(lanes, FIRST_REACH, held)
+    yield from _leaks(cache, 1)
+    yield from _masking_is_eviction(lanes, ids, held)
+    yield from _length_checks(cache)
+    yield from _far_checks(lanes, held, FIRST_REACH)
     yield from _rows_are_alone(lanes, ids)
 
 
-def _masks_reach(
-    lanes: UnprovedLanes, held: _Held, rest: Int[Tensor, "1 queries"], kv_heads: int
-) -> tuple[float, float]:
-    """How much of the content of hidden slots reaches the logits, and how much would reach them without masks.
+def _long_cache(lanes: UnprovedLanes, slots: int, held: Held | None = None) -> LongCache:
+    """A cache with which the model reads so many slots in all, or as many as it has positions for."""
+    ids = few_tokens(lanes.plain)[:, -3:]
+    slots = min(slots, lanes.geometry.max_position or slots)
+    return LongCache(lanes, held or read_few(lanes)[1], slots - ids.shape[1], ids)
 
-    Each layer and KV head (or all heads alike, if `kv_heads` is 1) hides other slots, drawn at random. Loud noise
-    replaces K and V there.
+
+def _drawn(cache: LongCache, heads: int) -> Bool[Tensor, "layers 4 heads slots"]:
+    """Half of the slots of each layer and head, drawn at random, in two rows; and the other half in two more."""
+    shape = (cache.lanes.geometry.n_layers, 1, heads, cache.slots)
+    half = (torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.5).to(cache.ids.device)
+    return torch.cat([half, half, ~half, ~half], 1)
+
+
+def _leak(cache: LongCache, heads: int, queries: int | None = None) -> tuple[float, float]:
+    """How far what hidden slots hold moves the logits, and how far the slots that are not hidden do.
+
+    Each slot of each layer is hidden once and visible once.
     """
-    draws = torch.rand(
-        lanes.geometry.n_layers, 1, kv_heads, held.ledger.slots, generator=torch.Generator().manual_seed(0)
-    )
-    hidden = (draws < 0.5).to(rest.device)
+    one, again, other, other_again = cache.read(queries, _drawn(cache, heads), draws=(1, 2, 1, 2)).split(1)
+    return max(difference(again, one), difference(other_again, other)), difference(other, one)
 
-    def loud(tensor: Tensor, where: Bool[Tensor, "1 kv_heads slots"]) -> Tensor:
-        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)).to(tensor)
-        return torch.where(where[..., None], _LOUD * tensor.std() * noise, tensor)
 
-    keys, values = (
-        tuple(loud(tensor, hidden[layer]) for layer, tensor in enumerate(tensors))
-        for tensors in (held.keys, held.values)
+def _leaks(cache: LongCache, queries: int | None) -> Iterator[Check]:
+    leak, effect = _leak(cache, 1, queries)
+    yield (
+        leak <= cache.lanes.tolerance(effect),
+        f"lets what hidden slots hold reach its logits (off by {leak:.1e} among {cache.slots:,} slots), so masks do "
+        "not reach every layer.",
     )
-    masked = replace(held.ledger, live=~hidden)
-    quiet = _after(lanes, replace(held, ledger=masked), rest)
-    struck, seen = (_after(lanes, _Held(ledger, keys, values), rest) for ledger in (masked, held.ledger))
-    return difference(struck, quiet), difference(seen, quiet)
 
 
 def _heads_apart(lanes: UnprovedLanes) -> bool:
     """Whether masks that differ between KV heads each reach their own head."""
-    _, held = _whole(lanes)
     try:
-        leak, effect = _masks_reach(lanes, _first(held, _CUT), few_tokens(lanes)[:, _CUT:], lanes.geometry.n_kv_heads)
+        leak, effect = _leak(_long_cache(lanes, FIRST_REACH), lanes.geometry.n_kv_heads)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except (ValueError, RuntimeError, TypeError):  # a shape that the model does not take
         return False
-    return leak <= allowed(lanes, effect)
+    return leak <= lanes.tolerance(effect)
 
 
-def _masking_is_eviction(
-    lanes: UnprovedLanes, ids: Int[Tensor, "1 queries"], held: _Held, native: Reading, ignores_positions: bool
-) -> Iterator[Check]:
-    """Reading after masked slots equals reading after evicted ones, and reading with a cache equals reading at once."""
-    before, rest = _first(held, _CUT), ids[:, _CUT:]
-    apart = difference(_after(lanes, before, rest), native[:, _CUT:])
+def _some(cache: LongCache) -> Int[Tensor, "chosen"]:
+    """A few slots from the first to the last, and at the edges of windows."""
+    windows = {window for window in cache.lanes.geometry.windows if window is not None}
+    edges = {cache.slots - window + step for window in windows for step in (-1, 0, 1, 2)} & set(range(cache.slots))
+    spread = {slot * (cache.slots - 1) // _FEW for slot in range(_FEW + 1)}
+    return torch.tensor(sorted(edges | spread), device=cache.ids.device)
+
+
+def _length_checks(cache: LongCache) -> Iterator[Check]:
+    """What the model does among many slots is what it does among few, and what its own masks say is what ours do."""
+    lanes, slots = cache.lanes, f"{cache.slots + cache.ids.shape[1]:,} slots"
+    explicit = cache.read()
+    for queries in (None, 1):
+        apart = difference(cache.read(queries, masked=False), explicit[:, :queries])
+        yield (
+            apart <= lanes.tolerance(),
+            f"lets tokens attend to other slots than its config says (off by {apart:.1e} among {slots}): it has a "
+            "window or a mask that is not declared, or none where one is; kvprobe cannot edit its cache.",
+        )
+    half = torch.randperm(cache.slots, generator=torch.Generator().manual_seed(3))[: cache.slots // 2].sort().values
+    some, others = _some(cache), (_some(cache) + 1).clamp(max=cache.slots - 2).unique()
+    for queries, retained in ((None, some), (1, others), (None, half.to(some.device))):
+        live = torch.zeros(1, 1, 1, cache.slots, dtype=torch.bool, device=some.device)
+        live[..., retained] = True
+        alone = cache.read(queries, at=retained[None])
+        apart, effect = difference(cache.read(queries, live), alone), difference(alone, explicit[:, :queries])
+        yield (
+            apart <= lanes.tolerance(effect),
+            f"reads otherwise among {slots} of which some are hidden than among the rest alone (off by {apart:.1e}), "
+            "so it does something else at this length, or counts slots; kvprobe cannot edit its cache there.",
+        )
+
+
+def _far_checks(lanes: UnprovedLanes, held: Held, position: int) -> Iterator[Check]:
+    """Tokens far behind others are read alike at once and after a cache."""
+    ids = few_tokens(lanes.plain)
+    limit = lanes.geometry.max_position or position
+    gap = max(0, min(position, limit) - _LENGTH)
+    places = torch.arange(_LENGTH, device=ids.device)[None]
+    at_once = lanes.unproved(ids, fresh_ledger(ids, places + gap * (places >= _CUT)), empty_cache(lanes), masked=True)
+    apart = difference(read_after(lanes, held.first(_CUT), ids[:, _CUT:], gap), at_once[:, _CUT:])
     yield (
-        apart <= allowed(lanes),
-        (f"computes other logits with a cache than at once (off by {apart:.1e}); its cache cannot be edited."),
+        apart <= lanes.tolerance(),
+        f"reads tokens at position {gap + _LENGTH - 1:,} otherwise after a cache than at once (off by {apart:.1e}), so "
+        "what it caches changes with the positions that follow; its cache cannot be continued there.",
     )
+
+
+def _masking_is_eviction(lanes: UnprovedLanes, ids: Int[Tensor, "1 queries"], held: Held) -> Iterator[Check]:
+    """Reading after masked slots equals reading after evicted ones."""
+    before, rest = held.first(_CUT), ids[:, _CUT:]
     # Evicted slots near the end and a gap before the new tokens make counted slots differ from positions.
     retained = torch.tensor([slot not in (_CUT - 4, _CUT - 3, _CUT - 2) for slot in range(_CUT)], device=ids.device)
     masked = replace(before, ledger=replace(before.ledger, live=retained[None, None, None]))
-    evicted = _Held(
+    evicted = Held(
         before.ledger.take(
             retained.nonzero()[:, 0][None], torch.zeros(1, int(retained.sum()), dtype=torch.bool, device=ids.device)
         ),
         tuple(keys[:, :, retained] for keys in before.keys),
         tuple(values[:, :, retained] for values in before.values),
     )
-    gap = _gap(lanes)
-    hidden, gone = _after(lanes, masked, rest, gap), _after(lanes, evicted, rest, gap)
-    apart, effect = difference(gone, hidden), difference(_after(lanes, before, rest, gap), hidden)
+    # A few positions, but fewer than the shortest window spans.
+    gap = min(5, max(1, (lanes.geometry.shortest_window or 16) - 3))
+    seen, hidden, gone = (read_after(lanes, cache, rest, gap) for cache in (before, masked, evicted))
+    apart, effect = difference(gone, hidden), difference(seen, hidden)
+    # A model may ignore positions, if it does not count slots either.
+    holds = apart <= lanes.tolerance(effect)
+    deaf = not holds and torch.equal(read_after(lanes, before, rest, gap + 1), seen)
     yield (
-        apart <= allowed(lanes, effect),
-        f"{'ignores position_ids, and ' if ignores_positions else ''}computes other logits after slots were evicted "
-        f"than after they were masked at the same positions (off by {apart:.1e}), so it places tokens by slots; "
-        "kvprobe cannot edit its cache.",
+        holds,
+        f"{'ignores position_ids, and ' if deaf else ''}computes other logits after slots were evicted than after they "
+        f"were masked at the same positions (off by {apart:.1e}), so it places tokens by slots; kvprobe cannot edit "
+        "its cache.",
     )
 
 
@@ -264,112 +345,12 @@ def _rows_are_alone(lanes: UnprovedLanes, ids: Int[Tensor, "1 queries"]) -> Iter
         live=~padding[None, :, None, :],
         following=(~padding).sum(1),
     )
-    together = _grown(lanes, None, rows, ledger)[1]
-    alone = _grown(lanes, None, rows[1:, :short], fresh_ledger(rows[1:, :short]))[1]
+    together = read(lanes, None, rows, ledger)[1]
+    alone = read(lanes, None, rows[1:, :short], fresh_ledger(rows[1:, :short]))[1]
     rest = ids[:, _CUT:]
-    beside = _after(lanes, together, rest.expand(2, -1))[1:]
-    apart = difference(beside, _after(lanes, alone, rest))
+    apart = difference(read_after(lanes, together, rest.expand(2, -1))[1:], read_after(lanes, alone, rest))
     yield (
-        apart <= allowed(lanes),
-        (
-            f"computes other logits for a row beside a longer one than for the row alone (off by {apart:.1e}); kvprobe "
-            f"reads many conditions as rows of one batch."
-        ),
+        apart <= lanes.tolerance(),
+        f"computes other logits for a row beside a longer one than for the row alone (off by {apart:.1e}); kvprobe "
+        f"reads many conditions as rows of one batch.",
     )
-
-
-def _gapped(lanes: UnprovedLanes, lane: Lane, by_head: bool) -> Reading:
-    """The logits of a lane after a gap and after slots that are masked in some layers and heads."""
-    shape, ids = lanes.geometry, few_tokens(lanes)
-    _, held = _whole(lanes, lane)
-    before, heads = _first(held, _CUT), shape.n_kv_heads if by_head else 1
-    draws = torch.rand(shape.n_layers, 1, heads, _CUT, generator=torch.Generator().manual_seed(2))
-    masked = replace(before, ledger=replace(before.ledger, live=(draws < 0.6).to(ids.device)))
-    return _after(lanes, masked, ids[:, _CUT:], _gap(lanes), lane)
-
-
-def _whole(lanes: UnprovedLanes, lane: Lane = "plain") -> tuple[Reading, _Held]:
-    ids = few_tokens(lanes)
-    return _grown(lanes, None, ids, fresh_ledger(ids), lane)
-
-
-def _after(
-    lanes: UnprovedLanes, held: _Held, ids: Int[Tensor, "batch queries"], gap: int = 0, lane: Lane = "plain"
-) -> Reading:
-    """The logits of tokens read after a cache, `gap` positions after its end."""
-    places = held.ledger.following[:, None] + gap + torch.arange(ids.shape[1], device=ids.device)
-    return _grown(lanes, held, ids, held.ledger.append(fresh_ledger(ids, places)), lane)[0]
-
-
-def _grown(
-    lanes: UnprovedLanes, held: _Held | None, ids: Int[Tensor, "batch queries"], ledger: Ledger, lane: Lane = "plain"
-) -> tuple[Reading, _Held]:
-    layers = [CacheLayer() for _ in range(lanes.geometry.n_layers)]
-    if held is not None:
-        for layer, keys, values in zip(layers, held.keys, held.values, strict=True):
-            layer.update(keys, values)
-    logits = lanes.unproved(ids, ledger, past_key_values(layers), lane)
-    grown = [(layer.keys, layer.values) for layer in layers if layer.keys is not None and layer.values is not None]
-    return logits, _Held(ledger, tuple(keys for keys, _ in grown), tuple(values for _, values in grown))
-
-
-def _first(held: _Held, slots: int) -> _Held:
-    """The first slots of a cache, as if no more had been read."""
-    ids = held.ledger.tokens[:, :slots]
-    return _Held(
-        fresh_ledger(ids),
-        tuple(keys[:, :, :slots] for keys in held.keys),
-        tuple(values[:, :, :slots] for values in held.values),
-    )
-
-
-def empty_cache(lanes: UnprovedLanes) -> DynamicCache:
-    return past_key_values([CacheLayer() for _ in range(lanes.geometry.n_layers)])
-
-
-def fresh_ledger(ids: Int[Tensor, "batch slots"], places: Int[Tensor, "batch slots"] | None = None) -> Ledger:
-    """A ledger of fresh tokens, all live, at these positions (0, 1, … by default)."""
-    if places is None:
-        places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    places = places.expand_as(ids)
-    nothing = torch.zeros_like(ids, dtype=torch.bool)
-    return Ledger(
-        tokens=ids,
-        positions=places,
-        origins=places,
-        segments=torch.zeros_like(ids),
-        recomputed=nothing,
-        delimiters=nothing,
-        quantised=torch.full_like(ids, -1),
-        live=~nothing[None, :, None, :],
-        following=places[:, -1] + 1,
-        names=("text",),
-    )
-
-
-def _gap(lanes: UnprovedLanes) -> int:
-    """Positions to leave out: a few, but fewer than the shortest window spans."""
-    return min(5, max(1, min((window for window in lanes.geometry.windows if window is not None), default=16) - 3))
-
-
-def few_tokens(lanes: UnprovedLanes) -> Int[Tensor, "1 queries"]:
-    """A few different tokens, spread over the vocabulary."""
-    spread = (torch.arange(_LENGTH) * 2 + 1) * embedded_tokens(lanes.plain) // (2 * _LENGTH)
-    return spread[None].to(lanes.device)
-
-
-def allowed(lanes: UnprovedLanes, effect: float = torch.inf, hooked: bool = False) -> float:
-    """The largest difference that counts as rounding: well below what a mistake would change."""
-    if lanes.dtype not in (torch.float32, torch.float64):
-        return 0.1
-    return max(2e-6, min(2e-4 if hooked else 1e-4, 0.05 * effect))
-
-
-def difference(actual: Tensor, expected: Tensor) -> float:
-    """The difference of two tensors, relative to the spread of the expected one; NaN counts as infinite."""
-    if torch.equal(actual, expected):
-        return 0.0
-    expected = expected.double()
-    spread = torch.dist(expected, expected.mean(-1, keepdim=True))
-    relative = float(torch.dist(actual.double(), expected) / spread) if bool(spread > 0) else torch.inf
-    return torch.inf if relative != relative else relative

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from kvprobe.cache.ledger import Ledger
 from kvprobe.errors import UserError
 from kvprobe.models.attending import Attend, Attending
-from kvprobe.models.gate import prove_attention, prove_hooked, prove_plain
+from kvprobe.models.gate import FIRST_REACH, prove_attention, prove_hooked, prove_plain, prove_reach
 from kvprobe.models.lens import Hooked
 from kvprobe.models.routers import Routers, routers_of
 from kvprobe.models.unproved import Lane, UnprovedLanes
@@ -28,6 +28,7 @@ class Lanes(UnprovedLanes):
     """A model that can be run plain or hooked, each lane proved before it is first used."""
 
     _proved: Hooked | None = None
+    _slots, _positions, _hooked_slots = FIRST_REACH, FIRST_REACH, FIRST_REACH
 
     @property
     def hooked(self) -> Hooked:
@@ -40,7 +41,7 @@ class Lanes(UnprovedLanes):
         if self._proved is not hooked:
             by_head, self._proved = self.masks_by_head, hooked  # first, because the proof reads in this lane
             try:
-                prove_hooked(self, by_head)
+                prove_hooked(self, by_head, self._hooked_slots)
             except BaseException:  # an interrupted proof is none
                 self._proved = None
                 raise
@@ -71,6 +72,7 @@ class Lanes(UnprovedLanes):
         Raises:
             UserError: a position that the model has no embedding for, or a model that did not pass the gate.
         """
+        self.prove(ledger, lane)
         if not self.masks_by_head and ledger.live.shape[2] > 1:
             raise UserError(
                 f"The heads of {type(self.plain).__name__} cannot be masked apart from one another, and in this cache "
@@ -110,13 +112,28 @@ class Lanes(UnprovedLanes):
         with self.observing_attention_unproved(lambda inputs, _: observe(inputs)):
             yield
 
-    def prove(self) -> None:
-        """Run the gate now; needed before modules are hooked, since hooks would also fire on the gate's own passes.
+    def prove(self, ledger: Ledger | None = None, lane: Lane = "plain") -> None:
+        """Run the gate now, as far as this ledger reaches; needed before modules are hooked, since hooks would also
+        fire on the gate's own passes.
 
         Raises:
-            UserError: see `masks_by_head`.
+            UserError: see `masks_by_head`; or the model does something else at this length.
         """
-        _ = self.masks_by_head
+        by_head = self.masks_by_head
+        if ledger is None:
+            return
+        positions = int(ledger.positions.max()) + 1
+        # A window binds by position, however few slots there are.
+        window = max((window for window in self.geometry.windows if window is not None), default=0)
+        slots = max(ledger.slots, min(positions, 2 * window))
+        if slots > self._slots or positions > self._positions:
+            slots, positions = _at_least(slots, self._slots), _at_least(positions, self._positions)
+            prove_reach(self, slots, positions)
+            self._slots, self._positions = slots, positions
+        if lane == "hooked" and slots > self._hooked_slots:
+            _ = self.hooked
+            prove_hooked(self, by_head, self._slots)
+            self._hooked_slots = self._slots
 
     @cached_property
     def attention_proved(self) -> bool:
@@ -162,3 +179,10 @@ class Lanes(UnprovedLanes):
         """
         self.prove()
         return routers_of(self)
+
+
+def _at_least(length: int, proved: int) -> int:
+    """The next length to prove, so that a text that grows is proved a few times only."""
+    while proved < length:
+        proved *= 4
+    return proved

@@ -23,10 +23,13 @@ from kvprobe.models.geometry import Geometry, changing_frequencies
 from kvprobe.models.lens import Hooked
 from kvprobe.models.masks import masks_given, masks_of
 from kvprobe.models.rotaries import rotaries_of
+from kvprobe.models.rounding import rounding_of
 
 Lane = Literal["plain", "hooked"]
 
 _OBSERVED = "kvprobe_observed"
+_ROUNDINGS = 2
+"""How many times its own rounding a model in half precision is allowed; right ones take half of it."""
 
 
 class UnprovedLanes:
@@ -113,6 +116,20 @@ class UnprovedLanes:
     @property
     def dtype(self) -> torch.dtype:
         return next(self.plain.parameters()).dtype
+
+    def tolerance(self, effect: float = torch.inf, hooked: bool = False) -> float:
+        """The largest `difference` that counts as rounding: well below what a mistake would change.
+
+        Args:
+            effect: of what the mistake would be about; a model that it hardly changes is held to less.
+        """
+        if self.dtype not in (torch.float32, torch.float64):
+            return _ROUNDINGS * self._rounding
+        return max(2e-6, min(2e-4 if hooked else 1e-4, 0.05 * effect))
+
+    @cached_property
+    def _rounding(self) -> float:
+        return rounding_of(self.plain)
 
     def native(self, ids: Int[Tensor, "batch queries"]) -> Float[Tensor, "batch queries vocab"]:
         """Logits as the model's own library computes them, without kvprobe's cache, positions or masks."""

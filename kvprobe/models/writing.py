@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from kvprobe.errors import UserError
 from kvprobe.models.attending import Attending
-from kvprobe.models.gate import allowed, difference, empty_cache, few_tokens, fresh_ledger
+from kvprobe.models.gate_caches import empty_cache, fresh_ledger
+from kvprobe.models.rounding import difference, few_tokens
 from kvprobe.models.unproved import UnprovedLanes
 
 
@@ -22,7 +23,7 @@ def prove_writing(lanes: UnprovedLanes) -> None:
     Raises:
         UserError: something stands between, such as a gate or a norm.
     """
-    ids = few_tokens(lanes)
+    ids = few_tokens(lanes.plain)
     given: dict[int, Tensor] = {}
     worst = [0.0]
 
@@ -39,7 +40,7 @@ def prove_writing(lanes: UnprovedLanes) -> None:
             stack.callback(handle.remove)
         stack.enter_context(lanes.observing_attention_unproved(remember))
         lanes.unproved(ids, fresh_ledger(ids), empty_cache(lanes), masked=True)
-    if not max(worst) <= allowed(lanes):
+    if not max(worst) <= lanes.tolerance():
         raise UserError(
             f"{type(lanes.plain).__name__} changes what its heads give before it is multiplied with W_O, by a gate or "
             "a norm, so what a single head writes is not known; use its attention weights, or patch."

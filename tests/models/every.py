@@ -83,9 +83,15 @@ def tiny_config(kind: str) -> Any:
     return _small(getattr(transformers, NAMES[kind]).config_class or CONFIG_MAPPING[kind], _OWN.get(kind, {}))
 
 
-def tiny(kind: str, seed: int = 0) -> Any:
-    """The causal language model of a model type, with random weights of which none is trivial."""
+def tiny(kind: str, seed: int = 0, **changes: Any) -> Any:
+    """The causal language model of a model type, with random weights of which none is trivial.
+
+    Args:
+        changes: to its config.
+    """
     config = tiny_config(kind)
+    for name, value in changes.items():
+        setattr(config, name, value)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = getattr(transformers, NAMES[kind])(config).eval()

@@ -1,0 +1,194 @@
+"""The caches that the gate reads after: of a few tokens as the model read them, and of many slots of random content.
+
+What a model begins to do only at some length (a window, a scale that grows, a mask that is dropped) shows in the long
+cache at the price of a few tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvprobe.cache.ledger import Ledger
+from kvprobe.models.hf_cache import CacheLayer, past_key_values
+from kvprobe.models.rounding import few_tokens
+from kvprobe.models.unproved import Lane, UnprovedLanes
+
+_LOUD = 100.0
+"""How much larger values of hidden slots are than those of others."""
+_APART = 0.3
+"""How far keys of the long cache lie apart, as a share of how far real ones do: each slot has some attention."""
+
+Reading = Float[Tensor, "rows queries vocab"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A cache: its ledger, and keys and values per layer."""
+
+    ledger: Ledger
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, ledger: Ledger, layers: Sequence[CacheLayer]) -> "Held":
+        """What these layers of a Hugging Face cache hold."""
+        held = [(layer.keys, layer.values) for layer in layers if layer.keys is not None and layer.values is not None]
+        return cls(ledger, tuple(keys for keys, _ in held), tuple(values for _, values in held))
+
+    def first(self, slots: int) -> "Held":
+        """The first slots, as if no more had been read."""
+        keys, values = ([tensor[:, :, :slots] for tensor in tensors] for tensors in (self.keys, self.values))
+        return Held(fresh_ledger(self.ledger.tokens[:, :slots]), tuple(keys), tuple(values))
+
+
+def read(
+    lanes: UnprovedLanes,
+    held: Held | None,
+    ids: Int[Tensor, "batch queries"],
+    ledger: Ledger,
+    lane: Lane = "plain",
+    masked: bool = False,
+) -> tuple[Reading, Held]:
+    """The logits of tokens read after a cache (or after nothing), and the longer cache."""
+    layers = [CacheLayer() for _ in range(lanes.geometry.n_layers)]
+    if held is not None:
+        for layer, keys, values in zip(layers, held.keys, held.values, strict=True):
+            layer.update(keys, values)
+    logits = lanes.unproved(ids, ledger, past_key_values(layers), lane, masked=masked)
+    return logits, Held.of(ledger, layers)
+
+
+def read_few(lanes: UnprovedLanes, lane: Lane = "plain") -> tuple[Reading, Held]:
+    """A few tokens read after nothing."""
+    ids = few_tokens(lanes.plain)
+    return read(lanes, None, ids, fresh_ledger(ids), lane)
+
+
+def read_after(lanes: UnprovedLanes, held: Held, ids: Int[Tensor, "batch queries"], gap: int = 0) -> Reading:
+    """The logits of tokens read after a cache, `gap` positions after its end."""
+    places = held.ledger.following[:, None] + gap + torch.arange(ids.shape[1], device=ids.device)
+    return read(lanes, held, ids, held.ledger.append(fresh_ledger(ids, places)))[0]
+
+
+def empty_cache(lanes: UnprovedLanes) -> DynamicCache:
+    return past_key_values([CacheLayer() for _ in range(lanes.geometry.n_layers)])
+
+
+def fresh_ledger(ids: Int[Tensor, "batch slots"], places: Int[Tensor, "batch slots"] | None = None) -> Ledger:
+    """A ledger of fresh tokens, all live, at these positions (0, 1, … by default)."""
+    if places is None:
+        places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    places = places.expand_as(ids)
+    nothing = torch.zeros_like(ids, dtype=torch.bool)
+    return Ledger(
+        tokens=ids,
+        positions=places,
+        origins=places,
+        segments=torch.zeros_like(ids),
+        recomputed=nothing,
+        delimiters=nothing,
+        quantised=torch.full_like(ids, -1),
+        live=~nothing[None, :, None, :],
+        following=places[:, -1] + 1,
+        names=("text",),
+    )
+
+
+class LongCache:
+    """Random keys and values of many slots, on the scale of those of a few real ones.
+
+    Attributes:
+        slots: how many.
+        ids: the tokens to be read after them.
+    """
+
+    def __init__(self, lanes: UnprovedLanes, held: Held, slots: int, ids: Int[Tensor, "1 queries"]) -> None:
+        self.lanes, self.slots, self.ids = lanes, slots, ids
+        # The first token of a text is unlike the others in many models.
+        self._keys, self._values = ([tensor[0, :, 1:].float() for tensor in of] for of in (held.keys, held.values))
+        self._draws: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+
+    def read(
+        self,
+        queries: int | None = None,
+        live: Bool[Tensor, "layers rows kv_heads slots"] | None = None,
+        draws: Sequence[int] = (1,),
+        at: Int[Tensor, "rows chosen"] | None = None,
+        masked: bool = True,
+        lane: Lane = "plain",
+    ) -> Reading:
+        """The logits of the first `queries` tokens (all by default) after the cache.
+
+        Args:
+            live: slots that are not masked; one layer, row or KV head where all agree.
+            draws: for each row, the seed of what its masked slots hold.
+            at: the slots that are not evicted, by row.
+            masked: whether kvprobe's masks are given even if nothing is masked.
+        """
+        ids = self.ids[:, :queries].expand(len(draws), -1)
+        places = torch.arange(self.slots, device=ids.device).expand(len(draws), -1) if at is None else at
+        after = (self.slots + torch.arange(ids.shape[1], device=ids.device)).expand_as(ids)
+        ledger = fresh_ledger(torch.cat([torch.zeros_like(places), ids], 1), torch.cat([places, after], 1))
+        if live is not None:
+            seen = torch.ones_like(live[..., :1]).expand(*live.shape[:3], ids.shape[1])
+            ledger = replace(ledger, live=torch.cat([live, seen], 3))
+        layers = [_Drawn(self, layer, places, live, draws) for layer in range(len(self._keys))]
+        return self.lanes.unproved(ids, ledger, past_key_values(layers), lane, masked=masked)
+
+    def content(
+        self, layer: int, places: Int[Tensor, "rows chosen"], hidden: Tensor | None, draws: Sequence[int]
+    ) -> tuple[Float[Tensor, "rows kv_heads chosen d"], Float[Tensor, "rows kv_heads chosen d_value"]]:
+        """Keys and values of these slots, the same in all rows but for hidden ones."""
+        keys, values = self._keys[layer], self._values[layer]
+        # Keys lie close together, so that each slot has its share of the attention.
+        key_spread, value_spread = _APART * keys.std(1, keepdim=True), values.std().expand(1, 1, 1)
+        drawn_keys, drawn_values = (
+            torch.stack([spread * self._noise(0, tensor)[:, row] for row in places])
+            for tensor, spread in ((keys, key_spread), (values, value_spread))
+        )
+        if hidden is not None:
+            other_keys, other_values = (
+                torch.stack([spread * self._noise(draw, tensor) for draw in draws])
+                for tensor, spread in ((keys, key_spread), (values, _LOUD * value_spread))
+            )
+            drawn_keys = torch.where(hidden, other_keys, drawn_keys)
+            drawn_values = torch.where(hidden, other_values, drawn_values)
+        return keys.mean(1, keepdim=True) + drawn_keys, values.mean(1, keepdim=True) + drawn_values
+
+    def _noise(self, draw: int, like: Float[Tensor, "kv_heads few d"]) -> Float[Tensor, "kv_heads slots d"]:
+        shape = (like.shape[0], self.slots, like.shape[2])
+        if (draw, shape) not in self._draws:
+            noise = torch.randn(shape, generator=torch.Generator().manual_seed(draw))
+            self._draws[draw, shape] = noise.to(like.device)
+        return self._draws[draw, shape]
+
+
+class _Drawn(CacheLayer):
+    """One layer of a long cache, whose content is made when it is needed and not kept."""
+
+    def __init__(
+        self,
+        cache: LongCache,
+        layer: int,
+        places: Int[Tensor, "rows chosen"],
+        live: Bool[Tensor, "layers rows kv_heads slots"] | None,
+        draws: Sequence[int],
+    ) -> None:
+        super().__init__()
+        hidden = None if live is None else ~live[layer if len(live) > 1 else 0, ..., None]
+        self._slots, self._content = places.shape[1], partial(cache.content, layer, places, hidden, draws)
+        self.is_initialized = True
+
+    def get_seq_length(self) -> int:
+        return self._slots
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self._content()
+        return torch.cat([keys.to(key_states), key_states], 2), torch.cat([values.to(value_states), value_states], 2)
