@@ -201,6 +201,7 @@ class _Reading:
         """While this lasts, a pass of this lane leaves the weights here."""
         if not len(self.here):
             return nullcontext()
+        self.lanes.prove(self.ledger.slots, int(self.ledger.positions.max()) + 1, lane)
         return (
             self.lanes.observing_attention(self._compute)
             if lane == "plain"

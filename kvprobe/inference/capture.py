@@ -20,7 +20,7 @@ from kvprobe.brief import Brief, brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.checks import is_whole, whole_numbers
 from kvprobe.errors import UserError
-from kvprobe.inference.forward import at_slots, cache_of, forward_pass, one_row_each, taps
+from kvprobe.inference.forward import at_slots, cache_of, forward_pass, one_row_each, prove_reading, taps
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.lens import HOOKS, PER_HEAD, Family, hook_name, sites_of
 from kvprobe.models.unproved import Lane
@@ -124,6 +124,7 @@ def capture(
     ports = plain_ports(lanes, computed, layers) if computed else {}
     if lane == "auto":
         lane = "hooked" if None in ports.values() else "plain"
+    prove_reading(lanes, past, tokens, lane)
     tapped = taps(lanes, past, dict.fromkeys(layers, pick) if stored else None, keep_cache)
     observing = (
         lanes.hooked.observing(computed, layers, observe) if lane == "hooked" else _observing(lanes, ports, observe)

@@ -46,6 +46,13 @@ def prefill(lanes: Lanes, tokens: Sequence[Tokens], lane: Lane = "plain") -> KVC
     return extend(lanes, None, tokens, lane)[0]
 
 
+def prove_reading(lanes: Lanes, past: KVCache | None, tokens: Sequence[Tokens], lane: Lane = "plain") -> None:
+    """Run the gate as far as reading these tokens reaches, before anything is hooked or replaced for it."""
+    following = max((row.following for row in tokens), default=0)
+    held = (0, 0) if past is None else (past.slots, int(past.ledger.positions.max()) + 1 if past.slots else 0)
+    lanes.prove(held[0] + max(map(len, tokens), default=0), max(held[1], following), lane)
+
+
 class TapLayer(CacheLayer):
     """One layer of a Hugging Face cache that starts from a kvprobe cache, without changing it.
 

@@ -18,7 +18,7 @@ from kvprobe.faults.context import FaultContext, Queries
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
 from kvprobe.inference.batch import fitting_rows
-from kvprobe.inference.forward import as_seen, extend, forward_pass, one_row_each, refuse_foreign, taps
+from kvprobe.inference.forward import as_seen, extend, forward_pass, one_row_each, prove_reading, refuse_foreign, taps
 from kvprobe.inference.generate import decode_text, end_tokens
 from kvprobe.inference.struck_rows import Asked, Outcome, StruckRows
 from kvprobe.inference.under_policy import tokens_at
@@ -238,6 +238,8 @@ def last_queries(lanes: Lanes, cache: KVCache, count: int) -> Queries:
 
     before = cache.mask(slots=again)
     layers = taps(lanes, before)
+    again_tokens = [tokens_at(ledger, 0, index)]
+    prove_reading(lanes, before, again_tokens)
     with lanes.observing_attention(observe):
-        forward_pass(lanes, before, [tokens_at(ledger, 0, index)], layers, "plain", logits=1)
+        forward_pass(lanes, before, again_tokens, layers, "plain", logits=1)
     return Queries(tuple(rows), tuple(scales), group)

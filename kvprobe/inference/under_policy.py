@@ -15,7 +15,7 @@ from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.checks import require_whole, whole_numbers
 from kvprobe.errors import UserError
-from kvprobe.inference.forward import extend, new_slots, one_row_each
+from kvprobe.inference.forward import extend, new_slots, one_row_each, prove_reading
 from kvprobe.inference.readable import refuse_unknown_lane, refuse_unreadable
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
@@ -116,6 +116,7 @@ def watch(
             by_group.append(torch.unflatten(weights, 1, (shape.n_kv_heads, -1)).mean(2))
         observe(inputs.layer, torch.cat(by_group, 2))
 
+    prove_reading(lanes, before, tokens, lane)
     if lane == "plain":
         seen = visible_by_layer(ledger, new.slots, shape.windows)
         observing = lanes.observing_attention(compute)

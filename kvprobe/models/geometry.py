@@ -155,7 +155,10 @@ _GPT_NEO = {"global": "full_attention", "local": "sliding_attention"}
 
 
 def _max_position(config: Any) -> int | None:
-    """Number of position embeddings; with frequencies that change with the length, the positions before they change."""
+    """Number of position embeddings; or the positions before frequencies change with the length, or before the model
+    attends to a choice of slots (Doge)."""
+    if (kept := getattr(config, "keep_window_size", None)) is not None:
+        return kept
     rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not rotary:
         return getattr(config, "max_position_embeddings", None)

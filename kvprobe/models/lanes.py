@@ -72,7 +72,7 @@ class Lanes(UnprovedLanes):
         Raises:
             UserError: a position that the model has no embedding for, or a model that did not pass the gate.
         """
-        self.prove(ledger, lane)
+        self.prove(ledger.slots, int(ledger.positions.max()) + 1, lane)
         if not self.masks_by_head and ledger.live.shape[2] > 1:
             raise UserError(
                 f"The heads of {type(self.plain).__name__} cannot be masked apart from one another, and in this cache "
@@ -112,20 +112,17 @@ class Lanes(UnprovedLanes):
         with self.observing_attention_unproved(lambda inputs, _: observe(inputs)):
             yield
 
-    def prove(self, ledger: Ledger | None = None, lane: Lane = "plain") -> None:
-        """Run the gate now, as far as this ledger reaches; needed before modules are hooked, since hooks would also
+    def prove(self, slots: int = 0, positions: int = 0, lane: Lane = "plain") -> None:
+        """Run the gate now, for so many slots and positions; needed before modules are hooked, since hooks would also
         fire on the gate's own passes.
 
         Raises:
             UserError: see `masks_by_head`; or the model does something else at this length.
         """
         by_head = self.masks_by_head
-        if ledger is None:
-            return
-        positions = int(ledger.positions.max()) + 1
         # A window binds by position, however few slots there are.
         window = max((window for window in self.geometry.windows if window is not None), default=0)
-        slots = max(ledger.slots, min(positions, 2 * window))
+        slots = max(slots, min(positions, 2 * window))
         if slots > self._slots or positions > self._positions:
             slots, positions = _at_least(slots, self._slots), _at_least(positions, self._positions)
             prove_reach(self, slots, positions)

@@ -284,8 +284,9 @@ class UnprovedLanes:
         """Refuse positions beyond those that the model can read."""
         limit = self.geometry.max_position
         if limit is not None and int(positions.max()) >= limit:
+            chooses = hasattr(self.plain.config, "keep_window_size")
+            kind = "one set of frequencies" if changing_frequencies(self.plain.config) else "embeddings"
             raise UserError(
                 f"Position {int(positions.max())} is beyond the {limit} that this model has "
-                f"{'one set of frequencies' if changing_frequencies(self.plain.config) else 'embeddings'} for; "
-                f"use a shorter conversation."
+                f"{'attention to all slots' if chooses else kind} for; use a shorter conversation."
             )

@@ -13,7 +13,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.checks import whole_numbers
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker
-from kvprobe.inference.forward import extend, new_slots
+from kvprobe.inference.forward import extend, new_slots, prove_reading
 from kvprobe.inference.model import Model
 from kvprobe.inference.rows import Readable
 from kvprobe.models.routers import Decision
@@ -164,6 +164,7 @@ def read(
             routing.chosen[place].flatten(0, 1).to(decision.chosen),
         )
 
+    prove_reading(lanes, past, tokens)
     with routers.replaced_by(route):
         cache, scores = extend(lanes, past, tokens, logits=logits)
 

@@ -51,7 +51,7 @@ def test_the_fingerprint_depends_on_the_weights_and_not_on_the_tokenizer_object(
 def test_an_interrupted_proof_of_the_hooked_lane_is_begun_again(monkeypatch: pytest.MonkeyPatch):
     lanes, proofs = llama().lanes, []
 
-    def interrupted(_: Lanes, by_head: bool) -> None:
+    def interrupted(_: Lanes, by_head: bool, slots: int) -> None:
         proofs.append(by_head)
         raise KeyboardInterrupt
 

@@ -186,7 +186,6 @@ def test_windows_are_those_that_the_library_applies(
     ("kind", "changes", "phrase"),
     [
         ("moshi", {"sliding_window": 200}, "none where one is"),
-        ("doge", {"keep_window_size": 16, "sliding_window": None}, "of which some are hidden"),
         (
             "llama4_text",
             {
@@ -203,11 +202,17 @@ def test_architectures_that_change_with_the_length_are_refused(kind: str, change
     refused(lambda: kv.load(tiny(kind, **changes)).prefill(IDS), phrase)
 
 
-def test_a_length_is_proved_when_it_is_reached():
-    """Doge attends to its best 300 slots where there are more."""
-    model = kv.load(tiny("doge", keep_window_size=300, sliding_window=None, max_position_embeddings=2048))
+def test_a_length_is_proved_when_it_is_reached(monkeypatch: pytest.MonkeyPatch):
+    attending(monkeypatch, partial(mask_dropped, 300))
+    model = eager()
     cache = model.prefill(Tokens.of([5 + number % 50 for number in range(256)]))
-    refused(lambda: extend(model.lanes, cache, [Tokens.of([7], "q", 256)]), "DogeForCausalLM", "1,024 slots")
+    refused(lambda: extend(model.lanes, cache, [Tokens.of([7], "q", 256)]), "LlamaForCausalLM", "1,024 slots")
+
+
+def test_a_model_that_chooses_slots_is_read_as_far_as_it_attends_to_all():
+    model = kv.load(tiny("doge", keep_window_size=32, sliding_window=None))
+    assert model.prefill(Tokens.of(list(range(5, 37)))).slots == 32
+    refused(lambda: model.prefill(Tokens.of(list(range(5, 38)))), "beyond the 32", "attention to all slots")
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
-from kvprobe.inference.forward import onwards
+from kvprobe.inference.forward import onwards, prove_reading
 from kvprobe.inference.model import Model
 from kvprobe.text.tokens import Tokens
 
@@ -38,6 +38,8 @@ def attention_shares(
         shared = torch.einsum("bhs,gbs->bhg", before.float(), masks.float())
         shares[layer] = torch.cat([shared, itself[..., None].float()], -1)
 
+    runs = onwards(caches, [tokens])
+    prove_reading(model.lanes, caches, runs, "hooked")
     with model.lanes.hooked.observing_patterns(observe):
-        model.extend(caches, onwards(caches, [tokens]), lane="hooked")
+        model.extend(caches, runs, lane="hooked")
     return torch.stack([shares[layer] for layer in range(model.geometry.n_layers)], 1)
