@@ -104,7 +104,8 @@ class Comparison(Brief):
         first = self.attention["dangling_first"]
         share = self.attention["dangling"] - first
         most = self.attention.loc[share.idxmax()]
-        sink = f" and {100 * first.mean():.1f} % on slot 0, the sink, which is hidden too" if float(first.max()) else ""
+        on_sink = 100 * first.to_numpy().mean()
+        sink = f" and {on_sink:.1f} % on slot 0, the sink, which is hidden too" if on_sink else ""
         return (
             f"With everything in view, the question and its answer spend {100 * share.mean():.1f} % of their attention "
             f"on {', '.join(self.hidden)}{sink}; the most is {100 * share.max():.1f} %, in "

@@ -74,8 +74,8 @@ def add_adapter(plain: PreTrainedModel, folder: Path, settings: dict[str, Any]) 
             f"{folder / WEIGHTS} is not there or no safetensors file ({error}); fetch it again, since pickled adapters "
             "are not read."
         ) from error
-    named_modules: Any = plain.named_modules()
-    modules: dict[str, nn.Module] = dict(named_modules)
+    anything: Any = plain
+    modules: dict[str, nn.Module] = dict(anything.named_modules())
     embedded = plain.get_input_embeddings().weight
     for name, pair in pairs.items():
         module = modules.get(name)
