@@ -56,8 +56,8 @@ def _heads(comparison: Comparison) -> HeatMap:
     attention = comparison.attention.assign(spent=lambda rows: rows["dangling"] - rows["dangling_first"])
     table = attention.pivot(index="layer", columns="head", values="spent")
     return HeatMap(
-        caption=f"Share of its attention that each head spends on {', '.join(comparison.hidden)}, slot 0 apart, while the "
-        "question and the reply are read with everything in view: which heads lose something when these messages go.",
+        caption=f"Share of its attention that each head spends on {', '.join(comparison.hidden)}, slot 0 apart, while "
+        "the question and the reply are read with everything in view: which heads lose something.",
         rows=[str(layer) for layer in table.index],
         columns=[str(head) for head in table.columns],
         values=table.to_numpy().round(4).tolist(),
