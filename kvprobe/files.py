@@ -1,10 +1,12 @@
 """Limited and atomic file access: what is read is bounded in size and depth, and what is written is whole or absent."""
 
+import errno
 import json
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+import secrets
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +18,80 @@ from kvprobe.names import one_line, shown
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+LOCK, PARTIAL = ".lock", ".partial"
+"""The file in a folder that is claimed while it is used, and the ending of one that is being written."""
 MAX_BYTES, MAX_DEPTH, MAX_NUMBER = 2**16, 16, 100
 """Of a settings file: its size, its levels, and the characters of a number or date in it."""
+_FULL = "free some space and do the same again, as what was written before is kept"
+_ELSEWHERE = "choose another place"
+_REASONS = {
+    errno.ENOSPC: ("the disk is full", _FULL),
+    errno.EDQUOT: ("the quota of disk space is used up", _FULL),
+    errno.EROFS: ("the disk is read-only", _ELSEWHERE),
+    errno.EACCES: ("permission is missing", f"change the permission, or {_ELSEWHERE}"),
+    errno.EPERM: ("permission is missing", f"change the permission, or {_ELSEWHERE}"),
+    errno.ENAMETOOLONG: ("the path is too long", "choose a shorter one"),
+    errno.EISDIR: ("a folder is there", _ELSEWHERE),
+    errno.ENOTDIR: ("a file stands where a folder is expected", _ELSEWHERE),
+    errno.EEXIST: ("something else is there", _ELSEWHERE),
+    errno.ENOTEMPTY: ("something else is there", _ELSEWHERE),
+    errno.ENOENT: ("it is not there", "correct the path"),
+    errno.EIO: ("the disk fails", _ELSEWHERE),
+    errno.ELOOP: ("its links lead in a circle", _ELSEWHERE),
+}
+"""Why the system refuses a file, and what to do."""
+
+
+def refusal(error: BaseException, path: object) -> str | None:
+    """What the system says of a file, in a sentence; None of an error of another kind.
+
+    Args:
+        path: the file, where the error does not name it.
+    """
+    number = re.search(r"os error (\d+)", str(error))  # as safetensors words it
+    code = error.errno if isinstance(error, OSError) else int(number[1]) if number else None
+    if isinstance(error, UserError) or code not in _REASONS:
+        return None
+    (reason, advice), names = _REASONS[code], [getattr(error, name, None) for name in ("filename2", "filename")]
+    named = str(names[0] or names[1] or path)
+    return f"{named[:200]}{'…' * (len(named) > 200)} cannot be used, because {reason}; {advice}."
+
+
+@contextmanager
+def told(path: Path) -> Generator[None]:
+    """While this lasts, what the system refuses is a `UserError`, which names this path if the system names none."""
+    try:
+        yield
+    except Exception as error:
+        if (sentence := refusal(error, path)) is None:
+            raise
+        raise UserError(sentence) from error
+
+
+@contextmanager
+def folder_claimed(folder: Path) -> Generator[None]:
+    """While this lasts, no other process or thread claims this folder, which is made; a claim ends with its process.
+
+    Raises:
+        UserError: another one has claimed it, or it cannot be written to.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / LOCK, is_singleton=False)
+    with told(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise UserError(
+                f"{folder} is in use by another command that is still running; wait for it, or choose another name."
+            ) from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            (folder / LOCK).unlink()
+        lock.release()
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
@@ -41,10 +115,12 @@ def read_json(path: Path, limit: int, advice: str = "it was altered or cut") -> 
     Raises:
         UserError: the file is too large, is not UTF-8 or JSON, or holds something else.
     """
-    if path.stat().st_size > limit:
-        raise UserError(f"{path} is larger than {limit / 2**20:g} MiB; {advice}.")
+    with told(path):
+        if path.stat().st_size > limit:
+            raise UserError(f"{path} is larger than {limit / 2**20:g} MiB; {advice}.")
+        text = path.read_bytes()
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(text.decode())
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not readable JSON ({one_line(error)}); {advice}.") from error
     if not isinstance(content, dict):
@@ -60,10 +136,12 @@ def read_yaml(path: Path, limit: int = MAX_BYTES) -> dict[str, Any]:
     """
     if not path.is_file():
         raise UserError(f"There is no file {path}; give the path of a YAML file.")
-    if path.stat().st_size > limit:
-        raise UserError(f"{path} has {path.stat().st_size} bytes; a settings file has at most {limit}; shorten it.")
+    with told(path):
+        if path.stat().st_size > limit:
+            raise UserError(f"{path} has {path.stat().st_size} bytes; a settings file has at most {limit}; shorten it.")
+        text = path.read_bytes()
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Settings)
+        content = yaml.load(text.decode(), _Settings)
     # ValueError: a month that does not exist, bytes that are not UTF-8; TypeError: a key that is not hashable.
     except (yaml.YAMLError, ValueError, TypeError) as error:
         raise UserError(f"{path} is not readable YAML ({one_line(error, 300)}); correct it.") from error
@@ -81,7 +159,10 @@ def read_table(path: Path) -> "DataFrame":
     import pandas as pd
 
     try:
-        return pd.read_parquet(path)
+        with told(path):
+            return pd.read_parquet(path)
+    except UserError:
+        raise
     except (OSError, ValueError, TypeError, KeyError) as error:  # pyarrow raises all of these
         raise _damaged(path, error) from error
 
@@ -106,14 +187,22 @@ def refuse_damaged(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write a file to, which then replaces `path`: no half of a file is ever found there.
+    """A path beside `path` to write a file to, which then replaces `path`: no half of a file is ever found there,
+    however many write it at once.
 
-    A link that stands at either path is replaced, not followed.
+    A link that stands at `path` is replaced, not followed.
+
+    Raises:
+        UserError: the system refuses the file, for want of space, say.
     """
-    partial = path.with_name(f"{path.name}.partial")
-    partial.unlink(missing_ok=True)
-    yield partial
-    partial.replace(path)
+    partial = path.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
+    try:
+        with told(path):
+            yield partial
+            partial.replace(path)
+    finally:
+        with suppress(OSError):
+            partial.unlink()
 
 
 def write_whole(path: Path, text: str) -> Path:
@@ -121,18 +210,6 @@ def write_whole(path: Path, text: str) -> Path:
     with replacing(path) as partial, partial.open("x", encoding="utf-8") as file:
         file.write(text)
     return path
-
-
-@contextmanager
-def replacing_folder(path: Path) -> Iterator[Path]:
-    """A folder beside `path` to fill, which then takes its place; nothing is left of one that could not be filled."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        partial.replace(path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 class _Settings(yaml.SafeLoader):

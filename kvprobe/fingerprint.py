@@ -5,18 +5,12 @@ adapters that are switched off, hooks of users, dropout, an attribute that was s
 left out: paths, versions, dtypes (weights are hashed as they are), the kernel, the padding of a tokenizer.
 """
 
-import ast
 import copy
 import hashlib
-import inspect
 import json
-import sys
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec, resolve_name
-from pathlib import Path
 from types import FunctionType
 from typing import Any, Protocol, runtime_checkable
 from zlib import crc32
@@ -85,7 +79,7 @@ def fingerprint(plain: "Configured", tokenizer: object, rounded: torch.dtype | N
     Args:
         rounded: dtype to which weights are rounded first.
     """
-    return "-".join((_weights(plain, rounded), _config(plain), _tokenizer(tokenizer)))
+    return "-".join((_weights(plain, rounded), _config(plain), tokenizer_digest(tokenizer)))
 
 
 def differing(one: str, other: str) -> str:
@@ -103,28 +97,6 @@ def digest(pieces: Iterable[bytes | memoryview], size: int = 8) -> str:
         hasher.update(len(piece).to_bytes(8, "little"))
         hasher.update(piece)
     return hasher.hexdigest()
-
-
-def digest_of_code(module: str, without: Collection[str] = ()) -> str:
-    """A hash of what an imported module does, but for the functions and values of these names, and of what it imports
-    from beside it: from its package, or else from its folder.
-
-    Raises:
-        UserError: its code cannot be read.
-    """
-    try:
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
-    except (OSError, TypeError, KeyError) as error:
-        raise UserError(f"The code of the module {module!r} cannot be read; put it in a Python file.") from error
-    beside = _imported_from_beside(module, tree)
-
-    def is_left_out(part: ast.stmt) -> bool:
-        if isinstance(part, ast.Assign):
-            return any(isinstance(name, ast.Name) and name.id in without for name in part.targets)
-        return isinstance(part, ast.FunctionDef) and part.name in without
-
-    parts = [part for part in tree.body if not is_left_out(part)]
-    return digest(ast.dump(tree).encode() for tree in (ast.Module(parts, []), *beside))
 
 
 class Maker:
@@ -165,52 +137,6 @@ class Maker:
     def same(self, other: "Maker") -> bool:
         """Whether both are the same model, loaded once or twice."""
         return self is other or self.fingerprint == other.fingerprint
-
-
-def _imported_from_beside(module: str, tree: ast.Module) -> list[ast.Module]:
-    """The code of the modules that this one imports, and those in turn, from its package, or else from its folder; by
-    name. Packages that were installed are not beside a file."""
-    home, _, inner = module.partition(".")
-    folder = Path(str(sys.modules[home].__file__)).parent
-
-    def is_beside(name: str) -> bool:
-        first = name.partition(".")[0]
-        if first == "kvprobe":  # Its version is on record anyway.
-            return False
-        if inner:
-            return first == home
-        places = (folder / f"{first}.py", folder / first / "__init__.py")
-        return not folder.name.endswith("-packages") and any(place.is_file() for place in places)
-
-    trees: dict[str, ast.Module] = {}
-    waiting = _imports(tree, sys.modules[module].__package__)
-    while waiting:
-        name = waiting.pop()
-        spec = _spec(name) if name not in (module, *trees) and is_beside(name) else None
-        if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
-            trees[name] = ast.parse(Path(spec.origin).read_bytes())
-            waiting += _imports(trees[name], spec.parent)
-    return [tree for _, tree in sorted(trees.items())]
-
-
-def _imports(tree: ast.Module, package: str | None) -> list[str]:
-    """All that a module of this package imports, wherever in its code; some may be names in a module, not modules."""
-    names: list[str] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            source = resolve_name("." * node.level + (node.module or ""), package)
-            names += [source, *(f"{source}.{alias.name}" for alias in node.names)]
-    return names
-
-
-def _spec(module: str) -> ModuleSpec | None:
-    """Where a module is; None if there is none of this name."""
-    try:
-        return find_spec(module)
-    except (ImportError, ValueError):
-        return None
 
 
 def _weights(plain: "Configured", rounded: torch.dtype | None) -> str:
@@ -294,12 +220,15 @@ def _decisive(settings: object) -> object:
     return [_decisive(setting) for setting in settings] if isinstance(settings, list | tuple) else settings
 
 
-def _tokenizer(tokenizer: object) -> str:
+def tokenizer_digest(tokenizer: Any) -> str:
+    """A hash of a tokenizer's rules, its vocabulary and its chat template; of None, too."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         rules = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
+    elif hasattr(tokenizer, "get_vocab"):
+        rules = tokenizer.get_vocab()
     else:
-        rules = getattr(tokenizer, "get_vocab", dict)()
+        rules = [tokenizer.decode([token]) for token in range(len(tokenizer))] if hasattr(tokenizer, "decode") else {}
     special = getattr(tokenizer, "special_tokens_map", None)
     return digest([_json([rules, special, getattr(tokenizer, "chat_template", None)])], 4)
 

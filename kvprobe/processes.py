@@ -4,13 +4,15 @@ They are forked, so they share the model's weights; neither macOS nor a GPU allo
 at most, and each needs memory of its own.
 """
 
+import ctypes
 import multiprocessing
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from typing import TypeVar
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -21,6 +23,9 @@ from kvprobe.progress import silence
 Item = TypeVar("Item")
 
 _work: Callable[[int], object] = lambda _: None  # noqa: E731, replaced in a forked process
+PATIENCE = 5.0
+"""Seconds without anything done after which it is asked whether a process was stopped."""
+PR_SET_PDEATHSIG = 1
 _peak = 0
 """The most bytes that this process held together with those that it forked."""
 
@@ -48,7 +53,7 @@ def forked(work: Callable[[Item], object], items: Sequence[Item], processes: int
         processes: with one of them, or of items, the work is done in this process, with all threads.
 
     Raises:
-        UserError: a process was killed.
+        UserError: a process was killed or stopped.
         BaseException: what `work` raised. Other items are given up then, as they are when this is interrupted.
     """
     global _peak
@@ -64,7 +69,7 @@ def forked(work: Callable[[Item], object], items: Sequence[Item], processes: int
         initializer=lambda: _begin(lambda place: work(items[place]), threads),
     )
     try:
-        for done in as_completed([pool.submit(_do, place) for place in range(len(items))]):
+        for done in _completed([pool.submit(_do, place) for place in range(len(items))], others):
             _peak = max(_peak, shared + processes * done.result())
             yield
     except BaseException as error:
@@ -78,6 +83,32 @@ def forked(work: Callable[[Item], object], items: Sequence[Item], processes: int
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _completed(futures: Sequence[Future[int]], others: set[Any]) -> Iterator[Future[int]]:
+    """Futures as they are done.
+
+    Args:
+        others: children of this process that do not work on them.
+
+    Raises:
+        UserError: nothing was done for a while, during which one that works on them did not run at all.
+    """
+    waiting, before = set(futures), set[int]()
+    while waiting:
+        done, waiting = wait(waiting, PATIENCE, FIRST_COMPLETED)
+        yield from done
+        stopped = set[int]()
+        for process in set(multiprocessing.active_children()) - others:
+            with suppress(psutil.NoSuchProcess):
+                if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
+                    stopped.add(process.pid)
+        if not done and stopped & before:
+            raise UserError(
+                f"A process of this run, {min(stopped & before)}, was stopped by a signal, so the run would wait for "
+                "ever; start it again, and it resumes."
+            )
+        before = stopped
 
 
 def peak_bytes() -> int:
@@ -97,6 +128,7 @@ def _begin(work: Callable[[int], object], threads: int) -> None:
     """In a forked process, before its first item."""
     global _work
     _work = work
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with the process that forked it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that forked it ends it
     torch.set_num_threads(threads)
     silence()

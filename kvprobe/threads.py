@@ -12,6 +12,8 @@ from typing import TypeVar
 
 import torch
 
+from kvprobe.restoring import restoring
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -20,11 +22,9 @@ Result = TypeVar("Result")
 def one_thread() -> Generator[int]:
     """While this lasts, torch uses one thread; gives the number that it had. Decorates functions, too."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with restoring(lambda: torch.set_num_threads(threads)):
+        torch.set_num_threads(1)
         yield threads
-    finally:
-        torch.set_num_threads(threads)
 
 
 def side_by_side(work: Callable[[Item], Result], items: Iterable[Item], at_once: int | None = None) -> Iterator[Result]:

@@ -81,6 +81,28 @@ def test_a_process_that_is_killed_is_no_hang():
     refused(lambda: list(forked(work, range(3), 2)), "was killed", "--processes 1")
 
 
+def test_a_process_that_is_stopped_is_no_hang(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(processes, "PATIENCE", 0.05)
+
+    def work(item: int) -> None:
+        if item:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    refused(lambda: list(forked(work, range(3), 2)), "was stopped by a signal", "start it again, and it resumes")
+    assert psutil.Process().children() == []
+
+
+def test_a_process_ends_with_the_one_that_forked_it(tmp_path: Path):
+    if not (run := os.fork()):
+        list(forked(lambda item: (tmp_path / str(os.getpid())).touch() or time.sleep(60), range(2), 2))
+    while len(forked_by := list(tmp_path.iterdir())) < 2:
+        time.sleep(0.01)
+    os.kill(run, signal.SIGKILL)
+    os.waitpid(run, 0)
+    psutil.wait_procs([psutil.Process(int(child.name)) for child in forked_by if psutil.pid_exists(int(child.name))], 5)
+    assert not any(psutil.pid_exists(int(child.name)) for child in forked_by)
+
+
 def test_bars_of_forked_processes_are_not_shown(capfd: pytest.CaptureFixture[str]):
     list(forked(lambda item: list(Bar(range(3), desc=f"Bar {item}")), range(2), 2))
     assert capfd.readouterr().err == ""

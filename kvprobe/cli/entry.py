@@ -1,6 +1,7 @@
 """The command line's entry point, and what it makes of errors."""
 
 import os
+import shlex
 import sys
 import tempfile
 import traceback
@@ -11,12 +12,14 @@ from kvprobe.cli.instruments import attend, budget, compare, doctor, prefix, sca
 from kvprobe.cli.runs import add_run_commands, list_names, new, publish, report, runs_app, view
 from kvprobe.cli.training import train_app
 from kvprobe.errors import UserError
+from kvprobe.files import refusal
 from kvprobe.names import one_line
 
 app = App(
     name="kvprobe",
     help="A microscope for the KV cache: what survives when context is masked, evicted, compacted or damaged.",
     version_flags=["--version"],
+    suppress_keyboard_interrupt=False,  # cyclopts would end without a word
 )
 app.command(runs_app)
 app.command(train_app)
@@ -42,10 +45,12 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except (UserError, CycloptsError, OSError) as error:
-        print(f"kvprobe: {error}", file=sys.stderr)
+        print(f"kvprobe: {refusal(error, 'a file') or error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("\nkvprobe: interrupted; give the same command again to resume.", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        command = shlex.join(["kvprobe", *sys.argv[1:]])
+        said = f"{error}, and `{command}` resumes" if error.args else f"nothing is kept, and `{command}` begins anew"
+        print(f"\nkvprobe: interrupted; {said}.", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         if _memory_is_full(error):

@@ -9,12 +9,14 @@ from cyclopts import App, Group, Parameter
 
 from kvprobe.cli.flags import StudyFile, whole, whole_numbers
 from kvprobe.durations import durations, minutes
+from kvprobe.errors import UserError
 from kvprobe.experiments.settings import LAST, Settings, as_mapping, digest_of, folder_of, from_mapping, types_of
 from kvprobe.extensions import extensions
+from kvprobe.files import PARTIAL, expanded
 from kvprobe.models.catalogue import check_source
 from kvprobe.presets import Preset, presets, read_preset
 from kvprobe.shipped import shipped
-from kvprobe.studies import STUDIES, find, study_of
+from kvprobe.studies import STUDIES, Entry, find, study_of
 
 EVERY_STUDY = Group("Every study", sort_key=2)
 PROCESSES = "Parts of the run that are worked on side by side, on a CPU under Linux."
@@ -50,7 +52,7 @@ def add_run_commands(arguments: list[str]) -> None:
 
 
 def plan(study: str, config: Settings, root: Path, name: str | None) -> Iterator[str]:
-    """What a run would do, in lines; nothing is loaded or written."""
+    """What a run would do, in lines; no model is loaded and nothing written."""
     folder = folder_of(study, config, root, name)
     states = {"metrics.json": "is finished: its report would be written again", "parts": "would be resumed"}
     state = next((state for file, state in states.items() if (folder / file).exists()), "would be new")
@@ -82,11 +84,17 @@ def _add_run_command(command: str, preset: Preset) -> None:
         chosen = study.config(**as_mapping(config or flags()))
         check_source(chosen.model)
         if dry_run:
+            _check_files(study, chosen)
             print("\n".join(plan(study.name, chosen, out, name)))
             return
         from kvprobe.experiments.page import answer
 
-        directory = study.run(chosen, out, name, processes=processes)
+        try:
+            directory = study.run(chosen, out, name, processes=processes)
+        except KeyboardInterrupt:
+            parts = folder_of(study.name, chosen, out, name) / "parts"
+            kept = sum(path.suffix != PARTIAL for path in parts.glob("*"))
+            raise KeyboardInterrupt(f"{kept} measured parts are kept in {parts.parent}") from None
         print(f"\n{answer(study.declaration, directory)}\n\nReport: {directory.path / 'report.html'}")
 
     run.__annotations__["config"] = Annotated[flags, Parameter(name="*")]
@@ -94,6 +102,24 @@ def _add_run_command(command: str, preset: Preset) -> None:
     if command in runs_app:  # of an earlier command in this process; the file of this name may be another one now
         del runs_app[command]
     runs_app.command(run, name=command)
+
+
+def _check_files(study: Entry, config: Settings) -> None:
+    """Refuse what a run would refuse of the files that its settings name.
+
+    Raises:
+        UserError: there is no such file, or it does not hold what the study reads.
+    """
+    model = expanded(config.model)
+    if model.is_dir():
+        from kvprobe.models.files import check_folder
+
+        check_folder(model)
+    elif model.suffix == ".gguf" and not model.is_file():
+        raise UserError(f"There is no GGUF file at {model}; check the path.")
+    own = {name: kind for name, kind in types_of(type(config)).items() if name not in ("model", *LAST)}
+    if {str, tuple[str, ...]} & set(own.values()):  # others read no files
+        study.declaration.inputs(config)
 
 
 def _with_defaults(config: Settings) -> type[Settings]:

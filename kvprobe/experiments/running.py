@@ -1,6 +1,7 @@
 """How every declared study runs: measure what is missing, conclude, draw, write the report."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -12,8 +13,9 @@ from kvprobe.environment import machine
 from kvprobe.errors import UserError
 from kvprobe.experiments.page import write_page
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.settings import Settings, digest_of
+from kvprobe.experiments.settings import Settings, digest_of, folder_of
 from kvprobe.experiments.study import Study
+from kvprobe.files import folder_claimed
 from kvprobe.inference.model import Model, load
 from kvprobe.processes import check_processes, peak_bytes
 from kvprobe.progress import watched
@@ -48,9 +50,9 @@ def run_study(
         config = replace(config, model=model.name)
     study = study.instead(config) or study
     measured = durations().get(digest_of(study.name, config))
-    with watched(measured and measured.timing) as clock:
-        inputs = {**study.inputs(config), **study.measuring}
-        model, run = begin(study.name, config, root, name, inputs, model)
+    inputs = {**study.inputs(config), **study.measuring}
+    with watched(measured and measured.timing) as clock, begin(study.name, config, root, name, inputs, model) as begun:
+        model, run = begun
         check_processes(processes, model.lanes.device)
         run = replace(run, processes=processes)
         # What a user's study concludes may have changed since it was measured.
@@ -67,10 +69,11 @@ def run_study(
             if not (run.finished or resumed):
                 Duration(study.name, "", machine(), peak_bytes(), clock.timing).write(run.path)
             run.finish(conclusion.record())
-    write_page(study, run)
+        write_page(study, run)
     return run
 
 
+@contextmanager
 def begin(
     study: str,
     config: Settings,
@@ -78,14 +81,17 @@ def begin(
     name: str | None,
     inputs: Mapping[str, str] | None = None,
     model: Model | None = None,
-) -> tuple[Model, Run]:
+) -> Generator[tuple[Model, Run]]:
     """The model in hand, or else the one that a study's config names, and the directory of the run; see `Run.open`.
+    While this lasts, no other command can use that directory.
 
     Raises:
-        UserError: a setting that does not fit the model, or a directory that holds another run.
+        UserError: a setting that does not fit the model, or a directory that is in use or holds another run.
     """
     model = model or load(config.model, device=config.device, dtype=config.dtype)
-    return model, Run.open(study, config, model.fingerprint, f"{model.lanes.device}, {model.dtype}", root, name, inputs)
+    device = f"{model.lanes.device}, {model.dtype}"
+    with folder_claimed(folder_of(study, config, root, name)):
+        yield model, Run.open(study, config, model.fingerprint, device, root, name, inputs)
 
 
 def draw(study: Study[Config], findings: Findings, title: str, folder: Path) -> None:

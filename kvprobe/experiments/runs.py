@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import yaml
 from kvprobe.environment import environment
 from kvprobe.errors import UserError
 from kvprobe.experiments.settings import Settings, as_mapping, folder_of
-from kvprobe.files import read_json, read_table, read_yaml, refuse_damaged, replacing, replacing_folder, write_whole
+from kvprobe.files import LOCK, PARTIAL, read_json, read_table, read_yaml, refuse_damaged, replacing, told, write_whole
 from kvprobe.fingerprint import differing
 from kvprobe.report.findings import Findings
 
@@ -24,8 +23,6 @@ FORMAT = 3
 the second had its numbers in another shape."""
 MOST_BYTES = 2**28
 """Of a JSON file of a run that is read at all."""
-
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}")
 
 
 @dataclass(frozen=True)
@@ -69,28 +66,22 @@ class Run:
             UserError: the directory holds another run, or one begun with another model, other files or versions; or the
                 name cannot be that of a folder.
         """
-        if name is not None and not _NAME.fullmatch(name):
-            raise UserError(
-                f"{name!r} cannot be the name of a run; use at most 100 letters, digits, dots, dashes and underscores, "
-                f"and choose the folder with --out."
-            )
         settings = {"study": study, "settings": as_mapping(config)}
         run = cls(folder_of(study, config, root, name))
         asked = {"model": model, "inputs": dict(inputs or {}), "device": device, "seed": config.seed}
         begun = {"format": FORMAT, **asked, **environment()}
-        if (run.path / "config.yaml").is_file():
-            wrong = run._mismatch(settings, begun)
-            if wrong is None:
-                return cls(run.path, run.environment)
+        with told(run.path):
+            texts = {"env.json": json.dumps(begun, indent=2), "config.yaml": yaml.safe_dump(settings, sort_keys=False)}
+            wrong = f"{run.path} is not empty and not a run; choose another --out."
+            if (run.path / "config.yaml").is_file():
+                wrong = run._mismatch(settings, begun)
+                if wrong is None:
+                    return cls(run.path, run.environment)
             if run._has_content():
                 raise UserError(wrong)
-            _describe(run.path, settings, begun)
-        elif run.path.exists() and any(run.path.iterdir()):
-            raise UserError(f"{run.path} is not empty and not a run; choose another --out.")
-        else:
-            with replacing_folder(run.path) as partial:
-                (partial / "figures").mkdir()
-                _describe(partial, settings, begun)
+            (run.path / "figures").mkdir(parents=True, exist_ok=True)
+            for file, text in texts.items():
+                write_whole(run.path / file, text)
         return cls(run.path, begun)
 
     @classmethod
@@ -158,7 +149,8 @@ class Run:
     def part(self, name: str) -> Path:
         """Where a part, an intermediate file or folder, lies until the run is finished."""
         folder = self.path / "parts"
-        folder.mkdir(exist_ok=True)
+        with told(folder):
+            folder.mkdir(exist_ok=True)
         return folder / name
 
     def write_part(self, name: str, write: Callable[[Path], object]) -> Path:
@@ -186,6 +178,8 @@ class Run:
     def finish(self, metrics: Mapping[str, Any]) -> None:
         """Write the metrics, which make the run finished; drop the intermediate results."""
         write_whole(self.path / "metrics.json", json.dumps(metrics, indent=2))
+        for left in self.path.glob(f"*{PARTIAL}"):
+            left.unlink()
         if (folder := self.path / "parts").is_dir():
             shutil.rmtree(folder)
 
@@ -210,9 +204,9 @@ class Run:
 
     def _has_content(self) -> bool:
         """Whether there is more than the record of a start."""
-        record = {"config.yaml", "env.json"}
+        record = {"config.yaml", "env.json", LOCK}
         return any(
-            path.name not in record and path.suffix != ".partial" for path in self.path.rglob("*") if not path.is_dir()
+            path.name not in record and path.suffix != PARTIAL for path in self.path.rglob("*") if not path.is_dir()
         )
 
     def _json(self, name: str) -> dict[str, Any]:
@@ -220,8 +214,3 @@ class Run:
         if not path.is_file():
             raise UserError(f"{self.path} has no {name}; the run is unfinished, start it again to resume.")
         return read_json(path, MOST_BYTES)
-
-
-def _describe(folder: Path, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
-    write_whole(folder / "env.json", json.dumps(environment, indent=2))
-    write_whole(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))

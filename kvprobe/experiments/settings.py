@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -16,6 +17,7 @@ from kvprobe.plain_data import Limits, filled
 
 LIMITS = Limits(text=4096, entries=1000)
 """Of one setting: characters of a text, and values of a list."""
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}")
 LAST = ("seed", "device", "dtype")
 """Settings of every study that come after the study's own where settings are listed."""
 
@@ -97,7 +99,16 @@ def digest_of(study: str, config: Settings) -> str:
 
 
 def folder_of(study: str, config: Settings, root: Path, name: str | None) -> Path:
-    """The folder of a run; its default name is made from the settings."""
+    """The folder of a run; its default name is made from the settings.
+
+    Raises:
+        UserError: the name cannot be that of a folder.
+    """
+    if name is not None and not _NAME.fullmatch(name):
+        raise UserError(
+            f"{name!r} cannot be the name of a run; use at most 100 letters, digits, dots, dashes and underscores, "
+            f"and choose the folder with --out."
+        )
     return root / (name or f"{study}-{digest_of(study, config)}")
 
 

@@ -13,10 +13,10 @@ from typing import Any, Generic, TypeVar
 import pandas as pd
 
 from kvprobe.errors import UserError
+from kvprobe.experiments.measuring import digest_of_measuring
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
 from kvprobe.extensions import extensions
-from kvprobe.fingerprint import digest_of_code
 from kvprobe.inference.model import Model
 from kvprobe.plain_data import Limits, filled
 from kvprobe.report.claims import Claim
@@ -138,15 +138,16 @@ class Study(Generic[Config]):
 
     @property
     def measuring(self) -> dict[str, str]:
-        """A digest of the code that measures, of a study that does not ship with kvprobe: its module, with what that
-        imports from beside it, but for `conclude` and `STUDY`, which may change while the rows stay.
+        """A digest of what a study measures with that does not ship with kvprobe, see `digest_of_measuring`; its
+        `conclude` and the rest of `STUDY` may change while the rows stay.
 
         Raises:
             UserError: the code cannot be read.
         """
         if self.ships:
             return {}
-        return {"code": digest_of_code(self.collect.__module__, {self.conclude.__name__, "STUDY"})}
+        without = {getattr(self.conclude, "__name__", ""), "STUDY"}
+        return {"code": digest_of_measuring(self.collect, [self.config, self.inputs], without)}
 
     def label(self, key: str, value: Key) -> str:
         """How the value of a key is written."""

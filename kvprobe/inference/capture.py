@@ -14,13 +14,13 @@ from typing import Any, Literal, cast, get_args
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from kvprobe.brief import Brief, brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.checks import is_whole, whole_numbers
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import at_slots, cache_of, forward_pass, one_row_each, prove_reading, taps
+from kvprobe.models.hooks import Hook, claimed, hooked
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.lens import HOOKS, PER_HEAD, Family, hook_name, sites_of
 from kvprobe.models.unproved import Lane
@@ -209,20 +209,14 @@ def _observing(
     ) -> None:
         note(key, output)
 
-    handles: list[RemovableHandle] = []
-    try:
-        for key, port in ports.items():
-            if port is None:
-                raise UserError(f"The plain lane cannot show {key[0]!r} of this model; use lane='hooked'.")
-            module = lanes.plain.get_submodule(port[0])
-            if port[1] == "input":
-                handles.append(module.register_forward_pre_hook(partial(before, key), with_kwargs=True))
-            else:
-                handles.append(module.register_forward_hook(partial(after, key)))
+    hooks: list[Hook] = []
+    for key, port in ports.items():
+        if port is None:
+            raise UserError(f"The plain lane cannot show {key[0]!r} of this model; use lane='hooked'.")
+        path, end = port
+        hooks.append((lanes.plain.get_submodule(path), end, partial(before if end == "input" else after, key)))
+    with claimed(lanes.plain), hooked(hooks):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
     if silent := set(ports) - called:
         never = ", ".join(f"{family} of layer {layer}" for family, layer in sorted(silent))
         raise UserError(
@@ -246,16 +240,9 @@ def editing(lanes: Lanes, port: Port, edit: Callable[[Tensor], Tensor]) -> Gener
         return (edit(output[0]), *output[1:]) if isinstance(output, tuple) else edit(output)
 
     lanes.prove()
-    module = lanes.plain.get_submodule(path)
-    handle = (
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        if end == "input"
-        else module.register_forward_hook(after)
-    )
-    try:
+    hook: Hook = (lanes.plain.get_submodule(path), end, before if end == "input" else after)
+    with claimed(lanes.plain), hooked([hook]):
         yield
-    finally:
-        handle.remove()
 
 
 def _picked(

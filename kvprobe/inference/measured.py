@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -218,14 +219,9 @@ def _silenced() -> Generator[None]:
     """While this lasts, nothing is written to standard error: the profiler logs its start and stop there."""
     sys.stderr.flush()
     stderr = os.dup(2)
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, 2)
-    try:
+    with Path(os.devnull).open("w") as devnull, os.fdopen(stderr, "w"), restoring(lambda: os.dup2(stderr, 2)):
+        os.dup2(devnull.fileno(), 2)
         yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(devnull)
-        os.close(stderr)
 
 
 _LAST = "kvprobe: the pass that is measured"

@@ -1,17 +1,29 @@
-"""What a layer of the plain lane attends with, and how another function replaces its attention."""
+"""What a layer of the plain lane attends with, and how another function replaces its attention.
+
+Transformers' registry holds one attention of kvprobe for each of its own, which asks a table what replaces it in which
+module. So models do not disturb each other, and one whose name was left behind attends as usual.
+"""
 
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
 
 from kvprobe.cache.attention import output_of, weights_of
 from kvprobe.errors import UserError
+from kvprobe.models.hooks import claimed
+from kvprobe.restoring import restoring
+
+KERNELS = ("sdpa", "eager")
+"""Attentions of transformers that take kvprobe's masks."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,24 @@ class Attending:
 
 
 Attend = Callable[[Attending], Float[Tensor, "rows heads queries d_value"]]
+Attention = Callable[[Attending, Callable[[], Tensor]], Tensor]
+"""Gets what a layer attends with, and a function that computes the model's own attention."""
+
+
+class _Replacement(NamedTuple):
+    """What replaces the attention of a module.
+
+    Attributes:
+        replaced: what it replaces in its turn; None for the model's own.
+    """
+
+    layer: int
+    d_head: int
+    attention: Attention
+    replaced: "_Replacement | None"
+
+
+_replacements: WeakKeyDictionary[nn.Module, _Replacement] = WeakKeyDictionary()
 
 
 def attention_name(plain: PreTrainedModel) -> str | None:
@@ -67,60 +97,72 @@ def attention_named(plain: PreTrainedModel, name: str) -> Generator[None]:
     """While this lasts, a model takes its attention from transformers' registry by this name."""
     before = attention_name(plain)
     assert before is not None  # the lanes refuse such a model
-    set_attention(plain, name)
-    try:
+    with claimed(plain), restoring(lambda: set_attention(plain, before)):
+        set_attention(plain, name)
         yield
-    finally:
-        set_attention(plain, before)
 
 
 @contextmanager
 def attention_replaced(
-    plain: PreTrainedModel,
-    modules: Sequence[nn.Module],
-    d_head: int,
-    name: str,
-    attention: Callable[[Attending, Callable[[], Tensor]], Tensor],
+    plain: PreTrainedModel, modules: Sequence[nn.Module], d_head: int, attention: Attention
 ) -> Generator[None]:
     """While this lasts, `attention` is the attention of these modules of a Hugging Face model.
-
-    Args:
-        name: under which transformers' registry holds it.
-        attention: called with what a layer attends with, and with a function that computes the model's own attention.
 
     Raises:
         UserError: the model does not take its attention from transformers' registry.
     """
-    layers = {id(module): layer for layer, module in enumerate(modules)}
-    before = attention_name(plain)
-    registry: Any = AttentionInterface()  # its annotations are incomplete
+    name = f"kvprobe_{str(attention_name(plain)).removeprefix('kvprobe_')}"
+    before = {module: _replacements.get(module) for module in modules}
 
-    def attend(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        **settings: Any,
-    ) -> tuple[Tensor, None]:
-        scale = d_head**-0.5 if scaling is None else float(scaling)
-        softcap, sinks = settings.get("softcap"), settings.get("s_aux")
-        inputs = Attending(layers[id(module)], query, key, value, scale, softcap, sinks)
+    def put_back() -> None:
+        for module, replacement in before.items():
+            if replacement is None:
+                _replacements.pop(module, None)
+            else:
+                _replacements[module] = replacement
 
-        def usual() -> Tensor:
-            eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-            function = registry.get_interface(before, eager)
-            return function(module, query, key, value, attention_mask, scaling=scaling, **settings)[0]
-
-        return attention(inputs, usual), None
-
-    registry.register(name, attend)
-    with attention_named(plain, name):
+    with claimed(plain), restoring(put_back), attention_named(plain, name):
         if attention_name(plain) != name:
             raise UserError(
                 f"{type(plain).__name__} does not take its attention from transformers' registry, so it can be "
                 "neither replaced nor observed; patch with KVCache.patch, one cell at a time, and see patterns on "
                 "lane='hooked'."
             )
+        for layer, (module, replaced) in enumerate(before.items()):
+            _replacements[module] = _Replacement(layer, d_head, attention, replaced)
         yield
+
+
+def _attend(
+    kernel: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **settings: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention that the registry holds in place of this one."""
+
+    def usual() -> tuple[Tensor, Tensor | None]:
+        eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        function: Any = AttentionInterface().get_interface(kernel, eager)
+        return function(module, query, key, value, attention_mask, scaling=scaling, **settings)
+
+    def computed(replacement: _Replacement | None) -> Tensor:
+        if replacement is None:
+            return usual()[0]
+        scale = replacement.d_head**-0.5 if scaling is None else float(scaling)
+        softcap, sinks = settings.get("softcap"), settings.get("s_aux")
+        inputs = Attending(replacement.layer, query, key, value, scale, softcap, sinks)
+        return replacement.attention(inputs, lambda: computed(replacement.replaced))
+
+    replacement = _replacements.get(module)
+    return usual() if replacement is None else (computed(replacement), None)
+
+
+for _kernel in KERNELS:
+    AttentionInterface.register(f"kvprobe_{_kernel}", partial(_attend, _kernel))
+    # Without a mask function of the same name the model would make no masks.
+    AttentionMaskInterface.register(f"kvprobe_{_kernel}", AttentionMaskInterface()[_kernel])

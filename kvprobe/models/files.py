@@ -11,10 +11,12 @@ from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from kvprobe.checks import is_list, is_mapping
 from kvprobe.errors import UserError
 from kvprobe.files import read_json
+from kvprobe.restoring import restoring
 
 MAX_JSON_BYTES = 2**24
 SPARE_NUMBERS, SPARE_TENSORS = 2**26, 1_000
@@ -136,12 +138,11 @@ def bounded(sizes: list[int]) -> Generator[None]:
                 "of the weights"
             )
 
-    hooks = [register_module_parameter_registration_hook(count), register_module_buffer_registration_hook(count)]
-    try:
+    hooks: list[RemovableHandle] = []
+    with restoring(lambda: [hook.remove() for hook in hooks]):
+        hooks.append(register_module_parameter_registration_hook(count))
+        hooks.append(register_module_buffer_registration_hook(count))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def refuse_not_finite(holder: str, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -21,8 +21,6 @@ from kvprobe.models.routers import Routers, routers_of
 from kvprobe.models.unproved import Lane, UnprovedLanes
 from kvprobe.models.writing import prove_writing
 
-_OWN = "kvprobe"
-
 
 class Lanes(UnprovedLanes):
     """A model that can be run plain or hooked, each lane proved before it is first used."""
@@ -97,7 +95,7 @@ class Lanes(UnprovedLanes):
 
         self.prove()
         _ = self.attention_proved
-        with self._attention(_OWN, attention):
+        with self._attention(attention):
             yield
 
     @contextmanager

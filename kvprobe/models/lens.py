@@ -16,7 +16,9 @@ from transformers import PreTrainedModel
 
 from kvprobe.errors import UserError
 from kvprobe.models.attending import set_attention
+from kvprobe.models.hooks import claimed
 from kvprobe.names import one_line
+from kvprobe.restoring import restoring
 
 if TYPE_CHECKING:
     from transformer_lens.hook_points import HookPoint
@@ -82,6 +84,7 @@ class Hooked:
     def __init__(self, plain: PreTrainedModel) -> None:
         from transformer_lens.model_bridge.sources import build_bridge_from_module
 
+        self._plain = plain
         shared = {id(tensor): tensor for tensor in [*plain.parameters(), *plain.buffers()]}
         twin = copy.deepcopy(plain, shared)
         # Eager attention takes kvprobe's masks unchanged in every architecture.
@@ -177,19 +180,24 @@ class Hooked:
 
             return hook_function
 
-        points: list[HookPoint] = []
-        try:
-            for name in observers:
-                if name not in self.bridge.hook_dict:
-                    raise UserError(f"TransformerLens has no hook {name} for this model; choose another.")
-                point = self.bridge.hook_dict[name]
+        for name in observers:
+            if name not in self.bridge.hook_dict:
+                raise UserError(f"TransformerLens has no hook {name} for this model; choose another.")
+        points: dict[str, HookPoint] = {name: self.bridge.hook_dict[name] for name in observers}
+
+        before = {name: set(point._forward_hooks) for name, point in points.items()}
+
+        def remove() -> None:
+            for name, point in points.items():
+                point.remove_hooks(level=_LEVEL)
+                for number in set(point._forward_hooks) - before[name]:  # of one that was being added
+                    point._forward_hooks.pop(number)
+
+        with claimed(self._plain), restoring(remove):
+            for name, point in points.items():
                 # add_hook on the point itself: run_with_hooks costs several forward passes on a small model.
                 point.add_hook(hook_of(name), level=_LEVEL)
-                points.append(point)
             yield
-        finally:
-            for point in points:
-                point.remove_hooks(level=_LEVEL)
         if silent := set(observers) - fired:
             raise UserError(
                 f"TransformerLens did not reach what was asked for: {', '.join(sorted(silent))} never fired; leave it "

@@ -14,6 +14,8 @@ from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.visibility import additive, visible_by_layer
 from kvprobe.errors import UserError
 from kvprobe.models.geometry import Geometry
+from kvprobe.models.hooks import Hook, hooked
+from kvprobe.restoring import restoring
 
 
 def masks_of(ledger: Ledger, queries: int, geometry: Geometry, dtype: torch.dtype) -> list[Tensor]:
@@ -46,22 +48,18 @@ def masks_given(modules: Sequence[nn.Module], masks: Sequence[Tensor] | None) ->
 
     # Where all layers see the same slots, the model passes the one mask on itself.
     alike = all(mask is masks[0] for mask in masks)
-    handles = [
-        module.register_forward_pre_hook(hook_giving(mask), with_kwargs=True)
-        for module, mask in zip(modules, masks, strict=True)
-        if not alike
-    ]
+    hooks: list[Hook] = [(module, "input", hook_giving(mask)) for module, mask in zip(modules, masks, strict=True)]
     submodules = [submodule for module in modules for submodule in module.modules()]
     tables = {submodule: bias for submodule in submodules if (bias := _slot_table(submodule)) is not None}
-    for submodule, table in tables.items():
-        submodule.bias = torch.ones_like(table[..., :1, :1]).expand_as(table)
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for submodule, table in tables.items():
             submodule.bias = table
-        for handle in handles:
-            handle.remove()
+
+    with hooked([] if alike else hooks), restoring(put_back):
+        for submodule, table in tables.items():
+            submodule.bias = torch.ones_like(table[..., :1, :1]).expand_as(table)
+        yield
 
 
 def _slot_table(module: nn.Module) -> Tensor | None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.loading import free_bytes
 from kvprobe.models.unproved import Lane
+from kvprobe.restoring import restoring
 
 FEWEST_ROWS = 2
 """A single row takes as long as its weights take to be read from memory, in whatever order they are."""
@@ -44,14 +45,16 @@ def packed(plain: nn.Module, rows: int) -> Generator[None]:
     to be differentiated, and one with weights that were written meanwhile, other than in place through `.data`.
     """
     linear = [module for module in plain.modules() if type(module) is nn.Linear and "forward" not in vars(module)]
-    try:
+
+    def unpack() -> None:
+        for module in linear:
+            module.__dict__.pop("forward", None)
+
+    with restoring(unpack):
         for module in linear:
             weight = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), rows)
             module.__dict__["forward"] = _Product(module, weight, _state(module))
         yield
-    finally:
-        for module in linear:
-            module.__dict__.pop("forward", None)
 
 
 def is_worth_packing(plain: nn.Module, rows: int, steps: int) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kvprobe.errors import UserError
 from kvprobe.models.geometry import embedded_tokens
+from kvprobe.models.hooks import Hook, claimed, hooked
 from kvprobe.models.unproved import UnprovedLanes
 
 
@@ -37,6 +38,7 @@ Route = Callable[[int, Decision], Decision]
 class Routers:
     """The routers of a model, by layer."""
 
+    plain: nn.Module
     modules: dict[int, nn.Module]
 
     @contextmanager
@@ -46,12 +48,9 @@ class Routers:
         def after(layer: int, module: nn.Module, args: object, output: tuple[Tensor, Tensor, Tensor]) -> Decision:
             return route(layer, Decision(*output))
 
-        handles = [module.register_forward_hook(partial(after, layer)) for layer, module in self.modules.items()]
-        try:
+        hooks: list[Hook] = [(module, "output", partial(after, layer)) for layer, module in self.modules.items()]
+        with claimed(self.plain), hooked(hooks):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def routers_of(lanes: UnprovedLanes) -> Routers:
@@ -77,7 +76,7 @@ def routers_of(lanes: UnprovedLanes) -> Routers:
             modules[layer] = routers[0]
     if not modules:
         raise UserError(f"{name} has no experts that kvprobe can find, so nothing is routed; use Mixtral, say.")
-    routers = Routers(modules)
+    routers = Routers(lanes.plain, modules)
     if not _followed(lanes, routers):
         raise UserError(
             f"The experts of {name} do not follow its routers in a way that kvprobe knows, so routing can be neither "

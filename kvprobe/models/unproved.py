@@ -11,15 +11,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
 from transformers.pytorch_utils import Conv1D
 
 from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.rotary import Rotary
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker, fingerprint, state_of
-from kvprobe.models.attending import Attending, attention_name, attention_replaced
+from kvprobe.models.attending import KERNELS, Attending, Attention, attention_name, attention_replaced
 from kvprobe.models.geometry import Geometry, changing_frequencies
+from kvprobe.models.hooks import claimed
 from kvprobe.models.lens import Hooked
 from kvprobe.models.masks import masks_given, masks_of
 from kvprobe.models.rotaries import rotaries_of
@@ -27,7 +27,6 @@ from kvprobe.models.rounding import rounding_of
 
 Lane = Literal["plain", "hooked"]
 
-_OBSERVED = "kvprobe_observed"
 _ROUNDINGS = 2
 """How many times its own rounding a model in half precision is allowed; right ones take half of it."""
 
@@ -42,7 +41,7 @@ class UnprovedLanes:
     """
 
     def __init__(self, plain: PreTrainedModel, tokenizer: Any = None) -> None:
-        if attention_name(plain) not in ("sdpa", "eager"):
+        if attention_name(plain) not in KERNELS:
             raise UserError(
                 f"The model runs {attention_name(plain)} attention, which takes no masks from kvprobe; "
                 f"load it with attn_implementation='sdpa'."
@@ -133,7 +132,8 @@ class UnprovedLanes:
 
     def native(self, ids: Int[Tensor, "batch queries"]) -> Float[Tensor, "batch queries vocab"]:
         """Logits as the model's own library computes them, without kvprobe's cache, positions or masks."""
-        return self.plain(input_ids=ids, use_cache=False).logits
+        with claimed(self.plain):
+            return self.plain(input_ids=ids, use_cache=False).logits
 
     def unproved(
         self,
@@ -162,7 +162,7 @@ class UnprovedLanes:
         # In an unedited cache slot index and position agree, so the library's own (fused) path is right.
         masked = masked or (lane == "plain" and queries == 1 and self._slow_unmasked)
         masks = None if ledger.untouched and not masked else self.masks(ledger, queries)
-        with masks_given(modules, masks):
+        with claimed(self.plain), masks_given(modules, masks):
             if masks is not None:
                 arguments["attention_mask"] = masks[0]
             if lane == "hooked":
@@ -191,17 +191,12 @@ class UnprovedLanes:
             observe(inputs, computed)
             return computed
 
-        # Without a mask function of the same name the model would make no masks.
-        registry: Any = AttentionMaskInterface()  # its annotations are incomplete
-        registry.register(_OBSERVED, registry[attention_name(self.plain)])
-        with self._attention(_OBSERVED, attention):
+        with self._attention(attention):
             yield
 
-    def _attention(
-        self, name: str, attention: Callable[[Attending, Callable[[], Tensor]], Tensor]
-    ) -> AbstractContextManager[None]:
+    def _attention(self, attention: Attention) -> AbstractContextManager[None]:
         """See `attention_replaced`."""
-        return attention_replaced(self.plain, self.attention_modules, self.geometry.d_head, name, attention)
+        return attention_replaced(self.plain, self.attention_modules, self.geometry.d_head, attention)
 
     @cached_property
     def blocks(self) -> list[nn.Module]:

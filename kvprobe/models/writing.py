@@ -1,7 +1,6 @@
 """The gate for what single heads write: is it their values times W_O?"""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from kvprobe.errors import UserError
 from kvprobe.models.attending import Attending
 from kvprobe.models.gate_caches import empty_cache, fresh_ledger
+from kvprobe.models.hooks import Hook, hooked
 from kvprobe.models.rounding import difference, few_tokens
 from kvprobe.models.unproved import UnprovedLanes
 
@@ -30,15 +30,13 @@ def prove_writing(lanes: UnprovedLanes) -> None:
     def remember(inputs: Attending, computed: Float[Tensor, "rows queries heads d_value"]) -> None:
         given[inputs.layer] = computed.flatten(2)
 
-    def comparing(layer: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        return lambda _, read: worst.append(difference(read[0], given[layer]))
+    def comparing(layer: int) -> Callable[[nn.Module, tuple[Any, ...], object], None]:
+        return lambda _, read, __: worst.append(difference(read[0], given[layer]))
 
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        for layer in range(lanes.geometry.n_layers):
-            handle = lanes.output_projection(layer).register_forward_pre_hook(comparing(layer))
-            stack.callback(handle.remove)
-        stack.enter_context(lanes.observing_attention_unproved(remember))
+    hooks: list[Hook] = [
+        (lanes.output_projection(layer), "input", comparing(layer)) for layer in range(lanes.geometry.n_layers)
+    ]
+    with torch.no_grad(), lanes.observing_attention_unproved(remember), hooked(hooks):
         lanes.unproved(ids, fresh_ledger(ids), empty_cache(lanes), masked=True)
     if not max(worst) <= lanes.tolerance():
         raise UserError(

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from kvprobe.errors import UserError
+from kvprobe.models.hooks import claimed, hooked
 from kvprobe.models.lanes import Lanes
 from kvprobe.patching.grid import Cell
 
@@ -67,9 +68,10 @@ def forward(
         )
     # A 4-D mask is handed down unchanged, and the attention that replaces the model's ignores it.
     mask = torch.zeros(1, 1, 1, 1, dtype=lanes.dtype, device=lanes.device)
-    return lanes.plain(
-        input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False, logits_to_keep=kept
-    ).logits
+    with claimed(lanes.plain):
+        return lanes.plain(
+            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False, logits_to_keep=kept
+        ).logits
 
 
 @contextmanager
@@ -86,11 +88,5 @@ def joining(blocks: Sequence[nn.Module], counts: Mapping[int, int]) -> Iterator[
 
         return join
 
-    handles = [
-        blocks[layer].register_forward_pre_hook(joiner(count), with_kwargs=True) for layer, count in counts.items()
-    ]
-    try:
+    with hooked((blocks[layer], "input", joiner(count)) for layer, count in counts.items()):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -1,5 +1,6 @@
 """Studies: one folder, one question. Listing them imports nothing heavy."""
 
+import ast
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,6 +89,9 @@ STUDIES = {
 }
 
 
+_NO_STUDY = "{} declares no study; it must set STUDY to a kvprobe.experiments.study.Study."
+
+
 def find(name: str) -> Entry:
     """The study of this name, which another package may have added, or of this Python file.
 
@@ -144,6 +148,7 @@ def _study_of(path: Path, _: int) -> "Study[Any]":
     """The study of a file as it is now; one that was changed since is read again."""
     from kvprobe.experiments.study import Study
 
+    _refuse_no_study(path)
     name = f"kvprobe_study_{path.stem}"
     spec = util.spec_from_file_location(name, path)
     assert spec is not None
@@ -151,9 +156,25 @@ def _study_of(path: Path, _: int) -> "Study[Any]":
     module = sys.modules[name] = util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(f"{path} cannot be imported: {type(error).__name__}: {one_line(error)}.") from error
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{path} cannot be imported: {_told(error)}.") from error
     study = getattr(module, "STUDY", None)
     if not isinstance(study, Study):
-        raise UserError(f"{path} declares no study; it must set STUDY to a kvprobe.experiments.study.Study.")
+        raise UserError(_NO_STUDY.format(path))
     return study
+
+
+def _told(error: BaseException) -> str:
+    """An error's kind and message."""
+    return ": ".join(filter(None, (type(error).__name__, one_line(error))))
+
+
+def _refuse_no_study(path: Path) -> None:
+    """Refuse a file whose code does not even name a STUDY, before the code is run."""
+    try:
+        nodes = [*ast.walk(ast.parse(path.read_bytes()))]
+    except (SyntaxError, ValueError, RecursionError, OSError) as error:
+        raise UserError(f"{path} cannot be imported: {_told(error)}.") from error
+    names = {value for node in nodes for name in ("id", "name", "asname", "value") if (value := getattr(node, name, 0))}
+    if not {"STUDY", "*"} & {name for name in names if isinstance(name, str)}:
+        raise UserError(_NO_STUDY.format(path))

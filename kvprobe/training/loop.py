@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from kvprobe.errors import UserError
-from kvprobe.files import read_json, refuse_damaged, replacing, write_whole
+from kvprobe.files import folder_claimed, read_json, refuse_damaged, replacing, write_whole
 from kvprobe.fingerprint import digest
 from kvprobe.progress import Bar
 from kvprobe.training.schedule import Schedule
@@ -66,6 +66,16 @@ def train(recipe: TrainingRecipe, folder: Path) -> dict[str, Any]:
     Raises:
         UserError: the folder holds a training by another recipe.
     """
+    with folder_claimed(folder):
+        try:
+            return _train(recipe, folder)
+        except KeyboardInterrupt:
+            kept = "the last checkpoint is kept" if (folder / CHECKPOINT).is_file() else "no checkpoint was reached"
+            raise KeyboardInterrupt(f"{kept} in {folder}") from None
+
+
+def _train(recipe: TrainingRecipe, folder: Path) -> dict[str, Any]:
+    """`train`, in a folder of its own."""
     schedule = recipe.schedule
     # As a file gives them back. The module's code decides what its constants and functions draw.
     fields = json.loads(json.dumps(asdict(cast(Any, recipe))))
@@ -79,7 +89,6 @@ def train(recipe: TrainingRecipe, folder: Path) -> dict[str, Any]:
     if record and record["code"] != code:
         raise UserError(f"{folder} holds a part of a training by other code; give another folder, or delete it.")
     record = record or {"name": recipe.name, "recipe": fields, "code": code, "losses": [], "accuracy": {}}
-    folder.mkdir(parents=True, exist_ok=True)
     model, optimiser = _start(recipe, tensors, len(record["losses"]))
     if schedule.keeps and not record["accuracy"]:
         _measure(recipe, model, folder, record)

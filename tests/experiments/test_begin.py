@@ -31,7 +31,8 @@ LINES = [
 
 def opened(model: Model, root: Path, monkeypatch: pytest.MonkeyPatch, tasks: str = "one") -> Run:
     monkeypatch.setattr(running, "load", lambda *_, **__: model)
-    return begin("bitflips", Config(samples=2), root, None, {"tasks": tasks})[1]
+    with begin("bitflips", Config(samples=2), root, None, {"tasks": tasks}) as (_, run):
+        return run
 
 
 def other_theta() -> Model:

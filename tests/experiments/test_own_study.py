@@ -189,8 +189,11 @@ def test_a_changed_file_is_read_again_and_an_unchanged_one_is_not(tmp_path: Path
     [
         ("x = 1", "declares no study; it must set STUDY"),
         ("STUDY = 1", "declares no study"),
-        ("import nothing_of_this_name", "cannot be imported: ModuleNotFoundError: No module named"),
+        ("import nothing_of_this_name as STUDY", "cannot be imported: ModuleNotFoundError: No module named"),
+        ("raise KeyboardInterrupt", "declares no study"),  # its code is not run
+        ("raise SystemExit\nSTUDY = 1", "cannot be imported: SystemExit"),
         ("def", "cannot be imported: SyntaxError"),
+        ("\0", "cannot be imported"),
     ],
 )
 def test_a_file_that_is_no_study_is_refused(code: str, words: str, tmp_path: Path):

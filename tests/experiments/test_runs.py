@@ -1,5 +1,6 @@
 """Runs: named by their settings, resumable, refusing to mix."""
 
+import errno
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,14 +99,15 @@ def test_a_start_that_failed_leaves_a_directory_for_the_corrected_command(tmp_pa
 def test_a_start_without_space_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as full:
         full.setattr("kvprobe.experiments.runs.yaml.safe_dump", no_space)
-        with pytest.raises(OSError, match="No space"):
-            Run.open("study", Config(), MODEL, "cpu", tmp_path, "mine")
+        refused(
+            lambda: Run.open("study", Config(), MODEL, "cpu", tmp_path, "mine"), "the disk is full; free some space"
+        )
     assert not list(tmp_path.iterdir())
     assert Run.open("study", Config(seed=4), MODEL, "cpu", tmp_path, "mine").config["settings"]["seed"] == 4
 
 
 def no_space(*_: object, **__: object) -> str:
-    raise OSError("No space left on device")
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_command_whose_run_was_begun_anew_by_another_keeps_nothing_in_it(tmp_path: Path):
