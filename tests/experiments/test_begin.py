@@ -58,7 +58,7 @@ def other_template() -> Model:
     ("other", "said"),
     [
         (lambda: llama(seed=1, tokenizer=tiny_tokenizer()), "weights"),
-        (other_theta, "config"),
+        (other_theta, "config or modules"),
         (other_tokenizer, "tokenizer or chat template"),
         (other_template, "tokenizer or chat template"),
     ],

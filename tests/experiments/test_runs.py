@@ -48,7 +48,7 @@ def test_an_unfinished_run_refuses_to_go_on_with_other_weights(tmp_path: Path):
     Run.open("study", Config(), MODEL, "cpu, float32", tmp_path).part("piece").write_text("kept")
     refused(
         lambda: Run.open("study", Config(), "0" * 16 + "-1-0", "cpu, float32", tmp_path),
-        "begun with another model (it differs in config)",
+        "begun with another model (it differs in config or modules)",
     )
 
 
