@@ -14,7 +14,7 @@ from kvprobe.inference.capture import editing, plain_ports
 from kvprobe.inference.model import Model, load
 from kvprobe.models import attending, hooks
 from kvprobe.models.packed import packed
-from kvprobe.patching import LogProb
+from kvprobe.patching import LogitDiff
 from kvprobe.restoring import restoring
 from kvprobe.threads import one_thread
 from tests.models import tiny_tokenizer
@@ -34,7 +34,7 @@ def swept(reads: str, *parts: str) -> Callable[[Model], object]:
     def call(model: Model) -> object:
         base, donor = model.prefill("a b c"), model.prefill("a c b")
         how: Any = {"over": ("layer",), "parts": parts, "reads": reads, "progress": False}
-        return kvprobe.patch_sweep(model, base, donor, "b", LogProb((3,)), **how)
+        return kvprobe.patch_sweep(model, base, donor, "b", LogitDiff(3, 4), **how)
 
     return call
 
