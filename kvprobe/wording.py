@@ -59,13 +59,13 @@ def _written(value: Estimate, form: str, times: int = 1, unit: str = "") -> str:
 
 
 def span(value: Estimate, written: Callable[[float], str]) -> str:
-    """The interval; with too few clusters for one, their range and the reason."""
+    """The interval; with too few clusters for one, their range, whose reason `few_clusters` gives once."""
     if value.has_interval:
         low, high = written(value.low), written(value.high)
         return "no spread" if low == high else f"{low} to {high}"
     if isnan(value.smallest):
         return "no interval"
-    return f"range {written(value.smallest)} to {written(value.largest)} over {value.clusters}; too few for an interval"
+    return f"range {written(value.smallest)} to {written(value.largest)}"
 
 
 def verdict(
@@ -82,7 +82,7 @@ def verdict(
 def few_clusters(count: int, of: str) -> list[str]:
     """A report's warning where there are too few clusters for an interval or a claim; none where there are enough."""
     few = (
-        f"{count} {of} are too few for an interval, which takes {FEWEST}. Ranges over {of} are given instead, and "
+        f"{count} {of} are too few to tell: an interval takes {FEWEST}. Ranges over {of} are given instead, and "
         f"nothing is claimed."
     )
     return [few] if count < FEWEST else []

@@ -71,8 +71,7 @@ def test_few_clusters_have_a_range_and_no_interval_and_support_no_claim(clusters
     assert not any((estimated.above(0.0), estimated.below(10.0), estimated.differs(0.0)))
     assert (estimated.smallest, estimated.largest) == pytest.approx((values.min(), values.max()))
     written = plain(estimated)
-    assert "range" in written
-    assert f"over {clusters}; too few for an interval" in written
+    assert "(range " in written
     record = json.loads(json.dumps(estimated.record(), allow_nan=False))
     assert record["low"] is None
 

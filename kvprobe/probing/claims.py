@@ -30,6 +30,8 @@ FLOOR = "restart"
 CONTROL = "hash control"
 """The name of the control task; see `kvprobe.probing.controls.hash_control`."""
 
+TOO_FEW = "too few contexts to tell"
+
 
 @dataclass(frozen=True, repr=False)
 class Probing(Brief):
@@ -147,7 +149,7 @@ def doubts(
     """Why the numbers of a design may mislead."""
     names, members = np.unique(clusters, return_inverse=True)
     if len(names) < FEWEST:
-        yield f"with {len(names)} contexts there are no intervals and nothing is claimed; give at least {FEWEST}."
+        yield f"{len(names)} contexts are too few to tell: ranges are shown, nothing is claimed; give at least {FEWEST}."
     for place, row in zip(target.places, labels, strict=True):
         counts = np.zeros((len(names), len(target.classes)), int)
         np.add.at(counts, (members, row), 1)
@@ -179,9 +181,9 @@ def claim(probing: Probing, split: str) -> str:
         if CONTROL in probing.readings(split)
         else ""
     )
-    retained = percent(probing.reading(split, "retained"))
+    retained, said = percent(probing.reading(split, "retained")), verdict(probing, split)
     return (
-        f"{split}: {verdict(probing, split)} above the {lead}; a probe reads "
+        f"{split}: {said if said == TOO_FEW else f'{said} above the {lead}'}; a probe reads "
         f"{retained} of {probing.target.name} ({floor}, chance {probing.chance:.0%}), "
         f"{points(above)} above it{selective}."
     )
@@ -191,7 +193,7 @@ def verdict(probing: Probing, split: str) -> str:
     """Decodable, not detected, not confirmed, or undecided."""
     _, above = _lead(probing, split)
     if not above.has_interval:
-        return "undecided for want of contexts"
+        return TOO_FEW
     if not above.above():
         return "not detected"
     return "decodable" if probing.confirmed(split) else "not confirmed (permuted labels are read as well)"

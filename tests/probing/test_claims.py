@@ -280,7 +280,7 @@ def test_few_contexts_and_intervals_without_width_are_warned_of():
         ]
     )
     few, still = doubts(answers, clusters, Target("colour", ("red", "blue")), summary)
-    assert few.startswith("with 5 contexts there are no intervals")
+    assert few.startswith("5 contexts are too few to tell")
     assert still.startswith("random: every context has the same accuracy of 50%")
 
 

@@ -190,7 +190,7 @@ def test_what_both_need_and_what_both_do_are_distinguished():
 
 def test_few_facts_and_a_broken_control_are_warned_of():
     table: Any = table_with({"K": -0.1, "V": 0.8}, facts=6)
-    assert numbers(table).warnings[0].startswith("6 facts are too few for an interval")
+    assert numbers(table).warnings[0].startswith("6 facts are too few to tell")
     assert numbers(table).findings.values("band_layer", "part") == ["V"]
     assert numbers(table[table["pair"] < 3]).facts["enough"] is False
     table.loc[(table["grid"] == Grid.WHOLE) & (table["segment"] == "system"), "effect"] = 0.5

@@ -175,7 +175,7 @@ def test_few_conversations_decide_nothing_and_are_warned_of(tmp_path: Path):
     assert answer_of(STUDY, Config(), conclusion, tmp_path).startswith(
         "Conversations are too few to say whether the model uses"
     )
-    assert "too few for an interval" in conclusion.warnings[0]
+    assert "too few to tell" in conclusion.warnings[0]
 
 
 def test_a_step_is_claimed_where_more_erasure_takes_more_and_random_draws_count_once():
