@@ -149,7 +149,7 @@ def doubts(
     """Why the numbers of a design may mislead."""
     names, members = np.unique(clusters, return_inverse=True)
     if len(names) < FEWEST:
-        yield f"{len(names)} contexts are too few to tell: ranges are shown, nothing is claimed; give at least {FEWEST}."
+        yield f"{len(names)} contexts are too few to tell: only ranges are shown; give at least {FEWEST}."
     for place, row in zip(target.places, labels, strict=True):
         counts = np.zeros((len(names), len(target.classes)), int)
         np.add.at(counts, (members, row), 1)
