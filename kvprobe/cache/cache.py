@@ -144,7 +144,9 @@ class KVCache(Brief):
 
     def select(self, *segments: str, slots: Slots | None = None) -> "KVCache":
         """Keep only these slots; the opposite of `evict`."""
-        return self.take(*self.ledger.order(self.chosen(segments, slots)))
+        chosen = self.chosen(segments, slots)
+        self.ledger.warn_of_sink(~chosen)
+        return self.take(*self.ledger.order(chosen))
 
     def reindex(self, mode: PositionMode = "contiguous") -> "KVCache":
         """Give the slots that are live other positions, and what comes next the one after them.

@@ -95,10 +95,12 @@ class Ledger(Brief):
     def warn_of_sink(self, hidden: Bool[Tensor, "batch slots"]) -> None:
         """Warn where a live slot that was computed at position 0 is to be hidden and others stay."""
         live = self.live_somewhere
-        if bool((hidden & live & (self.origins == 0)).any()) and bool((live & ~hidden).any()):
+        sink = self.origins == 0
+        sink[:, 0] |= self.recomputed[:, 0]  # nothing was before it
+        if bool((hidden & live & sink).any()) and bool((live & ~hidden).any()):
             warnings.warn(
-                "What is hidden holds slot 0, the attention sink of most models, so effects are partly those of its "
-                "loss; leave it in view (`slots=`), or compare with a restart, whose first token becomes the sink.",
+                "What is hidden holds slot 0, the attention sink of most models, so a part of any effect is its loss; "
+                "leave it in view (`slots=`), or compare with a restart, whose first token becomes the sink.",
                 stacklevel=5,
             )
 

@@ -175,6 +175,7 @@ def _paired(one: Rows, other: Rows, finding: Finding, twin: Finding) -> Estimate
         if column != SAMPLE and column in other and column not in where
     ]
     named = [column for column in (finding.name, *map(str, finding.keys.values())) if column in numeric]
+    found: list[Estimate] = []
     for column in dict.fromkeys([*named, *numeric]):
         values = [cluster_means(table, column, SAMPLE, known) for table, known in zip(tables, clusters, strict=True)]
         same = all(
@@ -183,5 +184,9 @@ def _paired(one: Rows, other: Rows, finding: Finding, twin: Finding) -> Estimate
         )
         if same and (column in named or any(np.ptp(value) > 0 for value in values)):
             shares = all(value.min() >= 0 and value.max() <= 1 for value in values)
-            return estimate(values[1] - values[0], None, DIFFERENCE if shares else UNBOUNDED)
-    return None
+            difference = estimate(values[1] - values[0], None, DIFFERENCE if shares else UNBOUNDED)
+            if column in named:
+                return difference
+            found.append(difference)
+    # Of several columns with the same means, which one the finding is of cannot be told.
+    return found[0] if len(found) == 1 else None

@@ -3,6 +3,7 @@
 The text is what the template writes, character for character; `marks` and `headers` say whose each character is.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,7 +13,7 @@ from jinja2 import TemplateError, TemplateRuntimeError
 
 from kvprobe.errors import UserError
 from kvprobe.names import one_line
-from kvprobe.text.headers import Headers
+from kvprobe.text.headers import FOLDED, Headers
 from kvprobe.text.marks import Marks
 from kvprobe.text.messages import REASONING, Message, texts_within
 from kvprobe.text.template_source import TemplateSource, template_source
@@ -35,8 +36,8 @@ METADATA = frozenset(
 )
 """Fields that name or date a message, and that a template may ignore."""
 
-_THOUGHTS = ("think", "thought", "reason", "channel", "analysis")
-"""One of these is in the tag around thoughts, in all chat templates that have any."""
+_THOUGHTS = re.compile(r"\s*[<\[][^\s>\]]*(think|thought|reason|channel|analysis)", re.IGNORECASE)
+"""The tag that thoughts begin with, in all chat templates that have any."""
 
 
 @runtime_checkable
@@ -222,7 +223,7 @@ class _Rendering:
             if not (dropped := text.dropped):
                 continue
             message = self.messages[text.message]
-            tagged = message.role == "assistant" and any(word in dropped for word in _THOUGHTS)
+            tagged = message.role == "assistant" and _THOUGHTS.match(dropped)
             if text.source not in REASONING and not (text.source == "content" and tagged):
                 raise UserError(
                     f"The chat template drops or reorders message {text.message}, since {dropped.strip()[:40]!r} of "
@@ -264,9 +265,9 @@ class _Rendering:
         past = 0
         for number, (message, span) in enumerate(spans):
             before = rendered[past : span.start]
-            following = spans[number + 1][0] if number + 1 < len(spans) else message
-            shared = borders.folded(message, following, before) if following != message else 0
-            reader = following if shared else message
+            reader = next((other for other, _ in spans[number:] if self.messages[other].role not in FOLDED), message)
+            shared = borders.folded(message, reader, before) if reader != message else 0
+            reader = reader if shared else message
             own = before[shared:] if shared else ""
             before = before[:shared] if shared else before
             if not number:

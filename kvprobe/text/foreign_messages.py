@@ -69,6 +69,8 @@ def conversation_of(entry: object) -> tuple[list[Message], dict[str, object]]:
     arguments: Any = entry.get("chat_template_kwargs") or {}
     if not is_mapping(arguments):
         raise UserError("'chat_template_kwargs' is no object; write the arguments of the template by name.")
+    if wrong := {"messages", "names", "chat_template"} & set(arguments):
+        raise UserError(f"'chat_template_kwargs' holds {min(wrong)!r}, which a file cannot choose; leave it out.")
     tools = _tools(entry)
     return [*system, *_messages(listed)], {**({"tools": tools} if tools else {}), **arguments}
 
@@ -113,7 +115,8 @@ def _sharegpt(index: int, message: Mapping[str, Any]) -> Message:
     if role is None:
         raise UserError(f"Message {index}: {unknown('speaker', str(message['from'])[:40], _SHAREGPT_ROLES)}")
     if role != "call":
-        return {"role": role, "content": message["value"]}
+        rest = {name: value for name, value in message.items() if name not in ("from", "value")}
+        return {"role": role, "content": message["value"], **rest}
     called = _loads(message["value"], f"the call of message {index}")
     calls = called if is_list(called) else [called]
     if not all(is_mapping(call) and "name" in call for call in calls):
@@ -135,7 +138,8 @@ def _anthropic(index: int, message: Mapping[str, Any]) -> list[Message]:
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
             content = block.get("content") or ""
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
+            failed = {"is_error": True} if block.get("is_error") else {}
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content, **failed})
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking", "")))
         elif kind == "redacted_thinking":

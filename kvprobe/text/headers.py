@@ -17,6 +17,8 @@ Messages = Sequence[Mapping[str, object]]
 Render = Callable[..., str]
 """Messages to text, without the header of an answer."""
 
+FOLDED = ("system", "developer")
+"""Roles whose messages a template may write into a user's turn."""
 _PROBES = "\U00020000\U00020001\U00020002\U00020003"
 
 
@@ -41,7 +43,8 @@ class Headers:
         if self.messages[first]["role"] == "user":
             preamble = self._before_user(text)
         else:
-            preamble = next((start for start in (self._default, self.start_token) if text.startswith(start)), "")
+            starts = (start for start in (self._default, self.start_token) if text.startswith(start))
+            preamble = max(starts, key=len, default="")
         return preamble, text[len(preamble) :]
 
     def between(self, before: int, after: int | None, text: str) -> list[tuple[int, str]]:
@@ -68,9 +71,9 @@ class Headers:
     def folded(self, message: int, into: int, text: str) -> int:
         """How much of the `text` before a message stands there also without it, before the user's message that the
         template folds it into; 0 where it has a turn of its own."""
-        if self.messages[message]["role"] not in ("system", "developer"):
+        if self.messages[message]["role"] not in FOLDED:
             return 0
-        rendered = self._written([other for index, other in enumerate(self.messages) if index != message]) or ""
+        rendered = self._written([other for other in self.messages if other["role"] not in FOLDED]) or ""
         before = rendered.partition(self.marks[into][0])[0]
         alone = before[self._past_marks(before) :]
         return len(alone) if alone.strip() and text.startswith(alone) else 0
@@ -93,9 +96,10 @@ class Headers:
         return (self._written(probe, bos_token=_PROBES[1]) or "").startswith(_PROBES[1])
 
     def _before_user(self, text: str) -> str:
-        """What stands before the header of a user's turn that opens the conversation; a start token at least."""
+        """What stands before the header of a user's turn that opens the conversation; a start token at least, and all
+        where no header is known."""
         start = self.start_token if text.startswith(self.start_token) else ""
-        return (self._user and text[: max(text.rfind(self._user), 0)]) or start
+        return (text[: max(text.rfind(self._user), 0)] if self._user else text) or start
 
     def _header(self, role: str) -> str:
         """What opens a later turn of this role, without space around it; empty where it is not known."""

@@ -120,7 +120,8 @@ def _cause(chats: Sequence[Transcript], both: Sequence[Tokens], shared: int, res
     if any(chat.hidden for chat in chats) and chats[0].messages == chats[1].messages:
         return "messages are hidden in one of them"
     if all(before) or segments == [PREAMBLE, PREAMBLE]:
-        return RECUT if recut else _template_cause(chats, both, segments, rests)
+        # One space that both begin with is no text that is cut otherwise; a long run of it is.
+        return RECUT if recut and common_length(*rests) > SHOWN // 2 else _template_cause(chats, both, segments, rests)
     texts = [chat.messages[place].text if place < len(chat.messages) else "" for chat in chats]
     if recut and any(text and other.startswith(text) for text, other in (texts, texts[::-1])):
         return RECUT
@@ -133,8 +134,6 @@ def _template_cause(
     """Why the template writes the same messages otherwise."""
     if any((name in tokens.dropped) != (name in both[0].dropped) for tokens in both for name in segments):
         return "the template drops the thoughts of earlier turns, once there is a later one"
-    if any(map(_DATE.search, rests)):
-        return "the template writes a date or time, which changed"
     if len({chat.messages[0].role == "system" for chat in chats}) == 2:
         return "the template begins otherwise without a system message"
     return "the template writes the same message otherwise where other messages follow it"
