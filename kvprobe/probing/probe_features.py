@@ -174,7 +174,7 @@ def _check(features: Features, permutations: int) -> None:
     for target, row in enumerate(labels):
         if bool((row == row[0]).all()):
             raise UserError(
-                f"Target {target} has the one class {int(row[0])} in all {len(row)} samples; a probe needs at least two."
+                f"Target {target} has the one class {int(row[0])} in all samples; a probe needs at least two."
             )
     by_context = [labels[:, contexts == context] for context in set(contexts)]
     if permutations and all(bool((rows == rows[:, :1]).all()) for rows in by_context):
