@@ -102,10 +102,10 @@ def interval(
     The jackknife's pseudo-values take the place of independent observations: half the width is their standard error
     times Student's t, with one degree of freedom fewer than (effective) clusters. The end on the side of the longer
     tail is moved out by Johnson's correction for skewness (1978). The correction is enlarged, because few clusters hide
-    most of their skewness, and of many comparisons the most extreme one hides the most (but differences between single
-    answers, which are -1, 0 or 1, have no tail to hide). Clusters that are all alike at -1, 0 or 1 can be so by chance:
-    in a limited range the interval reaches as far as clusters at its ends could move the mean that all were missed with
-    a probability of 2.5 %.
+    most of their skewness, and of many comparisons the most extreme one hides the most; least for differences between
+    single answers, which are -1, 0 or 1 and have no tail to hide. Clusters that are all alike at -1, 0 or 1 can be so
+    by chance: in a limited range the interval reaches as far as clusters at its ends could move the mean that all were
+    missed with a probability of 2.5 %.
     docs/results/coverage.md reports the coverage.
 
     Args:
@@ -127,10 +127,10 @@ def interval(
     alike = variance <= (1e-12 * np.maximum(1.0, np.abs(estimate))) ** 2
     spread = np.sqrt(np.where(alike, 1.0, variance))
     skewness = (deviations**3).mean(-1) * count**2 / ((count - 1) * (count - 2)) / spread**3
-    scale = (1 + 40 / count) * (1 / 6 + quantile_of_all**2 / 3) / np.sqrt(count)
     limited = np.isfinite(within).all()
     answers = limited & (np.abs(pseudo - np.round(pseudo)) < 1e-9).all(-1)
-    hidden = np.where(answers, 0.0, np.log(comparisons) / 3)
+    enlarged, hidden = np.where(answers, 1.5, 1 + 40 / count), np.where(answers, 0.0, np.log(comparisons) / 3)
+    scale = enlarged * (1 / 6 + quantile_of_all**2 / 3) / np.sqrt(count)
     missed = 1 - (0.025 / comparisons) ** (1 / count)
     ends = []
     for side, end in zip((-1, 1), within, strict=True):
