@@ -38,6 +38,14 @@ def is_text(value: object) -> TypeGuard[str]:
     return isinstance(value, str)
 
 
+def names_of(given: object, what: str = "segment") -> tuple[str, ...]:
+    """Names as a tuple, of one text or of several in a list."""
+    names = (given,) if is_text(given) else tuple(cast(Iterable[object], given)) if isinstance(given, Iterable) else ()
+    if (names or not isinstance(given, Iterable)) and not (names and all(map(is_text, names))):
+        raise UserError(f"{str(given)[:40]!r} names no {what}; give its name, or several in a list.")
+    return cast(tuple[str, ...], names)
+
+
 def require_whole(owner: str, name: str, value: object, low: int, high: int | None = None) -> None:
     """Refuse anything but a whole number in this range."""
     if not is_whole(value) or value < low or (high is not None and value > high):

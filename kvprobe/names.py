@@ -14,6 +14,8 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 LISTED = 32
 """Known names in a sentence, at most."""
+FORMER = {"mask": "hide", "hidden": "hide"}
+"""What arguments were called in earlier versions, by which they are no match of what they are called now."""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
@@ -35,7 +37,9 @@ def near_keywords(function: Callable[Given, Result]) -> Callable[Given, Result]:
     @wraps(function)
     def called(*args: Given.args, **keywords: Given.kwargs) -> Result:
         if wrong := next((name for name in keywords if name not in known), None):
-            raise TypeError(f"{function.__qualname__}: {unknown('argument', wrong, known)}")
+            meant = [name for name in known if name == FORMER.get(wrong)] or known
+            near = f"There is no argument called {wrong!r}; did you mean {meant[0]!r}?"
+            raise TypeError(f"{function.__qualname__}: {near if meant != known else unknown('argument', wrong, known)}")
         return function(*args, **keywords)
 
     return called

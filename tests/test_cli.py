@@ -230,7 +230,7 @@ def test_attend_writes_a_page_of_a_chat_before_and_after_its_mask(
     monkeypatch.setattr("kvprobe.inference.model.load", lambda *_, **__: tiny_llama)
     chat, page = tmp_path / "chat.json", tmp_path / "page.html"
     chat.write_text('[{"role": "user", "content": "The code is 48213."}, {"role": "user", "content": "Which?"}]')
-    arguments = ["attend", "--chat", str(chat), "--mask", "m0", "--last", "2", "--out", str(page)]
+    arguments = ["attend", "--chat", str(chat), "--hide", "m0", "--last", "2", "--out", str(page)]
     command, bound, _ = app.parse_args(arguments)
     command(*bound.args, **bound.kwargs)
     assert page.read_text().count('data-component="AttentionView"') == 1

@@ -26,6 +26,9 @@ def test_an_unknown_keyword_names_its_near_match():
         kv.budget("smollm2-135m", contex=100)  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError, match=r"KVCache\.mask: .* did you mean 'slots'"):
         kv.KVCache.mask(None, slot=[1])  # pyright: ignore[reportCallIssue, reportArgumentType]
+    for call in (kv.compare, kv.probe, kv.scan, kv.attention.dangling):
+        with pytest.raises(TypeError, match=r"no argument called 'mask'; did you mean 'hide'\?"):
+            call(mask=["T1"])  # pyright: ignore[reportCallIssue]
 
 
 @pytest.mark.parametrize(

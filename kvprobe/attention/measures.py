@@ -10,24 +10,28 @@ from torch import Tensor
 
 from kvprobe.attention.alignment import aligned
 from kvprobe.attention.patterns import Patterns, named_by_head, refuse_missing
+from kvprobe.cache.alike import refuse_other_model
+from kvprobe.checks import names_of
 from kvprobe.errors import UserError
+from kvprobe.names import near_keywords
 
 LOCAL = 32
 """Slots that count as local: the query's own and those right before it."""
 
 
+@near_keywords
 def dangling(
     before: Patterns,
     after: Patterns,
-    hidden: Sequence[str],
+    hide: str | Sequence[str],
     *,
-    summary: Sequence[str] = (),
+    summary: str | Sequence[str] = (),
     sinks: int = 1,
     local: int = LOCAL,
 ) -> pd.DataFrame:
     """The attention that each head spent on slots that are gone, and where that attention went.
 
-    One row per layer and head, means over the queries. `dangling` is the mass before, on slots of `hidden` that this
+    One row per layer and head, means over the queries. `dangling` is the mass before, on slots of `hide` that this
     head cannot see after, and `dangling_first` the part of it that was on slot 0. `sink`, `summary`, `local` and
     `elsewhere` are mass after minus mass before, and add up to `dangling`; a slot counts in the first of these groups
     that it belongs to.
@@ -35,7 +39,7 @@ def dangling(
     Args:
         before: the queries with everything in view.
         after: the same queries with the hidden segments masked or evicted.
-        hidden: the segments that were masked or evicted.
+        hide: the segments that were masked or evicted, or the only one.
         summary: segments that stand in for them.
         sinks: how many of the first live slots are the sink.
         local: how many slots are local, from the query's own backwards.
@@ -43,7 +47,7 @@ def dangling(
     Raises:
         UserError: the two are not of the same tokens, layers and queries, or there is no such segment.
     """
-    ledger, places = before.cache.ledger, _places(before, after, hidden)
+    ledger, places = before.cache.ledger, _places(before, after, hide)
     layers, heads = before.weights.shape[:2]
     first_live = after.cache.ledger.live_somewhere[0].nonzero()[:sinks, 0]
     # Weights and liveness after, on the slots before.
@@ -51,7 +55,7 @@ def dangling(
     weights[..., places] = after.weights
     live = torch.zeros(layers, heads, ledger.slots, dtype=torch.bool, device=weights.device)
     live[..., places] = after.live
-    gone = (ledger.in_segments(hidden)[0] & ~live)[:, :, None]
+    gone = (ledger.in_segments(hide)[0] & ~live)[:, :, None]
     index = torch.arange(ledger.slots, device=weights.device)
     distance = before.queries[:, None] - index
     groups = {
@@ -69,18 +73,19 @@ def dangling(
     return _table(before, table)
 
 
-def shared_out(before: Patterns, after: Patterns, hidden: Sequence[str]) -> Patterns:
+@near_keywords
+def shared_out(before: Patterns, after: Patterns, hide: str | Sequence[str]) -> Patterns:
     """What the queries would attend to after if no score changed: the softmax alone shares the attention that was on
     slots that are gone out over the others, in proportion to what these had before. It is meant for models without
     attention sinks of their own.
 
     Args:
-        before, after, hidden: as for `dangling`.
+        before, after, hide: as for `dangling`.
 
     Raises:
         UserError: as `dangling`.
     """
-    places = _places(before, after, hidden)
+    places = _places(before, after, hide)
     left = before.weights[..., places].masked_fill(~after.live[:, :, None], 0)
     return replace(after, weights=left / left.sum(-1, keepdim=True))
 
@@ -119,14 +124,14 @@ def lift(
     return _table(clean, table | {"lift": ratio.masked_fill(table["clean"] == 0, torch.nan)})
 
 
-def _places(before: Patterns, after: Patterns, hidden: Sequence[str]) -> Int[Tensor, "slots_after"]:
+def _places(before: Patterns, after: Patterns, hide: str | Sequence[str]) -> Int[Tensor, "slots_after"]:
     """The slot of `before` for each slot of `after`, where only hidden slots may be missing."""
     ledger = before.cache.ledger
-    visible, places = ~(ledger.in_segments(hidden) | ledger.padding)[0], aligned(ledger, after.cache.ledger)
+    visible, places = ~(ledger.in_segments(hide) | ledger.padding)[0], aligned(ledger, after.cache.ledger)
     if places is None or int(visible[places].sum()) < int(visible.sum()):
         raise UserError(
-            f"The patterns after are not of the slots before without {', '.join(hidden)}; read the same text after "
-            "the same cache, before and after masking or evicting those segments."
+            f"The patterns after are not of the slots before without {', '.join(names_of(hide))}; read the same text "
+            "after the same cache, before and after masking or evicting those segments."
         )
     _refuse_others(before, after, places[after.queries])
     return places
@@ -138,6 +143,7 @@ def _refuse_others(one: Patterns, other: Patterns, queries: Int[Tensor, "queries
     Args:
         queries: those of `other`, as slots of `one`.
     """
+    refuse_other_model(one.cache, other.cache, "The other run")
     if one.layers != other.layers or not torch.equal(one.queries, queries):
         raise UserError("The two patterns are of different layers or queries; ask `attend` for the same in both.")
 

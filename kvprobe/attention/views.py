@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.indices import indices
+from kvprobe.checks import names_of
 from kvprobe.inference.model import Model, Readable
 from kvprobe.tidy import Rows
 
@@ -23,14 +24,14 @@ KVHead = tuple[int, int]
 """Layer and KV head."""
 
 
-def in_view_of(cache: KVCache, hidden: Sequence[str], heads: Sequence[KVHead]) -> KVCache:
+def in_view_of(cache: KVCache, hide: str | Sequence[str], heads: Sequence[KVHead]) -> KVCache:
     """The cache with these segments masked for all KV heads but the given ones.
 
     Raises:
         UserError: there is no such segment, layer or KV head.
     """
     shape = (cache.n_layers, cache.batch, cache.n_kv_heads, cache.slots)
-    masked = cache.mask(*hidden)
+    masked = cache.mask(*names_of(hide))
     before, live = cache.ledger.live.expand(shape), masked.ledger.live.expand(shape).clone()
     layers = indices("layer", [layer for layer, _ in heads], shape[0])
     for layer, head in zip(layers, indices("KV head", [head for _, head in heads], shape[2]), strict=True):
@@ -39,7 +40,7 @@ def in_view_of(cache: KVCache, hidden: Sequence[str], heads: Sequence[KVHead]) -
 
 
 def logits_in_view(
-    model: Model, cache: KVCache, suffix: Readable, hidden: Sequence[str], views: Sequence[Sequence[KVHead]]
+    model: Model, cache: KVCache, suffix: Readable, hide: str | Sequence[str], views: Sequence[Sequence[KVHead]]
 ) -> Float[Tensor, "views vocab"]:
     """Logits after a suffix, with these segments hidden from all KV heads but those of each view.
 
@@ -51,7 +52,7 @@ def logits_in_view(
     """
     logits = []
     for first in range(0, len(views), AT_ONCE):
-        rows = KVCache.join([in_view_of(cache, hidden, heads) for heads in views[first : first + AT_ONCE]])
+        rows = KVCache.join([in_view_of(cache, hide, heads) for heads in views[first : first + AT_ONCE]])
         logits.append(model.extend(rows, [*model.tokens_after(cache, suffix)] * rows.batch)[1][:, -1].float())
     return torch.cat(logits)
 

@@ -5,7 +5,7 @@ write. Keys are stored as they were computed, after q/k-norm and rotary embeddin
 position since (`reindex`) is rotated to it when it is read.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
@@ -13,9 +13,11 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from kvprobe.brief import Brief, plain_dtype
 from kvprobe.cache import shown
+from kvprobe.cache.alike import refuse_other_model, refuse_other_slots, refuse_overlap
 from kvprobe.cache.file import load_cache, save_cache
 from kvprobe.cache.footprint import footprint
 from kvprobe.cache.indices import indices
@@ -89,10 +91,8 @@ class KVCache(Brief):
     @property
     def nbytes(self) -> int:
         """Bytes of key and value storage held, storage shared between rows or layers counted once."""
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in self.keys + self.values
-        }
-        return sum(storages.values())
+        storages = [tensor.untyped_storage() for tensor in self.keys + self.values]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @property
     def footprint(self) -> int:
@@ -127,18 +127,13 @@ class KVCache(Brief):
         """
         hidden = self._hidden(segments, slots)[None, :, None, :]
         if layers is not None or heads is not None:
-            where = torch.zeros(self.n_layers, 1, self.n_kv_heads, 1, dtype=torch.bool, device=hidden.device)
-            chosen_layers = torch.tensor(indices("layer", layers, self.n_layers), dtype=torch.long)
-            chosen_heads = torch.tensor(indices("KV head", heads, self.n_kv_heads), dtype=torch.long)
-            where[chosen_layers[:, None], :, chosen_heads] = True
-            hidden = hidden & where
+            hidden = hidden & self._within(layers, heads)
         return replace(self, ledger=replace(self.ledger, live=self.ledger.live & ~hidden))
 
     @near_keywords
     def evict(self, *segments: str, slots: Slots | None = None) -> "KVCache":
-        """Remove slots and free their memory; the other slots keep their positions.
-
-        Rows that lose different numbers of slots are padded on the right with slots that are not live.
+        """Remove slots and free their memory; the others keep their positions, and so does what comes next (see
+        `rewind`). Rows that lose different numbers of slots are padded on the right with slots that are not live.
         """
         return self.take(*self.ledger.order(~self._hidden(segments, slots)))
 
@@ -147,6 +142,36 @@ class KVCache(Brief):
         chosen = self.chosen(segments, slots)
         self.ledger.warn_of_sink(~chosen)
         return self.take(*self.ledger.order(chosen))
+
+    @near_keywords
+    def rewind(self, segment: str | None = None, *, slots: int | None = None, position: int | None = None) -> "KVCache":
+        """Take back what was read from some place on: its slots leave, and the next token stands where they began.
+
+        What was done to the slots before that place stays done: those that were masked, evicted or rounded since do
+        not come back.
+
+        Args:
+            segment: back to before this segment.
+            slots: or to so many slots of each row; a negative number takes so many back.
+            position: or to before this position, at which the next token then stands.
+
+        Raises:
+            UserError: not one of the three is given, or a row has no such segment, slots or position.
+        """
+        keep, ledger = self.ledger.rewound(segment, slots, position)
+        return replace(self, ledger=ledger).take(*ledger.order(keep))
+
+    def append(self, other: "KVCache") -> "KVCache":
+        """The cache followed by the slots of another, which was read by itself at later positions, row by row.
+
+        Its slots have not seen those before them, so they count as recomputed.
+
+        Raises:
+            UserError: the other is of another model or number of rows, quantised, or at positions that are taken.
+        """
+        refuse_overlap(self, other)
+        ledger = self.ledger.append(replace(other.ledger, recomputed=~other.ledger.padding))
+        return _combined((self, other), lambda pair: torch.cat(pair, 2), ledger)
 
     def reindex(self, mode: PositionMode = "contiguous") -> "KVCache":
         """Give the slots that are live other positions, and what comes next the one after them.
@@ -178,14 +203,11 @@ class KVCache(Brief):
         """
         if not is_whole(rows) or rows < 1:
             raise UserError(f"A cache cannot be forked into {str(rows)[:40]} rows; give a whole number, at least 1.")
-
-        def spread(tensor: Tensor) -> Tensor:
-            if self.batch == 1:
-                return tensor.expand(rows, *tensor.shape[1:])
-            return tensor.repeat_interleave(rows, 0)
-
         index = torch.arange(self.batch, device=self.ledger.tokens.device).repeat_interleave(rows)
-        return self._with(tuple(map(spread, self.keys)), tuple(map(spread, self.values)), self.ledger.rows(index))
+        return self._each(
+            lambda tensor: tensor.expand(rows, -1, -1, -1) if self.batch == 1 else tensor[index],
+            self.ledger.rows(index),
+        )
 
     def rows(self, index: Sequence[int] | Int[Tensor, "rows"]) -> "KVCache":
         """The cache of these rows of the batch, in this order; a row may come several times.
@@ -194,11 +216,7 @@ class KVCache(Brief):
             UserError: there is no such row.
         """
         rows = torch.tensor(indices("row", index, self.batch), dtype=torch.long, device=self.ledger.tokens.device)
-        return self._with(
-            tuple(tensor[rows] for tensor in self.keys),
-            tuple(tensor[rows] for tensor in self.values),
-            self.ledger.rows(rows),
-        )
+        return self._each(lambda tensor: tensor[rows], self.ledger.rows(rows))
 
     @staticmethod
     def join(caches: "Sequence[KVCache]") -> "KVCache":
@@ -210,25 +228,14 @@ class KVCache(Brief):
         if not caches:
             raise UserError("There are no caches to join; give at least one.")
         slots = max(cache.slots for cache in caches)
-        ledgers = [cache.ledger.padded(slots) for cache in caches]
-        if any(cache.shape != caches[0].shape for cache in caches):
-            shapes = ", ".join(str(cache.shape) for cache in caches)
-            raise UserError(f"Caches of shapes {shapes} cannot be joined; join those of one model.")
-        makers = [cache.made_by for cache in caches if cache.made_by is not None]
-        if not all(maker.same(makers[0]) for maker in makers):
-            raise UserError("Caches of several models cannot be joined; join those of one.")
+        base = next((cache for cache in caches if cache.made_by is not None), caches[0])
+        for number, cache in enumerate(caches):
+            refuse_other_model(base, cache, f"Cache {number} of those to be joined")
 
-        def joined(tensors: Sequence[Tensor]) -> Tensor:
-            return torch.cat(
-                [torch.nn.functional.pad(tensor, (0, 0, 0, slots - tensor.shape[2])) for tensor in tensors]
-            )
+        def joined(tensors: tuple[Tensor, ...]) -> Tensor:
+            return torch.cat([functional.pad(tensor, (0, 0, 0, slots - tensor.shape[2])) for tensor in tensors])
 
-        return KVCache(
-            tuple(map(joined, zip(*(cache.keys for cache in caches), strict=True))),
-            tuple(map(joined, zip(*(cache.values for cache in caches), strict=True))),
-            Ledger.join(ledgers),
-            makers[0] if len(makers) == len(caches) else None,
-        )
+        return _combined(caches, joined, Ledger.join([cache.ledger.padded(slots) for cache in caches]))
 
     def corrupt(
         self, fault: "Damages", *, draws: Sequence[Any] | None = None, contexts: Sequence[Any] | None = None
@@ -262,42 +269,25 @@ class KVCache(Brief):
         Keys are copied as they are stored: see `kvprobe.patching.aligned` for donors of other lengths or positions.
 
         Args:
-            segments: names of segments to patch.
-            slots: or the slots to patch: a boolean per row and slot, or a list of indices for all rows.
-            layers: only in these layers (all by default).
-            heads: only in these KV heads (all by default).
+            segments, slots, layers, heads: which to patch, as for `mask`.
 
         Raises:
-            UserError: the donor has other shapes, or there is no such segment, layer, head or part.
+            UserError: the donor is of another model, slots or positions of keys (see
+                `kvprobe.cache.alike.refuse_other_slots`), or there is no such segment, layer, head or part.
         """
         if part not in ("K", "V", "KV"):
             raise UserError(unknown("part", part, ("K", "V", "KV")))
-        if donor.shape != self.shape or donor.ledger.tokens.shape != self.ledger.tokens.shape:
-            raise UserError(
-                f"The donor has (layers, KV heads, d_head, d_value) = {donor.shape} and {donor.batch} × {donor.slots} "
-                f"slots, the base {self.shape} and {self.batch} × {self.slots}; give a donor of the same model, and "
-                f"see `patching.aligned`."
+        chosen = self.chosen(segments, slots)
+        refuse_other_slots(self, donor, chosen, keys="K" in part)
+        where = (chosen[None, :, None, :] & self._within(layers, heads))[..., None]
+        keys, values = (
+            tuple(
+                torch.where(place, other, own) if name in part and bool(place.any()) else own
+                for own, other, place in zip(*both, where, strict=True)
             )
-        if donor.keys[0].dtype != self.keys[0].dtype:
-            raise UserError(
-                f"The donor is in {donor.keys[0].dtype}, the base in {self.keys[0].dtype}; make both with a model "
-                f"in one dtype."
-            )
-        chosen = self.chosen(segments, slots)[:, None, :, None]
-        chosen_heads = torch.zeros(self.n_kv_heads, dtype=torch.bool, device=chosen.device)
-        chosen_heads[indices("KV head", heads, self.n_kv_heads)] = True
-        where = chosen & chosen_heads[:, None, None]
-        chosen_layers = set(indices("layer", layers, self.n_layers))
-
-        def patched(base_layers: Sequence[Tensor], donor_layers: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            return tuple(
-                torch.where(where, theirs, ours) if layer in chosen_layers else ours
-                for layer, (ours, theirs) in enumerate(zip(base_layers, donor_layers, strict=True))
-            )
-
-        keys = patched(self.keys, donor.keys) if "K" in part else self.keys
-        values = patched(self.values, donor.values) if "V" in part else self.values
-        return self._with(keys, values, self.ledger)
+            for name, both in (("K", (self.keys, donor.keys)), ("V", (self.values, donor.values)))
+        )
+        return replace(self, keys=keys, values=values)
 
     def refuse_nonfinite(self) -> None:
         """Refuse a cache that holds NaN or infinity, also in a masked slot: 0 × NaN is NaN.
@@ -317,11 +307,7 @@ class KVCache(Brief):
 
     def to(self, device: torch.device | str) -> "KVCache":
         """The same cache on another device."""
-        return self._with(
-            tuple(tensor.to(device) for tensor in self.keys),
-            tuple(tensor.to(device) for tensor in self.values),
-            self.ledger.to(device),
-        )
+        return self._each(lambda tensor: tensor.to(device), self.ledger.to(device))
 
     def save(self, path: str | Path) -> None:
         """Write the cache to one safetensors file, bit for bit, with a digest of it and the fingerprint of its model.
@@ -371,6 +357,13 @@ class KVCache(Brief):
             )
         return slots.to(self.ledger.tokens.device)
 
+    def _within(self, layers: Sequence[int] | None, heads: Sequence[int] | None) -> Bool[Tensor, "layers 1 kv_heads 1"]:
+        """Where these layers and KV heads are; all by default."""
+        where = torch.zeros(self.n_layers, self.n_kv_heads, dtype=torch.bool, device=self.ledger.tokens.device)
+        for layer in indices("layer", layers, self.n_layers):
+            where[layer, indices("KV head", heads, self.n_kv_heads)] = True
+        return where[:, None, :, None]
+
     def _facts(self) -> Iterable[str]:
         yield from shown.facts(self.ledger)
         yield f"{self.n_layers} layers of {self.n_kv_heads} KV heads, {plain_dtype(self.keys[0].dtype)}"
@@ -394,9 +387,15 @@ class KVCache(Brief):
             index = slots[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
             return tensor.gather(2, index)
 
-        return self._with(
-            tuple(map(taken, self.keys)), tuple(map(taken, self.values)), self.ledger.take(slots, padding)
-        )
+        return self._each(taken, self.ledger.take(slots, padding))
 
-    def _with(self, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], ledger: Ledger) -> "KVCache":
-        return replace(self, keys=keys, values=values, ledger=ledger)
+    def _each(self, edit: Callable[[Tensor], Tensor], ledger: Ledger) -> "KVCache":
+        """The cache with every tensor edited, and this ledger."""
+        return replace(self, keys=tuple(map(edit, self.keys)), values=tuple(map(edit, self.values)), ledger=ledger)
+
+
+def _combined(caches: Sequence[KVCache], combine: Callable[[tuple[Tensor, ...]], Tensor], ledger: Ledger) -> KVCache:
+    """One cache of several of one model, each of its tensors combined from theirs."""
+    keys = tuple(map(combine, zip(*(cache.keys for cache in caches), strict=True)))
+    values = tuple(map(combine, zip(*(cache.values for cache in caches), strict=True)))
+    return KVCache(keys, values, ledger, caches[0].made_by if all(cache.made_by for cache in caches) else None)

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.cache.alike import refuse_other_model
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 
@@ -50,6 +51,7 @@ def relative_distance(
     Raises:
         UserError: keys were not computed at the same positions, or there is no such segment.
     """
+    refuse_other_model(reference, cache, "The other cache")
     if not torch.equal(cache.ledger.origins, reference.ledger.origins):
         raise UserError("Keys can be compared only where both caches computed them at the same positions.")
     places = [reference.ledger.in_segments([segment])[0] for segment in segments]
@@ -66,6 +68,7 @@ def relative_distance(
 
 
 def _refuse_others(one: KVCache, other: KVCache) -> None:
+    refuse_other_model(one, other, "The other cache")
     shapes = [(cache.batch, cache.slots) for cache in (one, other)]
     if shapes[0] != shapes[1] or shapes[0][0] != 1:
         raise UserError(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvprobe.brief import Brief
 from kvprobe.cache import shown
+from kvprobe.checks import is_whole, names_of
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.text.tokens import ANSWER_HEADER, GENERATED
@@ -105,6 +106,11 @@ class Ledger(Brief):
             )
 
     @property
+    def last_position(self) -> Int[Tensor, "batch"]:
+        """The last position of a live slot in each row; -1 where there is none."""
+        return torch.nn.functional.pad(self.positions.masked_fill(~self.live_somewhere, -1), (1, 0), value=-1).amax(1)
+
+    @property
     def rotated(self) -> bool:
         """Whether some live key must be rotated from where it was computed to where it is seen."""
         return bool(((self.positions != self.origins) & self.live_somewhere).any())
@@ -122,10 +128,10 @@ class Ledger(Brief):
         last = ~self.padding & ((~self.padding).flip(1).cumsum(1).flip(1) == 1)
         return (answer & last).any(1)
 
-    def in_segments(self, names: Sequence[str]) -> Bool[Tensor, "batch slots"]:
-        """Slots that belong to any of the named segments; an unknown name is refused."""
+    def in_segments(self, names: str | Sequence[str]) -> Bool[Tensor, "batch slots"]:
+        """Slots that belong to the named segment or segments; an unknown name is refused."""
         inside = torch.zeros_like(self.segments, dtype=torch.bool)
-        for name in names:
+        for name in names_of(names):
             if name not in self.names:
                 raise UserError(unknown("segment", name, self.names))
             inside |= self.segments == self.names.index(name)
@@ -147,6 +153,42 @@ class Ledger(Brief):
         taken = {name: getattr(self, name).gather(1, slots) for name in COLUMNS}
         taken["segments"] = taken["segments"].masked_fill(padding, PADDING)
         return replace(self, **taken, live=self.live.gather(3, index) & ~padding[None, :, None, :])
+
+    def rewound(
+        self, segment: str | None, slots: int | None, position: int | None
+    ) -> tuple[Bool[Tensor, "batch slots"], "Ledger"]:
+        """The slots before a place, and the ledger with that place as what follows; see `KVCache.rewind`."""
+        if [segment, slots, position].count(None) != 2:
+            raise UserError("Say where to go back to: a segment, or `slots`, or `position`, and only one of them.")
+        for name, number in (("slots", slots), ("position", position)):
+            if number is not None and not is_whole(number):
+                raise UserError(f"`{name}` is {str(number)[:40]!r}; give a whole number.")
+        counts, following = (~self.padding).sum(1), self.following
+        if segment is not None:
+            begins = self.in_segments([segment])
+            known = begins.any(1)
+        elif slots is not None:
+            kept = counts + slots if slots < 0 else torch.full_like(counts, slots)
+            begins = (~self.padding).cumsum(1) > kept[:, None]
+            known = (kept >= 0) & (kept <= counts)
+        else:
+            assert position is not None
+            begins, following = self.positions >= position, torch.full_like(following, position)
+            known = (following >= 0) & (following <= self.following)
+        if not bool(known.all()):
+            row = int((~known).nonzero()[0])
+            place = next(repr(place) for place in (segment, slots, position) if place is not None)
+            raise UserError(
+                f"Row {row}, with {int(counts[row])} slots and {int(self.following[row])} as its next position, cannot "
+                f"go back to {place}; give a segment, a number of slots, or a position that it holds."
+            )
+        gone = (begins & ~self.padding).cumsum(1) > 0
+        left = replace(self, live=self.live & ~gone[None, :, None, :])
+        if position is None and self.slots:
+            # After re-indexing, slots that are not live share the positions of those before them.
+            first = self.positions.gather(1, gone.int().argmax(1, keepdim=True))[:, 0]
+            following = torch.where(gone.any(1), torch.maximum(first, left.last_position + 1), following)
+        return ~gone, replace(self, following=following)
 
     def rows(self, index: Int[Tensor, "rows"]) -> "Ledger":
         """The ledger of these rows of the batch."""

@@ -16,12 +16,16 @@ def compare(
     *,
     chat: Chat,
     conversation: Chosen = None,
-    mask: Hidden = (),
+    hide: Hidden = (),
     policy: Annotated[
         tuple[str, ...],
         Parameter(help='Cache policies to try: "SnapKV(50%)" "H2O(0.3)".', consume_multiple=True, negative=""),
     ] = (),
     ask: Annotated[str, Parameter(help="The user's next message.")],
+    when: Annotated[
+        Literal["after", "before"],
+        Parameter(help="Messages are hidden once all is read, or before any later one is read."),
+    ] = "after",
     new: Annotated[Whole, Parameter(help="Tokens of a reply, at most.")] = 64,
     out: Annotated[Path, Parameter(help="The page.")] = Path("compare.html"),
     device: str = "auto",
@@ -35,7 +39,9 @@ def compare(
     from kvprobe.inference.model import load
     from kvprobe.report.views.compare import save_comparison
 
-    compared = compare(load(model, device=device, dtype=dtype), read, mask, ask, policies=policy, max_new_tokens=new)
+    compared = compare(
+        load(model, device=device, dtype=dtype), read, hide, ask, when=when, policies=policy, max_new_tokens=new
+    )
     print(f"{compared}\n\nPage: {save_comparison(compared, out)}")
 
 
@@ -61,7 +67,7 @@ def attend(
     text: Annotated[str | None, Parameter(help="A text, read as it is.")] = None,
     chat: Chat | None = None,
     conversation: Chosen = None,
-    mask: Annotated[
+    hide: Annotated[
         tuple[str, ...],
         Parameter(help="Messages to mask before the last one is read: m0, m1, ….", consume_multiple=True, negative=""),
     ] = (),
@@ -79,7 +85,7 @@ def attend(
     from kvprobe.inference.model import load
     from kvprobe.report.views.attend import attend_page
 
-    print(attend_page(load(model, device=device, dtype=dtype), read, mask, last).save(out))
+    print(attend_page(load(model, device=device, dtype=dtype), read, hide, last).save(out))
 
 
 def scan(
@@ -87,7 +93,7 @@ def scan(
     *,
     chat: Chat,
     conversation: Chosen = None,
-    mask: Hidden,
+    hide: Hidden,
     until: Annotated[
         str | None, Parameter(help="The last message that still sees them; the assistant's next answer by default.")
     ] = None,
@@ -113,7 +119,7 @@ def scan(
     from kvprobe.report.views.scan import save_scan, scan_lines
 
     chosen = [Probe.load(name) for name in probes] or None
-    readings = scan(load(model, device=device, dtype=dtype), read, mask, chosen, until=until)
+    readings = scan(load(model, device=device, dtype=dtype), read, hide, chosen, until=until)
     print("\n".join(scan_lines(readings)))
     print(f"\nPage: {save_scan(readings, out)}")
 

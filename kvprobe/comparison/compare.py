@@ -2,32 +2,41 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 import pandas as pd
 
 from kvprobe.attention import attend, dangling
 from kvprobe.brief import Brief, Table, brief, frame_table
 from kvprobe.cache.cache import KVCache
+from kvprobe.checks import names_of
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence, surprise
 from kvprobe.inference.readable import require_type
-from kvprobe.names import head_name, near_keywords
+from kvprobe.names import head_name, near_keywords, unknown
 from kvprobe.policies.policy import Policy
 from kvprobe.policies.written import policies_of
+from kvprobe.probing.read_features import When
 from kvprobe.text.prefix import CommonPrefix, common_prefix
 from kvprobe.text.tokens import token_texts
 from kvprobe.text.transcript import Transcript
 
 ARMS = {
     "full": "everything in view",
-    "masked": "the messages hidden after all was read; what comes next keeps its place",
-    "re-indexed": "the messages evicted after all was read, and the gap closed by rotating keys",
+    "masked": "the messages hidden in the cache; what comes next keeps its place",
+    "re-indexed": "the messages evicted, and the gap closed by rotating keys",
     "restarted": "the visible messages read anew, as if the others had never been said",
     "rendered": "the visible messages written anew by the chat template and read; where it writes something else",
 }
 """Ways to hide messages. From masked to re-indexed positions change, from re-indexed to restarted only what the rest
 remembers, and from restarted to rendered the text: a template may write a default system prompt again."""
+
+
+WHEN: Mapping[When, str] = {
+    "after": "after all was read",
+    "before": "before anything later was read, so that masked differs from restarted in positions alone",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,6 +92,7 @@ class Comparison(Brief):
     attention: pd.DataFrame = field(repr=False)
     left_out: str = ""
     reused: CommonPrefix | None = None
+    when: When = "after"
 
     def _facts(self) -> Iterable[str]:
         yield f"{self.model}, hidden: {', '.join(self.hidden)}, asked {brief(self.question)}"
@@ -114,7 +124,8 @@ class Comparison(Brief):
 
     def __str__(self) -> str:
         width = max(map(len, self.replies)) + 2
-        lines = [f"question: {self.question}", f"hidden: {', '.join(self.hidden) or 'nothing'}", ""]
+        hidden = f"{', '.join(self.hidden)}, {WHEN[self.when]}" if self.hidden else "nothing"
+        lines = [f"question: {self.question}", f"hidden: {hidden}", ""]
         lines += [f"{'':{width}}{'log-prob.':>10}{'KL':>8}{'slots':>7}{'cache':>10}  reply"]
         lines += [
             f"{reply.arm:{width}}{reply.logprob:10.3f}{reply.kl:8.3f}{reply.slots:7}{reply.nbytes / 2**20:6.1f} MiB  "
@@ -135,9 +146,10 @@ class Comparison(Brief):
 def compare(
     model: Model,
     chat: Transcript | Sequence[Mapping[str, str]],
-    mask: Sequence[str] = (),
+    hide: str | Sequence[str] = (),
     ask: str = "",
     *,
+    when: When = "after",
     policies: Sequence[Policy | str] = (),
     max_new_tokens: int = 64,
 ) -> Comparison:
@@ -145,8 +157,11 @@ def compare(
 
     Args:
         chat: the conversation; messages have the segments `m0`, `m1`, … unless it names others.
-        mask: the segments to hide; none to compare policies alone.
+        hide: the segments to hide, or the only one; none to compare policies alone.
         ask: the user's next message.
+        when: `after` everything was read with them in view, so that later turns remember them (setup A of the
+            Goldberg/Papailiopoulos exchange on masking prefixes); or `before` any later turn is read, so that the
+            masked arm is the restart at other positions.
         policies: or their texts, such as "SnapKV(50%)"; each acts once, after the conversation was read.
         max_new_tokens: the most tokens of a reply.
 
@@ -155,18 +170,21 @@ def compare(
     """
     require_type("The model", model, Model, "what kvprobe.load returns")
     chat = chat if isinstance(chat, Transcript) else Transcript.from_messages(list(chat))
+    hide = names_of(hide)
+    if when not in get_args(When):
+        raise UserError(unknown("time to hide segments", str(when), get_args(When)))
     if isinstance(policies, str | Policy):
         raise UserError(f"policies is {str(policies)[:60]!r}; give a list of them.")
     if not ask:
         raise UserError("compare needs ask, the user's next message.")
-    if isinstance(mask, str) or not (mask or policies) or set(mask) >= set(chat.segments):
+    if not (hide or policies) or set(hide) >= set(chat.segments):
         raise UserError(
-            f"mask is {str(mask)[:60]!r}; give a list of segments to hide, of {', '.join(chat.segments[:8])}, so that "
+            f"hide is {str(hide)[:60]!r}; give a list of segments to hide, of {', '.join(chat.segments[:8])}, so that "
             "at least one stays."
         )
     acting = policies_of(policies)
     full = model.prefill(chat)
-    hiding, left_out = _hiding(model, chat, full, mask) if mask else ({}, "")
+    hiding, left_out = _hiding(model, chat, full, hide, when) if hide else ({}, "")
     caches = {"full": full, **hiding, **_under_policies(model, chat, full, acting)}
 
     rows = KVCache.join(list(caches.values()))
@@ -187,30 +205,32 @@ def compare(
         for row, (arm, cache) in enumerate(caches.items())
     }
     tokens = token_texts(expected, model.tokenizer)
-    attention = _attention(model, caches, ask, expected, mask) if mask else pd.DataFrame()
-    return Comparison(
-        model.name, chat, tuple(mask), ask, tokens, replies, attention, left_out, _reused(model, chat, mask)
-    )
+    attention = _attention(model, caches, ask, expected, hide) if hide else pd.DataFrame()
+    reused = _reused(model, chat, hide)
+    return Comparison(model.name, chat, hide, ask, tokens, replies, attention, left_out, reused, when)
 
 
-def _reused(model: Model, chat: Transcript, mask: Sequence[str]) -> CommonPrefix | None:
+def _reused(model: Model, chat: Transcript, hide: Sequence[str]) -> CommonPrefix | None:
     try:
-        return common_prefix(model.tokenizer, chat, chat.without(*mask, mode="rendered")) if mask else None
+        return common_prefix(model.tokenizer, chat, chat.without(*hide, mode="rendered")) if hide else None
     except UserError:
         return None
 
 
-def _hiding(model: Model, chat: Transcript, full: KVCache, mask: Sequence[str]) -> tuple[dict[str, KVCache], str]:
+def _hiding(
+    model: Model, chat: Transcript, full: KVCache, hide: Sequence[str], when: When
+) -> tuple[dict[str, KVCache], str]:
     """The caches in which messages are hidden, and why one is missing."""
-    caches, left_out = {"masked": full.mask(*mask)}, ""
+    masked = full.mask(*hide) if when == "after" else model.prefill(chat.without(*hide))
+    caches, left_out = {"masked": masked}, ""
     if model.lanes.can_reindex:
-        caches["re-indexed"] = caches["masked"].evict(*mask).reindex()
+        caches["re-indexed"] = masked.evict(slots=~masked.ledger.live_somewhere).reindex()
     else:
         left_out = f"Keys of {model.name} cannot be rotated to other positions, so there is no re-indexed cache."
-    restart = chat.without(*mask, mode="contiguous")
+    restart = chat.without(*hide, mode="contiguous")
     caches["restarted"] = model.prefill(restart)
     try:
-        anew = chat.without(*mask, mode="rendered").tokens(model.tokenizer)
+        anew = chat.without(*hide, mode="rendered").tokens(model.tokenizer)
     except UserError as error:
         left_out = f"{left_out} There is no rendered cache: {error}".strip()
     else:
@@ -229,10 +249,10 @@ def _under_policies(
 
 
 def _attention(
-    model: Model, caches: Mapping[str, KVCache], ask: str, expected: Sequence[int], mask: Sequence[str]
+    model: Model, caches: Mapping[str, KVCache], ask: str, expected: Sequence[int], hide: Sequence[str]
 ) -> pd.DataFrame:
     """Of the question and the reply to it, before and after the mask."""
     (prompt,) = model.prompts(caches["full"], ask)
     read = prompt.answered(expected)
     before, after = (attend(model, read, caches[arm], queries=range(len(read))) for arm in ("full", "masked"))
-    return dangling(before, after, mask)
+    return dangling(before, after, hide)

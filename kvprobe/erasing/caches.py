@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvprobe.cache.alike import refuse_other_slots
 from kvprobe.cache.cache import KVCache, Slots
 from kvprobe.erasing.subspace import Eraser, Subspace
 from kvprobe.errors import UserError
@@ -66,14 +67,10 @@ def interchange(
             is exaggerated.
 
     Raises:
-        UserError: as `erase`, or a donor of another shape.
+        UserError: as `erase`, or a donor of another model, slots or positions of keys.
     """
-    if donor.shape != base.shape or donor.ledger.tokens.shape != base.ledger.tokens.shape:
-        raise UserError(
-            f"The donor has (layers, KV heads, d_head, d_value) = {donor.shape} and {donor.batch} × {donor.slots} "
-            f"slots, the base {base.shape} and {base.batch} × {base.slots}; give a donor of the same model on the "
-            "same slots (see `patching.aligned`)."
-        )
+    chosen = base.chosen(segments, slots)
+    refuse_other_slots(base, donor, chosen, keys=any(part == "K" for _, part in subspaces))
 
     def exchanged(layer_part: LayerPart, vectors: Tensor, where: Int[Tensor, "picked"]) -> Tensor:
         layer, part = layer_part
@@ -81,7 +78,7 @@ def interchange(
         subspace = subspaces[layer_part]
         return vectors + strength * _of_slots(change, subspace, subspace.inside)
 
-    return _rewritten(base, subspaces, base.chosen(segments, slots), exchanged)
+    return _rewritten(base, subspaces, chosen, exchanged)
 
 
 def mix(

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.cache.alike import refuse_other_model
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.rotary import Rotary
 from kvprobe.errors import UserError
@@ -88,10 +89,11 @@ class FaultContext:
                 f"A fault context has one row, but this cache has {self.cache.batch}; take one with KVCache.rows."
             )
         for name, donor in self.donors.items():
-            if donor.batch != 1 or donor.shape != self.cache.shape:
+            refuse_other_model(self.cache, donor, f"Donor {name!r}")
+            if donor.batch != 1 or donor.ledger.rotated:
                 raise UserError(
-                    f"Donor {name!r} has {donor.batch} rows of shape {donor.shape}; expected 1 row of "
-                    f"{self.cache.shape}, from the same model."
+                    f"Donor {name!r} has {donor.batch} rows, or keys that re-indexing has still to rotate; take one "
+                    "row with KVCache.rows, and carry re-indexing out with Model.as_seen."
                 )
 
     def donor(self, name: str) -> KVCache:

@@ -116,10 +116,11 @@ class Splice(Fault):
                 "of those."
             )
         donor = context.donor(self.donor)
-        if donor.slots < context.cache.slots:
+        own, other = (cache.ledger.positions[0, ~cache.ledger.padding[0]] for cache in (context.cache, donor))
+        if not torch.equal(own, other[: len(own)]):
             raise UserError(
-                f"The scaffold has {donor.slots} slots and the cache {context.cache.slots}; make it of the same "
-                "prompt, with `scaffold`."
+                f"The scaffold has {len(other)} slots and the cache {len(own)}, not each at the same position; make it "
+                "of the same prompt, with `scaffold`."
             )
 
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:

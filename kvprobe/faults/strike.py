@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvprobe.cache.alike import refuse_other_model
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import Ledger
 from kvprobe.errors import UserError
@@ -178,6 +179,25 @@ def _note_nonfinite(
         damage.nonfinite.setdefault(row, NonFinite(part, layer, head, slot, step))
 
 
+def without_padding(cache: KVCache, faults: Sequence[Strikes]) -> KVCache:
+    """A row without the padding that other rows have brought, also between its slots, so that it draws as it would
+    alone.
+
+    Raises:
+        UserError: a fault names slots by index, and there is padding before some of them.
+    """
+    padding = cache.ledger.padding
+    if not bool(padding.any()):
+        return cache
+    inside = bool((padding[:, :-1] & ~padding[:, 1:]).any())
+    if inside and (named := [fault for fault in faults if fault.scope.slots is not None]):
+        raise UserError(
+            f"{named[0]} names slots by index, and this row has padding between its slots; name segments, or remove "
+            "the padding first, with cache.rows([row]) and evict(slots=ledger.padding)."
+        )
+    return cache.take(*cache.ledger.order(~padding))
+
+
 def corrupt(
     cache: KVCache, fault: Strikes, contexts: Sequence[FaultContext], draws: Sequence[Draws]
 ) -> tuple[KVCache, Damage]:
@@ -201,19 +221,15 @@ def corrupt(
     values = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in cache.values)
     damage = Damage(torch.zeros(cache.batch, dtype=torch.long))
     for row, (context, row_draws) in enumerate(zip(contexts, draws, strict=True)):
-        # Without the padding that other rows have brought with them: a row draws as it would alone.
-        padding = cache.ledger.padding[row]
-        width = int((~padding).nonzero()[-1]) + 1 if not bool(padding.all()) else 0
-        slots = torch.arange(width, device=cache.ledger.tokens.device)[None]
-        ledger = cache.ledger.rows(torch.tensor([row], device=slots.device)).take(slots, padding[None, :width])
-        tensors = [
-            (layer_keys[row : row + 1, :, :width].contiguous(), layer_values[row : row + 1, :, :width].contiguous())
-            for layer_keys, layer_values in zip(keys, values, strict=True)
-        ]
-        row_damage = strike([fault], [row_draws], [0], tensors, ledger, context)
-        for layer, (damaged_keys, damaged_values) in enumerate(tensors):
-            keys[layer][row, :, :width], values[layer][row, :, :width] = damaged_keys[0], damaged_values[0]
+        alone = without_padding(cache.rows([row]), [fault])
+        refuse_other_model(alone, context.cache, "The cache of a fault context")
+        context = replace(context, cache=without_padding(context.cache, []))
+        tensors = [*zip(alone.keys, alone.values, strict=True)]
+        row_damage = strike([fault], [row_draws], [0], tensors, alone.ledger, context)
+        slots = (~cache.ledger.padding[row]).nonzero()[:, 0]
+        for layer in range(cache.n_layers):
+            keys[layer][row, :, slots], values[layer][row, :, slots] = alone.keys[layer][0], alone.values[layer][0]
         damage.count[row] = row_damage.count[0]
-        if 0 in row_damage.nonfinite:
-            damage.nonfinite[row] = row_damage.nonfinite[0]
+        if (first := row_damage.nonfinite.get(0)) is not None:
+            damage.nonfinite[row] = replace(first, slot=int(slots[first.slot]))
     return replace(cache, keys=keys, values=values), damage

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvprobe.brief import Brief, brief
 from kvprobe.cache.cache import KVCache
-from kvprobe.checks import is_whole, whole_numbers
+from kvprobe.checks import is_whole, names_of, whole_numbers
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import at_slots, cache_of, forward_pass, one_row_each, prove_reading, taps
 from kvprobe.models.hooks import Hook, claimed, hooked
@@ -77,7 +77,7 @@ def capture(
     families: Sequence[Family | str],
     *,
     layers: Sequence[int] | None = None,
-    segments: Sequence[str] | None = None,
+    segments: str | Sequence[str] | None = None,
     slots: Sequence[int] | None = None,
     past: KVCache | None = None,
     lane: Lane | Literal["auto"] = "auto",
@@ -247,7 +247,7 @@ def editing(lanes: Lanes, port: Port, edit: Callable[[Tensor], Tensor]) -> Gener
 
 def _picked(
     tokens: Sequence[Tokens],
-    segments: Sequence[str] | None,
+    segments: str | Sequence[str] | None,
     slots: Sequence[int] | None,
     device: torch.device,
 ) -> tuple[Int[Tensor, "batch picked"], Bool[Tensor, "batch picked"]]:
@@ -255,7 +255,7 @@ def _picked(
     if segments is not None and slots is not None:
         raise UserError("Give `segments` or `slots`, not both.")
     chosen = None if slots is None else whole_numbers(slots)
-    segments = None if segments is None else tuple(segments)
+    segments = None if segments is None else names_of(segments)
     rows: list[list[int]] = []
     for row in tokens:
         if segments is not None:

@@ -246,9 +246,9 @@ def one_row_each(lanes: Lanes, past: KVCache | None, rows: int) -> KVCache | Non
 
 def warn_of_taken_positions(past: KVCache | None, new: Ledger) -> None:
     """Warn of new tokens at positions of live slots, as when positions are counted by the cache's length."""
-    if past is None or not past.slots:
+    if past is None:
         return
-    last = past.ledger.positions.masked_fill(~past.ledger.live_somewhere, -1).amax(1)
+    last = past.ledger.last_position
     taken = new.positions[:, 0] <= last
     if bool(taken.any()):
         row = int(taken.int().argmax())

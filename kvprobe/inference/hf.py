@@ -1,9 +1,9 @@
 """Caches of transformers, in and out. What cannot be proved to be the same is refused.
 
-A transformers cache has no positions, tokens or masks of its own. On the way in, the tokens are given beside it, and
-the model reads some of them again: the keys and values of layer 0 depend on token and position alone, so a cache of
-other tokens, or at other positions, is noticed. On the way out, every slot must be live and at the position of its
-index, because that is what transformers will assume.
+A transformers cache has no positions, tokens or masks of its own. On the way in, the tokens are given beside it, with
+the attention mask and positions under which they were read, and the model reads some of them again: the keys and
+values of layer 0 depend on token and position alone, those of all layers on what the last tokens could see. On the way
+out, every slot must be live and at the position of its index, because that is what transformers will assume.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.entries import entries
 from kvprobe.errors import UserError
-from kvprobe.inference.forward import as_seen, new_slots, prefill, refuse_foreign
+from kvprobe.inference.forward import as_seen, at_slots, extend, new_slots, prefill, refuse_foreign
 from kvprobe.inference.readable import require_type
 from kvprobe.models.hf_cache import CacheLayer, past_key_values
 from kvprobe.models.lanes import Lanes
@@ -26,21 +27,32 @@ from kvprobe.text.tokens import Tokens
 
 READ_AGAIN = 16
 """Slots of each row that are read again."""
-CLOSE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-"""How far a vector that is read again may be off, relative to its length."""
+CLOSE = {torch.float32: (1e-3, 2e-4), torch.bfloat16: (3e-2, 0.1), torch.float16: (1e-2, 3e-2)}
+"""How far a vector that is read again may be off, relative to its length: of layer 0, and of later ones, where rounding
+adds up. Of these in half precision the median vector counts, since a router may choose other experts for a few."""
 
 
-def from_hf(lanes: Lanes, past: Cache, tokens: Sequence[Tokens]) -> KVCache:
-    """A transformers cache as kvprobe's.
+def from_hf(
+    lanes: Lanes,
+    past: Cache,
+    tokens: Sequence[Tokens],
+    attention_mask: object = None,
+    position_ids: object = None,
+) -> KVCache:
+    """A transformers cache as kvprobe's, with the slots that the attention mask hides left out.
 
-    Slots that a sliding-window layer has dropped are not live in that layer: no later query could see them.
+    Slots that a sliding-window layer has dropped are read again, in one pass over the tokens, so that text can be taken
+    back and gaps can be closed up.
 
     Args:
-        tokens: of its slots, a run for each row; all rows are of one length.
+        tokens: of its slots, a run for each row; with an attention mask those of all slots, or of the live ones.
+        attention_mask: under which they were read, a row of 0 and 1 (live) for each row.
+        position_ids: at which they were read; by default at the tokens' own positions, or, under an attention mask,
+            counted from each row's first live slot (as `generate` does) or from slot 0 (as `forward` does).
 
     Raises:
         UserError: the cache is of another kind than `DynamicCache` with full and sliding layers, of another model, or
-            not of these tokens at these positions.
+            not of these tokens, read at these positions with all of these slots in view.
     """
     require_type("The cache", past, Cache, "a cache of transformers")
     if not past.layers:
@@ -59,22 +71,30 @@ def from_hf(lanes: Lanes, past: Cache, tokens: Sequence[Tokens]) -> KVCache:
             )
         if not layer.is_initialized:
             raise UserError(f"Layer {number} of the cache is empty; read a text with it first.")
-    count = len(tokens[0])
-    _refuse_other_counts(layers, tokens, count)
-    ledger = new_slots(tokens, lanes.device)
+    count = int(layers[0].get_seq_length())
+    live = _grid("attention_mask", attention_mask, len(tokens), count)
+    live = torch.ones(len(tokens), count, dtype=torch.bool) if live is None else live.bool()
+    positions = _grid("position_ids", position_ids, len(tokens), count)
+    _refuse_other_counts(layers, tokens, live)
     missing = [count - layer.keys.shape[2] for layer in layers]
     _refuse_gaps(lanes, missing, count)
-    dropped = torch.tensor(missing, device=lanes.device)
-    if any(missing):
-        held = torch.arange(count, device=lanes.device) >= dropped[:, None]
-        ledger = replace(ledger, live=held[:, None, None].expand(-1, len(tokens), -1, -1).clone())
-    keys = tuple(_padded(layer.keys, count) for layer in layers)
-    values = tuple(_padded(layer.values, count) for layer in layers)
-    cache = KVCache(keys, values, ledger, lanes.maker)
-    refuse_foreign(lanes, cache)
-    cache.refuse_nonfinite()
-    _refuse_other_tokens(lanes, cache, tokens, missing[0])
-    return cache
+    rows = [_at(row, kept) if len(row) == count else row for row, kept in zip(tokens, _places(live), strict=True)]
+    # The live slots of each row come first, in order.
+    pick = (~live).to(torch.uint8).argsort(dim=1, stable=True)[:, : max(map(len, rows))].to(lanes.device)
+    keys, values = (
+        tuple(at_slots(_padded(tensor.to(lanes.device), count), pick) for tensor in tensors)
+        for tensors in ([layer.keys for layer in layers], [layer.values for layer in layers])
+    )
+    refusals: list[UserError] = []
+    for placed in _placings(rows, live, positions):
+        cache = KVCache(keys, values, new_slots(placed, lanes.device), lanes.maker)
+        refuse_foreign(lanes, cache)
+        cache.refuse_nonfinite()
+        try:
+            return _proved(lanes, cache, placed, pick, missing)
+        except UserError as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 def to_hf(lanes: Lanes, cache: KVCache) -> DynamicCache:
@@ -98,9 +118,47 @@ def to_hf(lanes: Lanes, cache: KVCache) -> DynamicCache:
     return past_key_values(layers)
 
 
-def _refuse_other_counts(layers: Sequence[Any], tokens: Sequence[Tokens], count: int) -> None:
-    if any(len(row) != count for row in tokens):
-        raise UserError("The rows of the cache have unequal lengths, so some are padded; give a cache of one row each.")
+def _grid(name: str, given: object, rows: int, count: int) -> Int[Tensor, "rows count"] | None:
+    """A number for each slot, as users give it."""
+    if given is None:
+        return None
+    grid = torch.as_tensor(given).cpu()
+    if tuple(grid.shape) != (rows, count) or grid.is_floating_point():
+        raise UserError(
+            f"`{name}` has shape {tuple(grid.shape)} in {grid.dtype}; give whole numbers for {rows} rows of {count} "
+            "slots, all that the cache has read."
+        )
+    return grid
+
+
+def _places(live: Bool[Tensor, "rows count"]) -> list[list[int]]:
+    return [[place for place, kept in enumerate(entries(row, bool)) if kept] for row in live]
+
+
+def _placings(
+    rows: Sequence[Tokens], live: Bool[Tensor, "rows count"], positions: Int[Tensor, "rows count"] | None
+) -> list[list[Tokens]]:
+    """The rows at the positions at which they may have been read."""
+    if positions is not None:
+        return [[_moved(row, entries(at[kept], int)) for row, at, kept in zip(rows, positions, live, strict=True)]]
+    if bool(live.all()):
+        return [[*rows]]
+    by_slot = [_moved(row, kept) for row, kept in zip(rows, _places(live), strict=True)]
+    return [[_moved(row, range(len(row))) for row in rows], by_slot, [*rows]]
+
+
+def _moved(row: Tokens, positions: Sequence[int]) -> Tokens:
+    return replace(row, positions=tuple(positions), end=None)
+
+
+def _refuse_other_counts(layers: Sequence[Any], tokens: Sequence[Tokens], live: Bool[Tensor, "rows count"]) -> None:
+    count, kept = live.shape[1], entries(live.sum(1), int)
+    if not all(kept) or any(len(row) not in (count, shown) for row, shown in zip(tokens, kept, strict=True)):
+        raise UserError(
+            f"The cache has read {count} tokens a row, and rows of {', '.join(map(str, map(len, tokens)))} were given; "
+            "give the tokens that it read (the last generated one is not among them), and with padding the "
+            "attention_mask."
+        )
     for number, layer in enumerate(layers):
         rows, length = layer.keys.shape[0], layer.get_seq_length()
         if (rows, length) != (len(tokens), count):
@@ -120,31 +178,84 @@ def _refuse_gaps(lanes: Lanes, missing: Sequence[int], count: int) -> None:
             )
 
 
-def _refuse_other_tokens(lanes: Lanes, cache: KVCache, tokens: Sequence[Tokens], first: int) -> None:
-    """Refuse a cache whose layer 0 is not of these tokens; `first` is the first slot that the layer still holds."""
-    count = cache.slots
-    step = max(1, (count - first) // READ_AGAIN)
-    places = sorted({*range(first, count, step), count - 1})
-    chosen = [_at(row, places) for row in tokens]
-    again = prefill(lanes, chosen)
-    for name, held, read in (("keys", cache.keys, again.keys), ("values", cache.values, again.values)):
-        error = (read[0].float() - held[0][:, :, places].float()).square().sum(-1)
-        off = error > CLOSE.get(lanes.dtype, 1e-3) ** 2 * read[0].float().square().sum(-1)
-        if bool(off.any()):
-            slot = places[int(off.any(1).any(0).int().argmax())]
-            raise UserError(
-                f"The {name} of layer 0 at slot {slot} are not those of the token that was given for it, at its "
-                "position; give the tokens that the cache was made from, at their positions."
-            )
+def _proved(
+    lanes: Lanes, cache: KVCache, tokens: Sequence[Tokens], pick: Int[Tensor, "rows slots"], missing: Sequence[int]
+) -> KVCache:
+    """The cache, whole, if it is what the model reads now.
+
+    Args:
+        pick: the slot of the transformers cache for each of its slots.
+        missing: how many of the first of those each layer has dropped.
+    """
+    every = torch.ones(cache.n_layers, 1, 1, dtype=torch.bool, device=lanes.device)
+    shortest = min(map(len, tokens))
+    if any(missing) or shortest <= READ_AGAIN:
+        again = prefill(lanes, tokens)
+        held = torch.stack([pick >= lacking for lacking in missing]) & ~cache.ledger.padding
+        _refuse_others(lanes, cache, again, held, pick)
+        keys, values = (
+            tuple(torch.where(kept[:, None, :, None], own, new) for own, new, kept in zip(*both, held, strict=True))
+            for both in ((cache.keys, again.keys), (cache.values, again.values))
+        )
+        return replace(cache, keys=keys, values=values)
+    spread = sorted({*range(0, shortest, shortest // READ_AGAIN), shortest - 1})
+    chosen = torch.tensor([spread] * len(tokens), device=lanes.device)
+    first = prefill(lanes, [_at(row, spread) for row in tokens])
+    alone = every & (torch.arange(cache.n_layers, device=lanes.device) == 0)[:, None, None]
+    _refuse_others(lanes, _of(cache, chosen), first, alone, pick.gather(1, chosen))
+    lengths = torch.tensor([len(row) for row in tokens], device=lanes.device)
+    last = lengths[:, None] + torch.arange(-READ_AGAIN, 0, device=lanes.device)
+    again, _ = extend(lanes, cache.rewind(slots=-READ_AGAIN), [row[-READ_AGAIN:] for row in tokens])
+    read = _of(again, torch.arange(-READ_AGAIN, 0, device=lanes.device).expand_as(last) + again.slots)
+    _refuse_others(lanes, _of(cache, last), read, every, pick.gather(1, last))
+    return cache
+
+
+def _of(cache: KVCache, slots: Int[Tensor, "rows slots"]) -> KVCache:
+    return cache.take(slots, torch.zeros_like(slots, dtype=torch.bool))
+
+
+def _refuse_others(
+    lanes: Lanes,
+    cache: KVCache,
+    read: KVCache,
+    compared: Bool[Tensor, "layers rows_or_1 slots_or_1"],
+    slots: Int[Tensor, "rows slots"],
+) -> None:
+    """Refuse a cache that is not what was read again, slot by slot.
+
+    Args:
+        compared: which slots of which layers.
+        slots: what they are called.
+    """
+    close, later = CLOSE.get(lanes.dtype, (1e-3, 1e-3))
+    for name, held, again in (("keys", cache.keys, read.keys), ("values", cache.values, read.values)):
+        for layer, (own, new) in enumerate(zip(held, again, strict=True)):
+            error, size = (numbers.float().square().sum(-1) for numbers in (new - own, new))
+            off = (error > close**2 * size).any(1) & compared[layer]
+            if layer == 0 and bool(off.any()):
+                row, place = map(int, off.nonzero()[0])
+                raise UserError(
+                    f"The {name} of layer 0 at slot {int(slots[row, place])} are not those of the token that was given "
+                    "for it, at its position; give the tokens that the cache was made from, at their positions, and "
+                    "with padding the attention_mask."
+                )
+            share = (error.sum(1) / size.sum(1)).sqrt().masked_fill(~compared[layer], torch.nan)
+            worst = share.nan_to_num().amax(1) if lanes.dtype == torch.float32 else share.nanmedian(1).values
+            if bool((worst > later).any()):
+                raise UserError(
+                    f"The {name} of layer {layer} are not those that the model reads with all slots before them in "
+                    "view; give the attention_mask under which the cache was read, and its position_ids if they were "
+                    "chosen, and no cache that was edited or made by other weights."
+                )
 
 
 def _at(row: Tokens, places: Sequence[int]) -> Tokens:
     """The tokens at these places, at their own positions."""
-    pieces = [row[place : place + 1] for place in places]
-    whole = pieces[0]
-    for piece in pieces[1:]:
-        whole = whole + piece
-    return whole
+    if len(places) == len(row):
+        return row
+    columns = (row.ids, row.positions, row.segments, row.parts, row.recomputed, row.delimiters)
+    return Tokens(*(tuple(column[place] for place in places) for column in columns))  # pyright: ignore[reportArgumentType]
 
 
 def _padded(tensor: Float[Tensor, "batch kv_heads held d"], count: int) -> Float[Tensor, "batch kv_heads slots d"]:

@@ -20,7 +20,7 @@ from kvprobe.inference.forward import as_seen, extend, prefill
 from kvprobe.inference.generate import Generation, OnStep, generate
 from kvprobe.inference.hf import from_hf, to_hf
 from kvprobe.inference.readable import require_type
-from kvprobe.inference.rows import Readable, are_texts, rows_of, texts_after, user_turn
+from kvprobe.inference.rows import Readable, rows_of, runs_after, user_turn
 from kvprobe.inference.sweep import ROWS, Question, Sweep, Trial, sweep
 from kvprobe.inference.under_policy import apply, lane_for, read_for, read_in_chunks, sample_numbers, watch
 from kvprobe.memory.forward import Kernel, Logits
@@ -280,9 +280,9 @@ class Model(Brief):
             lane=lane,
         )
 
-    def from_hf(self, past: Cache, text: Readable) -> KVCache:
+    def from_hf(self, past: Cache, text: Readable, attention_mask: Any = None, *, position_ids: Any = None) -> KVCache:
         """A `DynamicCache` of transformers, of which `text` was read, as kvprobe's; see `kvprobe.inference.hf`."""
-        return from_hf(self.lanes, past, self.tokens(text))
+        return from_hf(self.lanes, past, self.tokens(text), attention_mask, position_ids)
 
     def to_hf(self, cache: KVCache) -> DynamicCache:
         """A cache without masked slots or gaps as transformers' `DynamicCache`; see `kvprobe.inference.hf`."""
@@ -350,7 +350,7 @@ class Model(Brief):
         families: Sequence[Family | str],
         *,
         layers: Sequence[int] | None = None,
-        segments: Sequence[str] | None = None,
+        segments: str | Sequence[str] | None = None,
         slots: Sequence[int] | None = None,
         past: KVCache | None = None,
         lane: Lane | Literal["auto"] = "auto",
@@ -372,12 +372,12 @@ class Model(Brief):
         )
 
     def tokens_after(self, cache: KVCache | None, text: Readable) -> list[Tokens]:
-        """The tokens of `text`; a bare text, or one for each row, takes the positions that follow the cache."""
+        """The tokens of `text`; bare texts or ids, one or one for each row, take the positions after the cache."""
         if cache is None:
             return self.tokens(text)
         require_type("The cache", cache, KVCache, "a KVCache, such as Model.prefill returns, or None")
-        following = entries(cache.ledger.following, int)
-        return texts_after(text, following, self._tokenizer()) if are_texts(text) else self.tokens(text)
+        following = runs_after(text, entries(cache.ledger.following, int), self._tokenizer)
+        return self.tokens(text) if following is None else following
 
     def prompts(self, start: KVCache | Readable, ask: str | None) -> list[Tokens]:
         """What is read before the model answers: a next turn, a conversation with the answer's header, a text."""

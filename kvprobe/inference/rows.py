@@ -1,19 +1,24 @@
 """What users give a model to read, as runs of tokens, one per row."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeGuard, cast
+from typing import Any, cast
 
-from kvprobe.checks import is_mapping
+import numpy as np
+from torch import Tensor
+
+from kvprobe.checks import is_mapping, is_text, is_whole, whole_numbers
 from kvprobe.errors import UserError
 from kvprobe.text.chat_template import Tokenizer
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
 
 Messages = Mapping[str, object] | Sequence[Mapping[str, object]]
-Readable = str | Transcript | Tokens | Messages | Sequence[str | Transcript | Tokens | Messages]
-"""What a model reads: a text, a conversation (a transcript, or `{"role": …, "content": …}` messages), tokens, or a
-batch of them."""
+Ids = Sequence[int] | Tensor | np.ndarray
+Readable = str | Transcript | Tokens | Messages | Ids | Sequence[str | Transcript | Tokens | Messages | Ids]
+"""What a model reads: a text, a conversation (a transcript, or `{"role": …, "content": …}` messages), tokens, ids (a
+list, an array or a tensor), or a batch of them."""
 
 
 def rows_of(text: object, tokenizer: Callable[[], Tokenizer], answered: bool) -> list[Tokens]:
@@ -27,7 +32,9 @@ def rows_of(text: object, tokenizer: Callable[[], Tokenizer], answered: bool) ->
         UserError: the text is nothing that can be read.
     """
     if isinstance(text, str):
-        return [Tokens.of(tokenizer()(text)["input_ids"])]
+        return [Tokens.of(text_ids(tokenizer(), text))]
+    if (ids := id_rows(text)) is not None:
+        return [Tokens.of(row) for row in ids]
     if isinstance(text, Tokens):
         return [text]
     if isinstance(text, Transcript):
@@ -39,37 +46,60 @@ def rows_of(text: object, tokenizer: Callable[[], Tokenizer], answered: bool) ->
         return rows_of(chat, tokenizer, answered)
     if pieces is None or any(isinstance(piece, Mapping | int | float | bytes) for piece in pieces):
         raise UserError(
-            f"A {kind} of this kind cannot be read; give a text, messages, a Transcript, Tokens "
-            "(Tokens.of(ids)), or a list of such rows."
+            f"A {kind} of this kind cannot be read; give a text, messages, a Transcript, Tokens, ids (whole "
+            "numbers in a list, an array or a tensor, as tokenizers give under 'input_ids'), or a list of such rows."
         )
     return [row for piece in pieces for row in rows_of(piece, tokenizer, answered)]
 
 
-def are_texts(text: object) -> TypeGuard[str | Sequence[str]]:
-    """Whether it is a bare text, or a list of them."""
-    if isinstance(text, str):
-        return True
-    rows = cast(Sequence[object], text) if isinstance(text, list | tuple) else ()
-    return bool(rows) and all(isinstance(row, str) for row in rows)
-
-
-def texts_after(text: str | Sequence[str], following: Sequence[int], tokenizer: Tokenizer) -> list[Tokens]:
-    """Bare texts as they follow a cache: one text after every row, or one for each, or all after a single row.
+def runs_after(text: object, following: Sequence[int], tokenizer: Callable[[], Tokenizer]) -> list[Tokens] | None:
+    """Bare texts or ids as they follow a cache: one after every row, or one for each, or all after a single row; None
+    for what has positions of its own.
 
     Args:
         following: the position that comes next, of each row of the cache.
 
     Raises:
-        UserError: there is not one text for each row.
+        UserError: there is not one for each row.
     """
-    texts = [text] * len(following) if isinstance(text, str) else text
-    following = [*following] * len(texts) if len(following) == 1 else following
-    if len(texts) != len(following):
-        raise UserError(f"{len(texts)} texts follow a cache of {len(following)} rows; give one text for each row.")
-    return [
-        Tokens.of(tokenizer(row, add_special_tokens=False)["input_ids"], "text", position)
-        for row, position in zip(texts, following, strict=True)
-    ]
+    rows = id_rows(text)
+    if rows is None:
+        texts = [text] if is_text(text) else cast(Sequence[object], text) if isinstance(text, list | tuple) else []
+        if not texts or not all(map(is_text, texts)):
+            return None
+        rows = [text_ids(tokenizer(), row, within=True) for row in cast(Sequence[str], texts)]
+    rows = rows * len(following) if len(rows) == 1 else rows
+    following = [*following] * len(rows) if len(following) == 1 else following
+    if len(rows) != len(following):
+        raise UserError(f"{len(rows)} texts follow a cache of {len(following)} rows; give one text for each row.")
+    return [Tokens.of(row, "text", position) for row, position in zip(rows, following, strict=True)]
+
+
+def id_rows(given: Any) -> list[Sequence[int]] | None:
+    """Token ids as rows, of a list, an array or a tensor with one or two axes; None for anything else."""
+    listed: object = given.tolist() if hasattr(given, "tolist") else given
+    if not isinstance(listed, list | tuple) or not listed:
+        return None
+    rows = cast(Sequence[object], listed)
+    numbers = [whole_numbers(row) for row in ([rows] if is_whole(rows[0]) else rows)]
+    return None if None in numbers else cast(list[Sequence[int]], numbers)
+
+
+def text_ids(tokenizer: Tokenizer, text: str, *, within: bool = False) -> Sequence[int]:
+    """The tokens of a text, after the tokenizer's own start token unless it stands `within` others; an end token that
+    the tokenizer appends is left out, since the text is to be continued."""
+    bare: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    whole: list[int] = tokenizer(text)["input_ids"]
+    added = [before for before in range(len(whole) - len(bare) + 1) if whole[before : before + len(bare)] == bare]
+    if not bare or not added:
+        return bare if within else whole
+    before = whole[: added[-1]]
+    if before and bare[0] == before[-1]:
+        place = (
+            "which stands within what was read" if within else "and the tokenizer writes it too, so it is read twice"
+        )
+        warnings.warn(f"The text begins with the start token, {place}; take it out of the text.", stacklevel=5)
+    return bare if within else before + bare
 
 
 def user_turn(text: str, tokenizer: Tokenizer, arguments: Mapping[str, object] | None = None) -> tuple[Tokens, Tokens]:

@@ -17,6 +17,7 @@ from kvprobe.errors import UserError
 from kvprobe.faults.context import FaultContext, Queries
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
+from kvprobe.faults.strike import without_padding
 from kvprobe.inference.batch import fitting_rows
 from kvprobe.inference.forward import as_seen, extend, forward_pass, one_row_each, prove_reading, refuse_foreign, taps
 from kvprobe.inference.generate import decode_text, end_tokens
@@ -211,6 +212,7 @@ def prepare(
     for donor in (donors or {}).values():
         refuse_foreign(lanes, donor)
     needs = {need for fault in faults for need in fault.needs}
+    cache = without_padding(cache, faults)
     context = FaultContext(
         as_seen(lanes, cache), {name: as_seen(lanes, donor) for name, donor in (donors or {}).items()}
     )

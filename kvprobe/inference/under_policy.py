@@ -1,5 +1,6 @@
 """Policies at work on a model: reading while attention is observed, letting a policy act, recomputing slots."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -11,7 +12,7 @@ from torch import Tensor
 from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
-from kvprobe.cache.ledger import Ledger
+from kvprobe.cache.ledger import COLUMNS, Ledger
 from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.checks import require_whole, whole_numbers
 from kvprobe.errors import UserError
@@ -187,8 +188,27 @@ def apply(
             acted = part.act(scene)
         if part.provenance == "recomputed":
             acted = _recomputed(lanes, scene.cache.ledger, acted, lane_for(lanes, lane))
+        if part.every is None and _same(scene, acted):
+            warnings.warn(
+                f"{part} acts once and has changed nothing: what it drops is not live in this cache, or all of it fits "
+                "into the budget.",
+                stacklevel=2,
+            )
         scene = acted
     return scene
+
+
+def _same(before: Scene, after: Scene) -> bool:
+    """Whether a policy left everything as it was."""
+    pairs = [
+        (getattr(before.cache.ledger, name), getattr(after.cache.ledger, name)) for name in (*COLUMNS, "following")
+    ]
+    tensors = zip(before.cache.keys + before.cache.values, after.cache.keys + after.cache.values, strict=True)
+    return (
+        all(torch.equal(old, new) for old, new in pairs)
+        and torch.equal(before.live, after.live)
+        and all(old is new for old, new in tensors)
+    )
 
 
 def read_in_chunks(

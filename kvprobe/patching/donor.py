@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvprobe.cache.alike import refuse_other_model
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.rotary import Rotation
 from kvprobe.errors import UserError
@@ -106,11 +107,7 @@ def _refuse_unlike(base: KVCache, donor: KVCache) -> None:
             raise UserError(f"The {name} has {cache.batch} rows; patch one at a time, with KVCache.rows([i]).")
         if not bool((cache.ledger.live_somewhere & ~cache.ledger.padding).any()):
             raise UserError(f"The {name} has no live slot, so there is nothing to swap; give another cache.")
-    if base.shape != donor.shape or base.keys[0].dtype != donor.keys[0].dtype:
-        raise UserError(
-            f"The donor has (layers, KV heads, d_head, d_value) = {donor.shape} in {donor.keys[0].dtype}, the base "
-            f"{base.shape} in {base.keys[0].dtype}; both must come from the same model."
-        )
+    refuse_other_model(base, donor)
 
 
 def _sources(base: KVCache, donor: KVCache, align: Align) -> tuple[Int[Tensor, "slots"], dict[str, str]]:

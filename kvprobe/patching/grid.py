@@ -9,7 +9,7 @@ import torch
 
 from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
-from kvprobe.checks import is_whole
+from kvprobe.checks import is_whole, names_of
 from kvprobe.errors import UserError
 from kvprobe.faults.scope import bands
 from kvprobe.models.lens import Family, hook_name, sites_of
@@ -194,7 +194,7 @@ def _segments(base: KVCache, chosen: Iterable[object] | None) -> list[Value]:
         numbers = dict.fromkeys(ledger.segments[0].cpu()[live].tolist())
         chosen = [ledger.names[number] for number in numbers]
     segments = []
-    for name in map(str, chosen):
+    for name in names_of(chosen):
         slots = (ledger.in_segments([name])[0] & ~ledger.padding[0]).nonzero()[:, 0].tolist()
         if not slots:
             raise UserError(f"Segment {name!r} has no slot left in the base; choose another.")

@@ -14,8 +14,8 @@ from kvprobe.policies.policy import Live, Policy, Scene
 class PruneToolResults(Policy):
     """Drop the text of all tool results but the last `keep_last`; the delimiters of their messages stay.
 
-    Tool results are the segments whose name starts with `prefix` and whose text a row still holds, in order. With a
-    `placeholder`,
+    Tool results are the segments whose name starts with `prefix` and whose text a row still holds, in order. A cache
+    knows no roles: name the messages of tools so, with `Transcript.from_messages(…, names=…)`. With a `placeholder`,
     its tokens are read in place of the text and attend to everything before (this needs a model: `Model.apply`).
 
     By default the other slots are retained, as in the pruning by `cache_edits` of the Goldberg/Papailiopoulos exchange
@@ -35,7 +35,17 @@ class PruneToolResults(Policy):
             raise UserError("PruneToolResults has an empty placeholder; give a text, or None for none.")
 
     def pruned(self, ledger: Ledger, row: int) -> tuple[str, ...]:
-        """The segments of a row whose text is dropped."""
+        """The segments of a row whose text is dropped.
+
+        Raises:
+            UserError: no segment of the cache has such a name.
+        """
+        if not any(name.startswith(self.prefix) for name in ledger.names):
+            raise UserError(
+                f"{self} finds no tool result: no segment of {', '.join(ledger.names[:8])} has a name that starts with "
+                f"{self.prefix!r}; name the messages of tools so, with Transcript.from_messages(…, names=…), or give "
+                "`prefix`."
+            )
         text = ledger.live_somewhere[row] & ~ledger.delimiters[row]
         held = dict.fromkeys(ledger.names[segment] for segment in entries(ledger.segments[row, text], int))
         results = tuple(name for name in held if name.startswith(self.prefix))

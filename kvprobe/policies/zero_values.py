@@ -43,6 +43,7 @@ class ZeroValues(Policy):
         zeroed = (cache.ledger.in_segments(names) & ~scene.complete[:, None])[:, None, :, None]
         layers = indices("layer", self.layers, cache.n_layers)
         values = tuple(
-            tensor.masked_fill(zeroed, 0.0) if layer in layers else tensor for layer, tensor in enumerate(cache.values)
+            tensor.masked_fill(zeroed, 0.0) if layer in layers and bool(zeroed.any()) else tensor
+            for layer, tensor in enumerate(cache.values)
         )
         return super().act(scene.with_cache(replace(cache, values=values)))

@@ -115,7 +115,7 @@ def card_page(card: Card) -> str:
         "```",
         "",
         "```",
-        f"kvprobe scan {_inert(card.model)} --chat FILE.json --mask m2 --probes {card.name}",
+        f"kvprobe scan {_inert(card.model)} --chat FILE.json --hide m2 --probes {card.name}",
         "```",
         "",
         "## Make it again",

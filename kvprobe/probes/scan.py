@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvprobe.brief import Brief, Table, frame_table
 from kvprobe.cache.cache import KVCache
+from kvprobe.checks import names_of
 from kvprobe.errors import UserError
 from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
@@ -60,7 +61,7 @@ class Scan(Brief):
             the training mean, and `far`, the 99th percentile of training conversations; `promised`, the accuracy in
             unseen conversations by the card; `verdict`, a key of `VERDICTS`.
         chat: the conversation, with the segments of an exchange joined.
-        mask: the segments that were masked.
+        hidden: the segments that were masked.
         until: the last segment that was read with them in view.
         cards: of the probes, by name.
         model: its name.
@@ -68,7 +69,7 @@ class Scan(Brief):
 
     table: pd.DataFrame
     chat: Transcript
-    mask: tuple[str, ...]
+    hidden: tuple[str, ...]
     until: str
     cards: dict[str, Card]
     model: str
@@ -84,7 +85,7 @@ class Scan(Brief):
     def answer(self) -> str:
         """The result, in a sentence or two."""
         judged: Any = self.table[self.table["verdict"].isin([LEAK, NONE])]
-        hidden, leaks = ", ".join(self.mask), judged[judged["verdict"] == LEAK]
+        hidden, leaks = ", ".join(self.hidden), judged[judged["verdict"] == LEAK]
         if not len(judged):
             return (
                 f"Nothing can be said about {hidden}: none of {len(self.table)} readings is by a probe that was shown "
@@ -107,7 +108,7 @@ class Scan(Brief):
 def scan(
     model: Model,
     chat: Transcript,
-    mask: Sequence[str],
+    hide: str | Sequence[str],
     probes: Sequence[Probe] | None = None,
     *,
     until: str | None = None,
@@ -115,13 +116,14 @@ def scan(
     """Run probes over every exchange that comes after masked segments, or between them.
 
     Args:
-        mask: segments to be hidden.
+        hide: segments to be hidden, or the only one.
         probes: the published ones of this model by default.
         until: the last segment that is read with them in view; by default the next one in which the assistant speaks.
 
     Raises:
         UserError: no such segment, nothing to read after the masked ones, no probe, or one of another model.
     """
+    hide = names_of(hide)
     probes = published_for(model) if probes is None else list(probes)
     if not probes:
         raise UserError("There are no probes to scan with; name at least one.")
@@ -129,17 +131,17 @@ def scan(
         probe.check(model)
         if probe.name in (other.name for other in probes[:number]):
             raise UserError(f"Two of the probes are called {probe.name!r}; scan with one of them at a time.")
-    chat, until = _in_exchanges(chat, mask, _until(chat, mask, until))
+    chat, until = _in_exchanges(chat, hide, _until(chat, hide, until))
     hidden_from = chat.segments.index(until) + 1
-    later = chat.segments[min(map(chat.segments.index, mask)) :]
-    segments = [name for name in later if name not in mask]
+    later = chat.segments[min(map(chat.segments.index, hide)) :]
+    segments = [name for name in later if name not in hide]
 
-    tokens, fresh = chat.tokens(model.tokenizer), chat.without(*mask).tokens(model.tokenizer)
+    tokens, fresh = chat.tokens(model.tokenizer), chat.without(*hide).tokens(model.tokenizer)
     in_view = _Stretch.of(model, tokens[: tokens.span(until).stop], tokens.span(later[0]).start, probes)
     stretches = dict.fromkeys(chat.segments[:hidden_from], in_view)
     if hidden_from < len(chat.segments):
         assert in_view.cache is not None
-        after = _Stretch.after(model, in_view.cache.mask(*mask), tokens[tokens.span(until).stop :], probes)
+        after = _Stretch.after(model, in_view.cache.mask(*hide), tokens[tokens.span(until).stop :], probes)
         stretches |= dict.fromkeys(chat.segments[hidden_from:], after)
     restart = _Stretch.of(model, fresh, fresh.span(segments[0]).start, probes)
 
@@ -150,7 +152,7 @@ def scan(
         for row in _readings(probe, segment, stretches[segment], restart, stretches[segment] is not in_view)
     ]
     cards = {probe.name: probe.card for probe in probes}
-    return Scan(pd.DataFrame(rows), chat, tuple(mask), until, cards, model.name)
+    return Scan(pd.DataFrame(rows), chat, hide, until, cards, model.name)
 
 
 def published_for(model: Model) -> list[Probe]:
@@ -247,7 +249,7 @@ def _verdict(card: Card, masked: bool, bits: float, distance: float) -> str:
     return LEAK if training.gain is not None and bits >= training.gain else NONE
 
 
-def _in_exchanges(chat: Transcript, mask: Sequence[str], until: str) -> tuple[Transcript, str]:
+def _in_exchanges(chat: Transcript, hide: Sequence[str], until: str) -> tuple[Transcript, str]:
     """The conversation with each exchange as one segment, and the exchange that ends with `until`. No exchange goes
     beyond `until`, and none holds a masked segment."""
     names: dict[str, str] = {}
@@ -255,21 +257,21 @@ def _in_exchanges(chat: Transcript, mask: Sequence[str], until: str) -> tuple[Tr
     for segment, following in zip(chat.segments, [*chat.segments[1:], None], strict=True):
         open_ones.append(segment)
         last_role = [message.role for message in chat.messages if message.segment == segment][-1]
-        if last_role != "user" or segment in (*mask, until) or following in (*mask, None):
+        if last_role != "user" or segment in (*hide, until) or following in (*hide, None):
             names |= dict.fromkeys(open_ones, "+".join(open_ones))
             open_ones = []
     messages = tuple(replace(message, segment=names[message.segment]) for message in chat.messages)
     return replace(chat, messages=messages, hidden=frozenset(names[name] for name in chat.hidden)), names[until]
 
 
-def _until(chat: Transcript, mask: Sequence[str], until: str | None) -> str:
+def _until(chat: Transcript, hide: Sequence[str], until: str | None) -> str:
     """The last segment that is read with the masked ones in view."""
-    if not mask:
+    if not hide:
         raise UserError("Nothing is masked, so nothing can leak; name at least one segment to mask.")
-    for name in (*mask, *([] if until is None else [until])):
+    for name in (*hide, *([] if until is None else [until])):
         if name not in chat.segments:
             raise UserError(unknown("segment", name, chat.segments))
-    last = max(map(chat.segments.index, mask))
+    last = max(map(chat.segments.index, hide))
     after = chat.segments[last + 1 :]
     if not after:
         raise UserError(

@@ -5,22 +5,25 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import cast, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvprobe.checks import names_of
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
-from kvprobe.names import near_keywords
+from kvprobe.names import near_keywords, unknown
 from kvprobe.probing.claims import FLOOR, Probing
 from kvprobe.probing.controls import random_model
 from kvprobe.probing.features import Features, Site
 from kvprobe.probing.probe_features import check_counts, probe_features
-from kvprobe.probing.read_features import read_features, refuse_order, restarted
+from kvprobe.probing.read_features import When, read_features, refuse_order, restarted
 from kvprobe.probing.use import Asking, can_be_asked
 from kvprobe.tasks.designs import Design
+from kvprobe.text.tokens import Tokens
 
 
 @near_keywords
@@ -29,7 +32,8 @@ def probe(
     design: Design,
     at: str,
     *,
-    hide: Sequence[str] = (),
+    hide: str | Sequence[str] = (),
+    when: When = "before",
     families: Sequence[Family | str] = ("k", "v", "resid_post"),
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
@@ -43,11 +47,16 @@ def probe(
     model uses it.
 
     Each conversation is read up to the end of `at` (or up to the part `answer` in it); the segments in `hide` are
-    masked when `at` begins. The result is compared with the restart floor (the same tokens at the same positions,
-    computed without `hide`), input embeddings alone, and the controls of `kvprobe.probing.claims`. Where `at` has a
-    part `answer`, the model is asked for it with everything in view, after hiding and after a restart.
+    masked when `at` begins, or after it was read (see `when`). The result is compared with the restart floor (the same
+    tokens at the same positions, computed without `hide`), input embeddings alone, and the controls of
+    `kvprobe.probing.claims`. Where `at` has a part `answer`, the model is asked for it with everything in view, after
+    hiding and after a restart.
 
     Args:
+        hide: the segments to hide, or the only one.
+        when: they are hidden `before` `at` is read, so that only segments in between carry what they said; or `after`
+            it was read with them in view (setup A of the Goldberg/Papailiopoulos exchange on masking prefixes). Then
+            the model is asked once they are hidden, beginning with the last token of `at`.
         families: of `kvprobe.models.lens.Family`; or TransformerLens' names of sites, such as `blocks.3.attn.hook_v`,
             each of which names its layer.
         layers: all by default; p-values and the choice of a site are then over these alone.
@@ -62,24 +71,49 @@ def probe(
             `kvprobe.probing.use.can_be_asked`), or what `probe_features` refuses.
     """
     check_counts(folds, permutations, seed)
+    hide = names_of(hide)
+    if when not in get_args(When):
+        raise UserError(unknown("time to hide segments", str(when), get_args(When)))
     rng = np.random.default_rng(seed)
-    asking = Asking(model, design, at) if can_be_asked(model, design, at) else None
+    asking = Asking(model, design, at, when) if can_be_asked(model, design, at) else None
     read = partial(read_features, at=at, families=families, layers=layers, heads=heads, per_head=per_head)
     restart: dict[str, Features] = {}
+    doubts: list[str] = []
     if hide:
-        refuse_order(model, design.samples[0].transcript, at, hide)
+        tokens = refuse_order(model, design.samples[0].transcript, at, hide)
+        if when == "before" and follows_directly(tokens, at, hide):
+            doubts = [
+                f"{at!r} comes right after what is hidden before it is read, so nothing in view has seen that, and "
+                "retained equals restart whatever the model is; give when='after', or probe a later segment."
+            ]
         floor = restarted(model, design, hide)
         follow = asking and partial(asking.restarted, floor)
         restart[FLOOR] = read(model, floor, follow=follow, note="Reading the restart floor")
-    features = read(model, design, hide=hide, follow=asking and partial(asking.hidden, hide))
+    before = hide if when == "before" else ()
+    features = read(model, design, hide=before, follow=asking and partial(asking.hidden, hide))
+    if not doubts and restart and identical(features, restart[FLOOR]):
+        doubts = ["retained and restart are the same bit for bit, so a comparison of the two tells nothing."]
     floors = {"embedding": embeddings(model, features), **restart}
     if untrained:
         blank = random_model(model, int(rng.integers(2**31)))
-        floors["untrained"] = read(blank, design, hide=hide, note="Reading an untrained model")
+        floors["untrained"] = read(blank, design, hide=before, note="Reading an untrained model")
     probing = probe_features(features, floors, folds=folds, permutations=permutations, rng=rng)
+    probing = replace(probing, warnings=(*doubts, *probing.warnings))
     for warning in probing.warnings:
         warnings.warn(warning, stacklevel=3)
     return replace(probing, use=asking and asking.table())
+
+
+def follows_directly(tokens: Tokens, at: str, hide: Sequence[str]) -> bool:
+    """Whether nothing stands between the first hidden token and this segment but what is hidden."""
+    start = min(tokens.span(name).start for name in hide)
+    return all(name in hide for name in tokens.segments[start : tokens.span(at).start])
+
+
+def identical(one: Features, other: Features) -> bool:
+    """Whether both hold the same numbers for every sample, bit for bit."""
+    pairs = [(one.tensors[family][one.rows], other.tensors[family][other.rows]) for family in one.tensors]
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
 def embeddings(model: Model, features: Features) -> Features:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from kvprobe.tasks.designs import Design, Sample
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
 
+When = Literal["after", "before"]
+"""Segments are hidden after a segment was read with them in view, or before it is read."""
 ROWS = 16
 """Conversations that are read side by side."""
 

@@ -12,7 +12,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import code_measurements, divergence
-from kvprobe.probing.read_features import ROWS, Reading
+from kvprobe.probing.read_features import ROWS, Reading, When
 from kvprobe.tasks.designs import Design, Sample
 from kvprobe.text.tokens import Tokens
 
@@ -47,11 +47,11 @@ class Asking:
     """The model is asked for the part `answer` where a reading of its conversation ends, so nothing is read twice.
 
     First `restarted` follows the readings without the hidden segments, if there are such segments; then `hidden`
-    follows those in which they are masked.
+    follows those in which they are masked, or (`when="after"`) those that it then masks.
     """
 
-    def __init__(self, model: Model, design: Design, at: str) -> None:
-        self.model, self.design, self.at = model, design, at
+    def __init__(self, model: Model, design: Design, at: str, when: When = "before") -> None:
+        self.model, self.design, self.at, self.when = model, design, at, when
         self._rows: dict[tuple[int, str], dict[str, float]] = {}
         self._restarts: dict[int, Tensor] = {}  # of each sample, the logits before its answer
         self._members: dict[str, list[int]] = {}
@@ -68,7 +68,12 @@ class Asking:
     def hidden(self, hide: Sequence[str], reading: Reading) -> None:
         """Ask after hiding, and with everything in view."""
         whole = retained = _after(reading)
-        if hide and reading.before is not None:
+        if hide and self.when == "after":
+            # The last token is read again, so that it is the first that does not see them.
+            past = whole[0].rewind(slots=-1).mask(*hide)
+            cache, logits = self.model.extend(past, [tokens[-1:] for tokens in reading.asked])
+            retained = cache, logits[:, -1]
+        elif hide and reading.before is not None:
             cache, logits = self.model.extend(reading.before, list(reading.asked))
             whole = cache, logits[:, -1]
         arms = zip(

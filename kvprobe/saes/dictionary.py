@@ -1,5 +1,6 @@
 """A dictionary: a sparse autoencoder of sae-lens at a place of a model, which writes activations as sums of latents."""
 
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -142,6 +143,12 @@ class Dictionary:
                 f"{differing(trained_on, model.fingerprint)}), so its card does not describe how well it does here.",
                 stacklevel=2,
             )
+        elif trained_on is None and not _same_name(named := str(config.metadata.model_name or ""), model):
+            warnings.warn(
+                f"The SAE's own metadata say that it was trained on {named!r}, and this model is {model.name}; on "
+                "another model its latents mean something else.",
+                stacklevel=2,
+            )
         return dictionary
 
     @classmethod
@@ -174,6 +181,15 @@ class Dictionary:
                 f"The SAE reads {self.dim} numbers a token, but {what} {'have' if what == 'activations' else 'has'} "
                 f"{width}; give one that was trained there."
             )
+
+
+def _same_name(named: str, model: Model) -> bool:
+    """Whether a name in an SAE's metadata may be this model's; also where there is none."""
+    plain, *others = (
+        re.sub(r"[^a-z0-9]", "", name.rpartition("/")[2].lower())
+        for name in (named, model.name, str(getattr(model.lanes.plain.config, "name_or_path", "")))
+    )
+    return not plain or any(other and (plain in other or other in plain) for other in others)
 
 
 def _refuse_unsupported(config: "SAEConfig") -> None:

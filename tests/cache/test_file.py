@@ -177,6 +177,7 @@ def test_a_saved_cache_is_read_by_its_model_loaded_again_and_by_no_other(tiny_ll
         lambda cache: cache.patch(cache, "prompt"),
         lambda cache: KVCache.join([cache, cache]),
         lambda cache: cache.corrupt(Zeros()),
+        lambda cache: cache.rewind(slots=2),
     ],
 )
 def test_every_operation_passes_on_which_model_made_the_cache(operate: Callable[[KVCache], KVCache], tiny_llama: Model):
@@ -185,7 +186,8 @@ def test_every_operation_passes_on_which_model_made_the_cache(operate: Callable[
 
 def test_caches_of_two_models_are_not_joined():
     ours, theirs = (replace(random_cache(0), made_by=Maker(name)) for name in ("one", "other"))
-    refused(lambda: KVCache.join([ours, theirs]), "several models")
+    refused(lambda: KVCache.join([ours, theirs]), "another model")
+    refused(lambda: KVCache.join([random_cache(0), random_cache(1, dtype=torch.float16)]), "float16")
 
 
 def test_a_cache_keeps_no_model_in_memory_and_is_not_saved_without_its_fingerprint(tmp_path: Path):

@@ -21,6 +21,7 @@ CHAT = [
     {"role": "assistant", "content": "Take an umbrella."},
 ]
 ASK = "What is the code of the door?"
+SHORT = [{"role": "user", "content": text} for text in ("so it is", "the mill has 4.", "and the inn")]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_the_command_prints_the_replies_and_writes_the_page(
     monkeypatch.setattr("kvprobe.inference.model.load", lambda *_, **__: smol)
     chat, page = tmp_path / "chat.json", tmp_path / "compare.html"
     chat.write_text(json.dumps(CHAT))
-    arguments = ["compare", "--chat", str(chat), "--mask", "m1", "--ask", ASK, "--new", "4", "--out", str(page)]
+    arguments = ["compare", "--chat", str(chat), "--hide", "m1", "--ask", ASK, "--new", "4", "--out", str(page)]
     command, bound, _ = app.parse_args(arguments)
     command(*bound.args, **bound.kwargs)
     printed = capsys.readouterr().out
@@ -136,11 +137,30 @@ def test_a_policy_is_an_arm_beside_the_others(tiny_llama: Model, tmp_path: Path,
     assert "the policy has acted once" in comparison_page(compared)
 
 
+def test_what_is_hidden_before_it_is_seen_is_the_restart_at_other_positions(tiny_llama: Model):
+    compared = {
+        when: kv.compare(tiny_llama, SHORT, hide="m0", ask="so", when=when, max_new_tokens=2)
+        for when in ("after", "before")
+    }
+    after, before = (
+        {arm: reply.logprob for arm, reply in compared[when].replies.items()} for when in ("after", "before")
+    )
+    assert after["full"] == pytest.approx(before["full"])
+    assert after["restarted"] == pytest.approx(before["restarted"])
+    assert before["masked"] == pytest.approx(
+        before["restarted"], abs=1e-4
+    )  # its positions are relative, and the gap is at the start
+    assert abs(after["masked"] - after["restarted"]) > 1e-3
+    assert "before anything later was read" in str(compared["before"])
+    assert compared["after"].hidden == ("m0",)
+
+
+@pytest.mark.usefixtures("unchecked")
 def test_what_cannot_be_compared_is_refused(smol: Model):
     refused(lambda: kv.compare(smol, CHAT, [], ASK), "list of segments")
-    refused(lambda: kv.compare(smol, CHAT, "m1", ASK), "list of segments")
     refused(lambda: kv.compare(smol, CHAT, ["m1"]), "the user's next message")
     refused(lambda: kv.compare(smol, CHAT, ask=ASK, policies="TOVA(8)"), "give a list")
     refused(lambda: kv.compare(smol, CHAT, ask=ASK, policies=["TOVX(8)"]), "did you mean 'TOVA'")
+    refused(lambda: kv.compare(smol, CHAT, "m1", ASK, when="never"), "time to hide")  # pyright: ignore[reportArgumentType]
     refused(lambda: kv.compare(smol, CHAT, [f"m{number}" for number in range(5)], ASK), "at least one stays")
     refused(lambda: kv.compare(smol, CHAT, ["m9"], ASK), "m9")

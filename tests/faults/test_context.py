@@ -20,4 +20,4 @@ def test_contexts_and_donors_of_several_rows_or_another_shape_are_refused():
     cache = square_cache(0)
     refused(lambda: FaultContext(cache.fork(2)), "one row, but this cache has 2; take one with KVCache.rows")
     refused(lambda: FaultContext(cache, {"d": cache.fork(2)}), "Donor 'd' has 2 rows")
-    refused(lambda: FaultContext(cache, {"d": square_cache(0, n_layers=2)}), "expected 1 row of (3, 2, 8, 8)")
+    refused(lambda: FaultContext(cache, {"d": square_cache(0, n_layers=2)}), "the base (3, 2, 8, 8)")

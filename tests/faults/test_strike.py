@@ -1,15 +1,30 @@
 """Writing into a cache: undo, rows, and reports of NaN and infinity."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.faults import Draws, FaultContext, Gaussian, NonFinite, NotANumber, Permuted, Scope, Zeros
+from kvprobe.faults import (
+    Distractor,
+    Draws,
+    Fault,
+    FaultContext,
+    Gaussian,
+    NonFinite,
+    NotANumber,
+    Permuted,
+    PositionShift,
+    Scope,
+    WrongPointers,
+    Zeros,
+)
 from kvprobe.faults.strike import strike
 from kvprobe.inference.model import Model
 from tests.faults import PARTS, SLOTS, WIDTH, after, both, context_of, reindexed, same_bits, square_cache
+from tests.random_caches import random_tokens
 from tests.refusals import refused
 
 
@@ -76,6 +91,51 @@ def test_a_row_of_a_padded_batch_is_damaged_as_it_is_alone():
             held = slice(0, cache.slots)
             for mine, expected in zip(damaged.keys + damaged.values, alone.keys + alone.values, strict=True):
                 assert torch.equal(mine[row, :, held], expected[0]), (fault, row)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Zeros(scope=Scope(rate=0.4)),
+        Zeros(scope=Scope(rate=0.4, block=3)),
+        Gaussian("channel"),
+        WrongPointers(block=3, pointing="repeated"),
+        Permuted(),
+        PositionShift(by=2),
+        Distractor(),
+    ],
+    ids=str,
+)
+def test_a_row_padded_between_its_slots_is_damaged_as_it_is_alone(fault: Fault, tiny_llama: Model):
+    tokens, draws = random_tokens(0, {"T1": 7, "T2": 6}), [Draws(sample=4)]
+    alone = tiny_llama.prefill(tokens)
+    lead = KVCache.join([tiny_llama.prefill(tokens[:7]), tiny_llama.prefill(random_tokens(1, {"T1": 9}))]).rows([0])
+    padded, _ = tiny_llama.extend(lead, tokens[7:])
+    filled = ~padded.ledger.padding[0]
+    assert padded.slots == 15
+    given: Any = {"donors": {"distractor": tiny_llama.prefill(random_tokens(2, {"T1": 20}))}}
+    given["rotaries"] = tiny_llama.lanes.rotaries
+    expected = alone.corrupt(fault, draws=draws, contexts=[FaultContext(alone, **given)])
+    damaged = padded.corrupt(fault, draws=draws, contexts=[FaultContext(padded, **given)])
+    for mine, theirs in zip(damaged.keys + damaged.values, expected.keys + expected.values, strict=True):
+        assert torch.allclose(mine[:, :, filled], theirs, atol=1e-5)
+        assert not mine[:, :, ~filled].any()
+    swept, whole = (
+        tiny_llama.sweep(cache, [fault], "a b", donors=given["donors"], max_new_tokens=2) for cache in (padded, alone)
+    )
+    assert swept.outcomes[0].struck == whole.outcomes[0].struck
+    assert swept.outcomes[0].kl == pytest.approx(whole.outcomes[0].kl, abs=1e-4)
+
+
+def test_slots_by_index_in_a_row_padded_between_them_are_refused():
+    lead = KVCache.join([square_cache(1, slots=3), square_cache(2, slots=5)])
+    later = square_cache(3, slots=2).fork(2)
+    positions = later.ledger.positions + 5
+    moved = replace(later, ledger=replace(later.ledger, positions=positions, origins=positions))
+    padded = lead.append(moved)
+    refused(lambda: padded.corrupt(Zeros(scope=Scope(slots=[4]))), "padding between its slots")
+    nan = padded.corrupt(NotANumber(scope=Scope(segments=["T2"], count=1, unit="slot")))
+    refused(nan.refuse_nonfinite, "slot")
 
 
 def test_corrupt_strikes_each_row_now_with_draws_of_its_own():

@@ -10,7 +10,17 @@ import torch
 from kvprobe.cache.cache import KVCache
 from kvprobe.inference.forward import extend, prefill
 from kvprobe.inference.model import Model
-from kvprobe.policies import MaskSpans, PruneToolResults, RestartInPlace, RestartRebuilt, ZeroValues
+from kvprobe.policies import (
+    MaskSpans,
+    Policy,
+    PruneToolResults,
+    Quantise,
+    RestartInPlace,
+    RestartRebuilt,
+    SinkWindow,
+    SlidingWindow,
+    ZeroValues,
+)
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
 from tests.random_caches import (
@@ -268,6 +278,45 @@ def test_rows_with_other_results_are_pruned_as_each_alone(tiny_llama: Model, cha
     for row, conversation in enumerate(rows):
         alone = tiny_llama.apply(PruneToolResults(1), tiny_llama.prefill(conversation))
         assert torch.equal(together.ledger.tokens[row, ~together.ledger.padding[row]], alone.ledger.tokens[0])
+
+
+def test_tool_results_without_a_name_to_find_them_by_are_refused(tiny_llama: Model):
+    unnamed = tiny_llama.prefill([{"role": role, "content": "the 1"} for role in ("user", "tool", "assistant")])
+    refused(lambda: tiny_llama.apply(PruneToolResults(1), unnamed), "no segment of m0, m1, m2 has a name", "'tool'")
+    assert tiny_llama.apply(PruneToolResults(0, prefix="m1"), unnamed).slots < unnamed.slots
+
+
+def policies_of(name: str) -> list[Policy]:
+    return [
+        MaskSpans(name),
+        ZeroValues(name),
+        PruneToolResults(3),
+        SinkWindow(4, 400, every=None),
+        SlidingWindow(400, every=None),
+        Quantise(4, tail=400, every=None),
+    ]
+
+
+def test_a_policy_that_acts_once_and_changes_nothing_says_so(tiny_llama: Model, chat: Transcript):
+    cache = tiny_llama.prefill(chat).evict("tool one")
+    for policy in policies_of("tool one"):
+        with pytest.warns(UserWarning, match="acts once and has changed nothing"):
+            assert tiny_llama.apply(policy, cache).slots == cache.slots
+
+
+def test_a_policy_that_changes_something_or_acts_again_says_nothing(
+    tiny_llama: Model, chat: Transcript, recwarn: pytest.WarningsRecorder
+):
+    cache = tiny_llama.prefill(chat)
+    for policy in (
+        *policies_of("tool one")[:2],
+        RestartInPlace("tool one"),
+        PruneToolResults(2),
+        SinkWindow(4, 400),
+        Quantise(4, tail=400),
+    ):
+        tiny_llama.apply(policy, cache)
+    assert not [warning for warning in recwarn if "changed nothing" in str(warning.message)]
 
 
 @pytest.mark.parametrize("hide", [KVCache.mask, KVCache.evict])

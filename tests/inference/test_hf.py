@@ -1,13 +1,17 @@
 """Caches of transformers, in and out: what is read after them is what the other library computes."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from transformers import DynamicCache, Qwen3NextConfig, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from kvprobe.cache.cache import KVCache
 from kvprobe.inference.model import Model
 from kvprobe.text.tokens import Tokens
-from tests.models import WINDOW
+from tests.models import WINDOW, llama
+from tests.random_caches import assert_close_caches
 from tests.refusals import refused
 
 COUNT = 2 * WINDOW + 3
@@ -35,10 +39,88 @@ def test_what_is_read_after_a_cache_of_transformers_is_what_transformers_compute
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_slots_that_a_sliding_layer_dropped_are_not_live_in_it(tiny_gemma: Model):
+def test_slots_that_a_sliding_layer_dropped_are_read_again(tiny_gemma: Model):
+    past = read_by_transformers(tiny_gemma, ids(0))
+    assert past.layers[0].keys.shape[2] == WINDOW - 1
+    assert_close_caches(tiny_gemma.from_hf(past, Tokens.of(ids(0))), tiny_gemma.prefill(Tokens.of(ids(0))))
+
+
+@pytest.mark.parametrize(
+    "edit", [lambda c: c.rewind(slots=COUNT - WINDOW), lambda c: c.evict(slots=range(9)).reindex()]
+)
+def test_what_moves_the_window_back_is_right_after_a_cache_of_transformers(
+    edit: Callable[[KVCache], KVCache], tiny_gemma: Model
+):
     cache = tiny_gemma.from_hf(read_by_transformers(tiny_gemma, ids(0)), Tokens.of(ids(0)))
-    live = cache.ledger.live[:, 0, 0].sum(1).tolist()
-    assert live == [WINDOW - 1, WINDOW - 1, COUNT]
+    taken, own = edit(cache), edit(tiny_gemma.prefill(Tokens.of(ids(0))))
+    after = Tokens.of(ids(1, 5), "next", int(own.ledger.following[0]))
+    torch.testing.assert_close(tiny_gemma.extend(taken, after)[1], tiny_gemma.extend(own, after)[1])
+
+
+def padded(
+    model: Model, rows: list[list[int]], how: str, left: bool
+) -> tuple[DynamicCache, torch.Tensor, torch.Tensor]:
+    """Rows read by transformers under an attention mask: the cache, the ids with padding, and the mask."""
+    longest = max(map(len, rows))
+    fill = [[1] * (longest - len(row)) for row in rows]
+    whole = torch.tensor([[*pad, *row] if left else [*row, *pad] for row, pad in zip(rows, fill, strict=True)])
+    mask = torch.tensor([[*(0 for _ in pad), *(1 for _ in row)] for row, pad in zip(rows, fill, strict=True)])
+    mask = (
+        mask if left else torch.tensor([[1] * len(row) + [0] * len(pad) for row, pad in zip(rows, fill, strict=True)])
+    )
+    given = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if how == "counted" else {}
+    past = DynamicCache(config=model.lanes.plain.config)
+    with torch.no_grad():
+        model.lanes.plain(whole, attention_mask=mask, past_key_values=past, use_cache=True, **given)
+    return past, whole, mask
+
+
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("how", ["counted", "by slot"])
+def test_rows_read_under_an_attention_mask_are_the_rows_alone(how: str, left: bool, tiny: Model):
+    rows = [ids(0, 17), ids(1, 19)]
+    past, whole, mask = padded(tiny, rows, how, left)
+    refused(lambda: tiny.from_hf(past, [Tokens.of(row) for row in whole.tolist()]), "attention_mask")
+    for tokens in ([Tokens.of(row) for row in whole.tolist()], [Tokens.of(row) for row in rows]):
+        cache = tiny.from_hf(past, tokens, attention_mask=mask)
+        start = 2 if how == "by slot" and left else 0
+        for row, (alone, begins) in enumerate(zip(rows, (start, 0), strict=True)):
+            assert cache.ledger.following[row] == begins + len(alone)
+            after = Tokens.of([5, 6, 7], start=begins + len(alone))
+            expected = tiny.extend(tiny.prefill(Tokens.of(alone, start=begins)), after)[1]
+            torch.testing.assert_close(tiny.extend(cache.rows([row]), after)[1], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_cache_that_is_not_what_the_model_reads_is_refused(tiny_llama: Model):
+    tokens, whole = Tokens.of(ids(0)), torch.tensor([ids(0)])
+    hidden = torch.ones_like(whole)
+    hidden[0, 3] = 0
+    past = DynamicCache()
+    with torch.no_grad():
+        tiny_llama.lanes.plain(whole, attention_mask=hidden, past_key_values=past, use_cache=True)
+    refused(lambda: tiny_llama.from_hf(past, tokens), "with all slots before them in view")
+    assert tiny_llama.from_hf(past, tokens, hidden).slots == COUNT - 1
+    refused(lambda: tiny_llama.from_hf(past, tokens, hidden[:, 1:]), "`attention_mask` has shape (1, 18)")
+    refused(lambda: tiny_llama.from_hf(past, tokens, hidden.float()), "`attention_mask` has shape")
+    refused(lambda: tiny_llama.from_hf(past, tokens, hidden, position_ids=hidden), "slot")
+    other = llama(seed=3)
+    past = read_by_transformers(tiny_llama, ids(0))
+    refused(lambda: other.from_hf(past, tokens), "layer 0")
+    past.layers[1].values[:] *= 1.2
+    refused(lambda: tiny_llama.from_hf(past, tokens), "no cache that was edited")
+
+
+def test_caches_whose_layers_were_cropped_are_right_or_refused(tiny_llama: Model, tiny_gemma: Model):
+    past = read_by_transformers(tiny_llama, ids(0))
+    past.crop(-2)
+    cache = tiny_llama.from_hf(past, Tokens.of(ids(0)[:-2]))
+    assert_close_caches(cache, tiny_llama.prefill(Tokens.of(ids(0)[:-2])))
+    past.layers[1].keys = past.layers[1].keys[:, :, :-1]
+    refused(lambda: tiny_llama.from_hf(past, Tokens.of(ids(0)[:-2])), "Layer 1 of the cache has read 16 tokens")
+    past = read_by_transformers(tiny_gemma, ids(0))
+    for layer in past.layers:
+        layer.keys, layer.values = layer.keys[:, :, :-1], layer.values[:, :, :-1]
+    refused(lambda: tiny_gemma.from_hf(past, Tokens.of(ids(0)[:-1])), "tokens")
 
 
 def test_transformers_reads_on_after_a_cache_of_kvprobe(tiny: Model):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import processors
 
 import kvprobe as kv
 from kvprobe.checks import require
@@ -56,6 +57,63 @@ def test_a_list_of_messages_is_read_as_a_conversation(model: Model):
     assert model.prompts(CHAT, None) == model.prompts(chat, None)
     assert model.prompts(CHAT[:2], "and 7?") == model.prompts(Transcript.from_messages(CHAT[:2]), "and 7?")
     assert torch.equal(kv.attend(model, CHAT).weights, kv.attend(model, chat).weights)
+
+
+@pytest.mark.parametrize("given", [list, tuple, np.array, torch.tensor], ids=lambda given: given.__name__)
+def test_ids_are_read_as_a_row_or_as_rows(model: Model, given: Callable[[list[Any]], Any]):
+    assert model.tokens(given([1, 2, 3])) == [Tokens.of([1, 2, 3])]
+    assert model.tokens(given([[1, 2, 3], [4, 5, 6]])) == [Tokens.of([1, 2, 3]), Tokens.of([4, 5, 6])]
+    assert model.tokens([given([1, 2]), given([3])]) == [Tokens.of([1, 2]), Tokens.of([3])]
+    cache = model.prefill(given([[1, 2, 3], [4, 5, 6]]))
+    one, each = model.extend(cache, given([7, 8]))[0], model.extend(cache, given([[7, 8], [7, 8]]))[0]
+    assert one.ledger.positions[:, 3:].tolist() == each.ledger.positions[:, 3:].tolist() == [[3, 4], [3, 4]]
+    assert kv.attend(model, given([7]), cache.rows([0])).queries.tolist() == [3]
+    assert len(model.generate(given([1, 2, 3]), max_new_tokens=2).tokens[0]) == 2
+    refused(lambda: model.extend(cache, given([[1], [2], [3]])), "3 texts follow a cache of 2 rows")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [1.5, 7, [1.5], [True], [None], [[1, 2], [1.5]], torch.tensor([1.5]), torch.tensor(3), torch.zeros(1, 1, 1).long(),
+     torch.tensor([True]), np.array([1.5]), np.array(["a"]), {1: 2}.keys()],
+    ids=str,
+)  # fmt: skip
+def test_what_is_neither_text_nor_ids_is_refused(unchecked: None, model: Model, given: Any):
+    refused(lambda: model.prefill(given), "cannot be read", "ids")
+
+
+def test_ids_that_no_model_has_are_refused(model: Model):
+    refused(lambda: model.prefill([-1]), "'-1' is not a token id")
+    refused(lambda: model.prefill([10_000]), "token id 10000")
+    refused(lambda: model.prefill(torch.zeros(1, 0).long()), "nothing to read")
+
+
+def adding(template: str) -> Model:
+    """A model whose tokenizer writes start or end tokens around a text."""
+    tokenizer = tiny_tokenizer(bos_token="<|im_start|>")
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<|im_start|>", "<|im_end|>")]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    return llama(tokenizer=tokenizer)
+
+
+def test_an_end_token_that_the_tokenizer_appends_is_not_read_before_a_continuation():
+    model, start, end = adding("<|im_start|> $A <|im_end|>"), 0, 1
+    plain = llama(tokenizer=tiny_tokenizer()).tokens("the 1")[0].ids
+    assert model.tokenizer("the 1")["input_ids"] == [start, *plain, end]
+    assert model.tokens("the 1")[0].ids == (start, *plain)
+    assert model.tokens_after(model.prefill("a"), "the 1")[0].ids == plain
+    assert model.tokens("the 1<|im_end|>")[0].ids == (start, *plain, end)
+
+
+def test_a_start_token_written_twice_is_warned_of(recwarn: pytest.WarningsRecorder):
+    model = adding("<|im_start|> $A")
+    model.tokens("the 1")
+    llama(tokenizer=tiny_tokenizer(bos_token="<|im_start|>")).tokens("<|im_start|>the 1")
+    assert not recwarn
+    with pytest.warns(UserWarning, match="so it is read twice; take it out"):
+        assert model.tokens("<|im_start|>the 1")[0].ids[:2] == (0, 0)
+    with pytest.warns(UserWarning, match="stands within what was read; take it out"):
+        model.extend(model.prefill("a"), "<|im_start|>the 1")
 
 
 def test_a_single_message_is_a_conversation(model: Model):
@@ -109,9 +167,6 @@ REFUSED: list[tuple[str, Callable[[Model], Any]]] = [
     ("There is nothing to read: give at least one token for each row.", lambda model: model.prefill("")),
     ("A NoneType of this kind cannot be read", lambda model: model.prefill(None)),
     ("A int of this kind cannot be read", lambda model: model.prefill(5)),
-    ("A list of this kind cannot be read", lambda model: model.prefill([1, 2, 3])),
-    ("A Tensor of this kind cannot be read", lambda model: model.prefill(torch.tensor([1, 2]))),
-    ("A ndarray of this kind cannot be read", lambda model: model.prefill(np.array([1, 2]))),
     ("A bytes of this kind cannot be read", lambda model: model.prefill(b"hello")),
     ("A list of this kind cannot be read", lambda model: model.prefill([*OTHER, IDS])),
     ("'1.0' is not a token id or position", lambda model: Tokens.of([1.0])),

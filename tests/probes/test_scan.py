@@ -213,7 +213,7 @@ def test_the_command_scans_a_chat_with_probes_from_a_folder(
     chat.write_text(json.dumps(MESSAGES))
     folder = made_probe(tiny_llama, VALUES).save(tmp_path / "tiny-digit")
     threads = torch.get_num_threads()
-    arguments = ["scan", "--chat", str(chat), "--mask", "m0", "m1", "--probes", str(folder), "--out", str(page)]
+    arguments = ["scan", "--chat", str(chat), "--hide", "m0", "m1", "--probes", str(folder), "--out", str(page)]
     command, bound, _ = app.parse_args(arguments)
     command(*bound.args, **bound.kwargs)
     torch.set_num_threads(threads)

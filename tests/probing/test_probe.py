@@ -15,7 +15,7 @@ from kvprobe.faults import Scope, Zeros
 from kvprobe.inference.model import Model
 from kvprobe.probing.damage import damaged_slots
 from kvprobe.probing.features import READS, Site, read_outs
-from kvprobe.probing.probe import probe
+from kvprobe.probing.probe import follows_directly, identical, probe
 from kvprobe.probing.probe_features import probe_features
 from kvprobe.probing.read_features import read_features, restarted
 from kvprobe.probing.use import USE_ARMS, can_be_asked
@@ -229,6 +229,51 @@ def test_use_equals_reading_the_answer_token_by_token(tiny_llama: Model, design:
     assert use[use["condition"] == "restart"].groupby("context")["margin"].mean().abs().max() < 1e-4
     alone = Design((design.samples[0],), DIGITS)
     refused(lambda: can_be_asked(tiny_llama, alone, "T2"), "has 1 samples")
+
+
+def test_hiding_before_what_comes_right_after_is_a_restart_and_says_so(hidden: kv.Probing):
+    assert [warning for warning in hidden.warnings if "give when='after'" in warning]
+    assert "Warning: 'T2' comes right after what is hidden" in str(hidden)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_was_read_in_view_and_then_hidden_still_knows_and_the_answer_is_asked_afterwards(
+    tiny_llama: Model, design: Design
+):
+    settings: Any = {"families": ["v"], "folds": 3, "permutations": 0}
+    after = probe(tiny_llama, design, "T2", hide="T1", when="after", **settings)
+    in_view = probe(tiny_llama, design, "T2", **settings)
+    assert best(after, "paired", "v") == best(in_view, "paired", "v") > 0.9
+    leads = after.summary[(after.summary["reading"] == "restart") & (after.summary["split"] == "paired")]
+    assert (leads["lead"] > 0.3).all()
+    assert not [warning for warning in after.warnings if "restart" in warning]
+    assert after.use is not None
+    tokens = design.samples[5].transcript.tokens(tiny_llama.tokenizer)
+    answer = tokens.part("answer").start
+    past = tiny_llama.prefill(tokens[: answer - 1]).mask("T1")
+    expected = tiny_llama.extend(past, tokens[answer - 1 : answer])[1][0, -1].log_softmax(-1)[tokens.ids[answer]]
+    row = after.use[(after.use["sample"] == 5) & (after.use["condition"] == "retained")].iloc[0]
+    assert row["logprob"] == pytest.approx(float(expected), abs=1e-4)
+    refused(lambda: probe(tiny_llama, design, "T2", hide="T1", when="later"), "time to hide")  # pyright: ignore[reportArgumentType]
+
+
+def test_arms_that_are_the_same_bit_for_bit_say_so(tiny_llama: Model):
+    def chat(place: str, digit: int) -> Transcript:
+        contents = {"T1": place, "nothing": "so", "T2": str(digit + 2)}
+        messages = [{"role": "user", "content": content} for content in contents.values()]
+        return Transcript.from_messages(messages, [*contents])
+
+    samples = [Sample(chat(place, digit), (digit,), place) for place in PLACES for digit in (0, 1, 2, 3)]
+    design = Design(tuple(samples), DIGITS)
+    reading = read_features(tiny_llama, design, "T2", families=["v"])
+    assert identical(reading, reading)
+    assert not identical(
+        reading, read_features(tiny_llama, restarted(tiny_llama, design, ["T1"]), "T2", families=["v"])
+    )
+    tokens = samples[0].transcript.tokens(tiny_llama.tokenizer)
+    assert follows_directly(tokens, "T2", ["nothing"])
+    assert follows_directly(tokens, "T2", ["T1", "nothing"])
+    assert not follows_directly(tokens, "T2", ["T1"])
 
 
 def test_use_of_longer_answers_equals_reading_each_conversation_whole(tiny_llama: Model):

@@ -213,6 +213,24 @@ def test_shipped_dictionaries_fit_the_model_that_they_were_trained_on(smol: Mode
     assert not [warning for warning in recwarn if "trained on another model" in str(warning.message)]
 
 
+@pytest.mark.parametrize("named", ["gpt2-small", "google/gemma-2-2b"])
+def test_a_dictionary_whose_metadata_name_another_model_is_warned_of(
+    named: str, trained: dict[str, Dictionary], fitting: Model, tmp_path: Path
+):
+    folder = saved_as(trained["topk"], tmp_path / "saved", metadata={"model_name": named, "kvprobe_model": None})
+    with pytest.warns(UserWarning, match=f"trained on '{named}', and this model is"):
+        Dictionary.load(folder, fitting)
+
+
+@pytest.mark.parametrize("named", ["LlamaForCausalLM", "org/llamaforcausallm-base", None])
+def test_a_dictionary_of_this_model_or_of_none_is_loaded_without_a_word(
+    named: str | None, trained: dict[str, Dictionary], fitting: Model, tmp_path: Path, recwarn: pytest.WarningsRecorder
+):
+    folder = saved_as(trained["topk"], tmp_path / "saved", metadata={"model_name": named, "kvprobe_model": None})
+    Dictionary.load(folder, fitting)
+    assert not [warning for warning in recwarn if "trained on" in str(warning.message)]
+
+
 def test_a_dictionary_without_a_hook_name_takes_the_place_given(
     trained: dict[str, Dictionary], fitting: Model, tmp_path: Path
 ):

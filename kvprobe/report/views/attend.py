@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from kvprobe.attention import attend
+from kvprobe.checks import names_of
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.names import unknown
@@ -11,10 +12,10 @@ from kvprobe.report.views.page import Page, attention
 from kvprobe.text.transcript import Transcript
 
 
-def attend_page(model: Model, text: str | Transcript, mask: Sequence[str] = (), last: int | None = None) -> Page:
+def attend_page(model: Model, text: str | Transcript, hide: str | Sequence[str] = (), last: int | None = None) -> Page:
     """Attention of every token, in every layer and head.
 
-    With `mask`, the tokens are those of the last message and of the header of its answer, and the page shows their
+    With `hide`, the tokens are those of the last message and of the header of its answer, and the page shows their
     attention before and after these segments are masked in the cache, and the difference.
 
     Args:
@@ -23,8 +24,9 @@ def attend_page(model: Model, text: str | Transcript, mask: Sequence[str] = (), 
     Raises:
         UserError: there is no message to mask or to read after the mask, no such segment, or more than a page holds.
     """
+    hide = names_of(hide)
     tokens = model.prompts(text, None)[0]
-    start = tokens.span(_final(text, mask)).start if mask else 0
+    start = tokens.span(_final(text, hide)).start if hide else 0
     read = tokens[start:]
     if not len(read):
         raise UserError("The text has no tokens; give a text that is not empty.")
@@ -33,21 +35,21 @@ def attend_page(model: Model, text: str | Transcript, mask: Sequence[str] = (), 
         raise UserError(f"The text has {len(read)} tokens, and last={last} was given; give 1 to {len(read)}.")
     queries = range(len(read) - count, len(read))
     sizes = model.geometry.n_layers, model.geometry.n_heads
-    refuse_sizes(*sizes, [start + query for query in queries], len(tokens), 2 if mask else 1)
+    refuse_sizes(*sizes, [start + query for query in queries], len(tokens), 2 if hide else 1)
 
     settings = {"chat": None if isinstance(text, str) else text, "title": f"Attention of {model.name}"}
-    if not mask:
+    if not hide:
         return attention(attend(model, read, queries=queries), **settings)
     past = model.extend(None, tokens[:start])[0]
-    before, after = (attend(model, read, cache, queries=queries) for cache in (past, past.mask(*mask)))
+    before, after = (attend(model, read, cache, queries=queries) for cache in (past, past.mask(*hide)))
     caption = (
-        f"Before and after {', '.join(mask)} was masked: it is crossed out, and no token of the last message attends "
+        f"Before and after {', '.join(hide)} was masked: it is crossed out, and no token of the last message attends "
         "to it."
     )
     return attention(before, after, caption=caption, **settings)
 
 
-def _final(text: str | Transcript, mask: Sequence[str]) -> str:
+def _final(text: str | Transcript, hide: Sequence[str]) -> str:
     """The last segment, which is read after these are masked.
 
     Raises:
@@ -56,7 +58,7 @@ def _final(text: str | Transcript, mask: Sequence[str]) -> str:
     segments = () if isinstance(text, str) else text.segments
     if len(segments) < 2:
         raise UserError("There is no message to mask before the last one; give a chat of two messages or more.")
-    for name in mask:
+    for name in hide:
         if name not in segments:
             raise UserError(unknown("segment", name, segments[:-1]))
         if name == segments[-1]:

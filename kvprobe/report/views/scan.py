@@ -38,7 +38,7 @@ def save_scan(scan: Scan, path: str | Path) -> Path:
 
 def scan_page(scan: Scan) -> str:
     """The page."""
-    hidden, rows = ", ".join(scan.mask), scan.df().to_dict("records")
+    hidden, rows = ", ".join(scan.hidden), scan.df().to_dict("records")
     return render(
         "scan.html.j2",
         [_map(scan)],
@@ -118,7 +118,7 @@ def _map(scan: Scan) -> HeatMap:
     segments = list(dict.fromkeys(table["segment"]))
     values = table["bits"].to_numpy().reshape(len(segments), len(columns))
     return HeatMap(
-        caption=f"Bits that {', '.join(scan.mask)} adds to the class that is read: the logarithm of its probability "
+        caption=f"Bits that {', '.join(scan.hidden)} adds to the class that is read: the logarithm of its probability "
         "divided by that in the restart. A value below what the probe needs (column needed, above) is not a leak.",
         rows=segments,
         columns=columns,
@@ -131,11 +131,11 @@ def _map(scan: Scan) -> HeatMap:
 
 def _passages(scan: Scan) -> list[SeenPassage]:
     segments = scan.chat.segments
-    until, first = segments.index(scan.until), min(map(segments.index, scan.mask))
+    until, first = segments.index(scan.until), min(map(segments.index, scan.hidden))
     passages = []
     for message in scan.chat.messages:
         place = segments.index(message.segment)
-        masked = message.segment in scan.mask
+        masked = message.segment in scan.hidden
         note = "masked" if masked else "" if place < first else "saw it" if place <= until else "after the mask"
         passages.append(SeenPassage(message.segment, message.role, message.said, masked, note))
     return passages
