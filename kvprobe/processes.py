@@ -101,7 +101,7 @@ def _completed(futures: Sequence[Future[int]], others: set[Any]) -> Iterator[Fut
         stopped = set[int]()
         for process in set(multiprocessing.active_children()) - others:
             with suppress(psutil.NoSuchProcess):
-                if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
+                if process.pid is not None and psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
                     stopped.add(process.pid)
         if not done and stopped & before:
             raise UserError(

@@ -24,6 +24,7 @@ from kvprobe.memory.budget import Budget
 from kvprobe.memory.units import both
 from kvprobe.models.attending import attention_named
 from kvprobe.models.loading import free_bytes
+from kvprobe.restoring import restoring
 
 
 @dataclass(frozen=True)

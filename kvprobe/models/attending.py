@@ -147,8 +147,10 @@ def _attend(
 
     def usual() -> tuple[Tensor, Tensor | None]:
         eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        function: Any = AttentionInterface().get_interface(kernel, eager)
-        return function(module, query, key, value, attention_mask, scaling=scaling, **settings)
+        registry: Any = AttentionInterface()
+        return registry.get_interface(kernel, eager)(
+            module, query, key, value, attention_mask, scaling=scaling, **settings
+        )
 
     def computed(replacement: _Replacement | None) -> Tensor:
         if replacement is None:
@@ -162,7 +164,9 @@ def _attend(
     return usual() if replacement is None else (computed(replacement), None)
 
 
+_functions: Any = AttentionInterface
+_masks: Any = AttentionMaskInterface
 for _kernel in KERNELS:
-    AttentionInterface.register(f"kvprobe_{_kernel}", partial(_attend, _kernel))
+    _functions.register(f"kvprobe_{_kernel}", partial(_attend, _kernel))
     # Without a mask function of the same name the model would make no masks.
-    AttentionMaskInterface.register(f"kvprobe_{_kernel}", AttentionMaskInterface()[_kernel])
+    _masks.register(f"kvprobe_{_kernel}", _masks()[_kernel])

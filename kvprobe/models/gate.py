@@ -10,6 +10,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -54,7 +55,8 @@ def prove_plain(lanes: UnprovedLanes) -> bool:
     if lanes.dtype.itemsize < 4 and weights < free_bytes(lanes.device) / 2:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _prove(UnprovedLanes(copy.deepcopy(lanes.plain).float()), _plain_checks)
+            precise: Any = copy.deepcopy(lanes.plain)
+            _prove(UnprovedLanes(precise.float()), _plain_checks)
     with torch.no_grad():
         by_head = _heads_apart(lanes)
     if not by_head:
@@ -122,7 +124,7 @@ def prove_attention(lanes: UnprovedLanes) -> None:
     ids, layers = few_tokens(lanes.plain), [CacheLayer() for _ in range(lanes.geometry.n_layers)]
     ledger, observed = fresh_ledger(ids), list[tuple[Attending, Tensor]]()
     seen = visible_by_layer(ledger, ids.shape[1], lanes.geometry.windows)
-    with torch.no_grad(), lanes.observing_attention_unproved(lambda *attention: observed.append(attention)):
+    with torch.no_grad(), lanes.observing_attention_unproved(lambda inputs, output: observed.append((inputs, output))):
         lanes.unproved(ids, ledger, past_key_values(layers), masked=True)
     name = type(lanes.plain).__name__
     if sorted(inputs.layer for inputs, _ in observed) != list(range(len(layers))) or not all(
@@ -231,7 +233,8 @@ def _leak(cache: LongCache, heads: int, queries: int | None = None) -> tuple[flo
 
     Each slot of each layer is hidden once and visible once.
     """
-    one, again, other, other_again = cache.read(queries, _drawn(cache, heads), draws=(1, 2, 1, 2)).split(1)
+    read: Any = cache.read(queries, _drawn(cache, heads), draws=(1, 2, 1, 2))
+    one, again, other, other_again = read.split(1)
     return max(difference(again, one), difference(other_again, other)), difference(other, one)
 
 
@@ -275,7 +278,8 @@ def _length_checks(cache: LongCache) -> Iterator[Check]:
             "window or a mask that is not declared, or none where one is; kvprobe cannot edit its cache.",
         )
     half = torch.randperm(cache.slots, generator=torch.Generator().manual_seed(3))[: cache.slots // 2].sort().values
-    some, others = _some(cache), (_some(cache) + 1).clamp(max=cache.slots - 2).unique()
+    some: Any = _some(cache)
+    others = (some + 1).clamp(max=cache.slots - 2).unique()
     for queries, retained in ((None, some), (1, others), (None, half.to(some.device))):
         live = torch.zeros(1, 1, 1, cache.slots, dtype=torch.bool, device=some.device)
         live[..., retained] = True

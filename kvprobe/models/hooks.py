@@ -47,10 +47,11 @@ def hooked(hooks: Iterable[Hook]) -> Generator[None]:
 
     def remove() -> None:
         for module, end, function in hooks:
-            added = module._forward_pre_hooks if end == "input" else module._forward_hooks
+            of_module: Any = vars(module)
+            added = of_module["_forward_pre_hooks" if end == "input" else "_forward_hooks"]
             for number in [number for number, other in added.items() if other is function]:
                 added.pop(number, None)
-                module._forward_pre_hooks_with_kwargs.pop(number, None)
+                of_module["_forward_pre_hooks_with_kwargs"].pop(number, None)
 
     with restoring(remove):
         for module, end, function in hooks:

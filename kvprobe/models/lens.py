@@ -185,13 +185,14 @@ class Hooked:
                 raise UserError(f"TransformerLens has no hook {name} for this model; choose another.")
         points: dict[str, HookPoint] = {name: self.bridge.hook_dict[name] for name in observers}
 
-        before = {name: set(point._forward_hooks) for name, point in points.items()}
+        hooks_of: dict[str, Any] = {name: vars(point)["_forward_hooks"] for name, point in points.items()}
+        before = {name: set(hooks) for name, hooks in hooks_of.items()}
 
         def remove() -> None:
             for name, point in points.items():
                 point.remove_hooks(level=_LEVEL)
-                for number in set(point._forward_hooks) - before[name]:  # of one that was being added
-                    point._forward_hooks.pop(number)
+                for number in set(hooks_of[name]) - before[name]:  # of one that was being added
+                    hooks_of[name].pop(number)
 
         with claimed(self._plain), restoring(remove):
             for name, point in points.items():
