@@ -43,7 +43,7 @@ _REASONS = {
 
 
 def refusal(error: BaseException, path: object) -> str | None:
-    """What the system says of a file, in a sentence; None of an error of another kind.
+    """What the system reports about a file, in a sentence; None of an error of another kind.
 
     Args:
         path: the file, where the error does not name it.

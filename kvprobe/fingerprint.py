@@ -1,8 +1,9 @@
 """The identity of a model: a hash of its weights, one of its config, and one of its tokenizer with the chat template.
 
 Results depend on all three. What was changed in a model after it was built from its config counts with the config:
-adapters that are switched off, hooks of users, dropout, an attribute that was set. Settings that change no result are
-left out: paths, versions, dtypes (weights are hashed as they are), the kernel, the padding of a tokenizer.
+adapters that are switched off, dropout, an attribute that was set. Hooks are the user's own intervention and do not
+count. Settings that change no result are left out: paths, versions, dtypes (weights are hashed as they are), the
+kernel, the padding of a tokenizer.
 """
 
 import copy
@@ -127,7 +128,7 @@ class Maker:
         """
         model = self._model()
         if model is None or getattr(model, "written", ()) != self.written:
-            what = "is no longer in memory" if model is None else "has other weights now (or adapters, hooks, modules)"
+            what = "is no longer in memory" if model is None else "has other weights now (or adapters, modules)"
             raise UserError(
                 f"The model that made this cache or routing {what}, so its fingerprint cannot be computed; use or save "
                 "it earlier, or give up the check of a cache with dataclasses.replace(cache, made_by=None)."
@@ -192,8 +193,6 @@ def _described(module: nn.Module) -> tuple[object, ...]:
             described += [name, text]
         elif name == "forward" and not _origin(value).startswith(_OURS):
             described += [name, _origin(value)]
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
-        described += [name for hook in hooks.values() if not (name := _origin(hook)).startswith(_OURS)]
     for name in module._non_persistent_buffers_set:
         buffer, rotary = module._buffers[name], str(getattr(module, "rope_type", ""))
         if buffer is None or buffer.numel() > _MOST_NUMBERS or "dynamic" in rotary or "longrope" in rotary:

@@ -117,10 +117,6 @@ class Switched(torch.nn.Linear):
         return usual if self._disable_adapters else usual * (1 + self.scaling["default"])
 
 
-def _hook(module: Any, given: Any, result: torch.Tensor) -> torch.Tensor:
-    return result * 2
-
-
 def _switch(plain: Any) -> None:
     plain.model.layers[0].mlp.up_proj._disable_adapters = True
 
@@ -149,10 +145,6 @@ def _frequencies(plain: Any) -> None:
     plain.model.rotary_emb.inv_freq[1] *= 2
 
 
-def _hooked(plain: Any) -> None:
-    plain.model.layers[1].mlp.register_forward_hook(_hook)
-
-
 def _training(plain: Any) -> None:
     plain.model.layers[1].train()
 
@@ -165,7 +157,7 @@ def _other_parameter(plain: Any) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        _switch, _scale, _replace, _override, _attend_sharper, _epsilon, _frequencies, _hooked, _training,
+        _switch, _scale, _replace, _override, _attend_sharper, _epsilon, _frequencies, _training,
         _other_parameter,
     ],
 )  # fmt: skip

@@ -46,7 +46,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / folder / "README.md" for folder in ("figures", "probes", "models/features", "models/ordinal")),
 ]
-DATA = sorted((ROOT / "analyses").rglob("*.yaml")) + sorted((ROOT / "kvprobe" / "studies").rglob("*.yaml"))
+DATA = sorted((ROOT / "analyses").rglob("*.yaml"))
 TEMPLATES = sorted((ROOT / "kvprobe").rglob("*.j2"))
 MODULES = sorted((ROOT / "kvprobe").rglob("*.py"))
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))

@@ -188,5 +188,5 @@ def _paired(one: Rows, other: Rows, finding: Finding, twin: Finding) -> Estimate
             if column in named:
                 return difference
             found.append(difference)
-    # Of several columns with the same means, which one the finding is of cannot be told.
+    # Of several columns with the same means, it is unknown which one the finding is of.
     return found[0] if len(found) == 1 else None

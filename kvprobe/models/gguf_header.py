@@ -146,7 +146,7 @@ def _read(path: Path) -> Header:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Walk(path, data).header()
-    # Of a file that is empty, ends early, or holds text that is none or numbers of no known kind.
+    # Of a file that is empty, ends early, or holds bytes that are not text or numbers of no known kind.
     except (ValueError, KeyError, struct.error) as error:
         raise UserError(f"{path.name} is not a GGUF file that is whole ({one_line(error)}); fetch it again.") from error
 

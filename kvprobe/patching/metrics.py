@@ -22,7 +22,7 @@ Metric = Callable[[Tensor], object]
 
 
 @runtime_checkable
-class Encoder(Protocol):
+class TextEncoder(Protocol):
     """What makes tokens of a text."""
 
     def __call__(self, text: str, /, *, add_special_tokens: bool) -> Mapping[str, Sequence[int]]: ...
@@ -54,7 +54,7 @@ class LogitDiff:
                 f"LogitDiff has {self.right!r} twice, so it is zero whatever the model does; give two different tokens."
             )
 
-    def of(self, tokenizer: Encoder | None) -> "LogitDiff":
+    def of(self, tokenizer: TextEncoder | None) -> "LogitDiff":
         """The same with ids in place of texts."""
         return LogitDiff(_token(self.right, tokenizer), _token(self.wrong, tokenizer))
 
@@ -124,7 +124,7 @@ class KL:
         return lambda logits: relative_entropy(clean, logits.float().log_softmax(-1)).mean()
 
 
-def fitted(metric: Metric | KL, suffix: Tokens, tokenizer: Encoder | None) -> tuple[Metric | KL, Tokens]:
+def fitted(metric: Metric | KL, suffix: Tokens, tokenizer: TextEncoder | None) -> tuple[Metric | KL, Tokens]:
     """A metric whose texts are tokens, and the suffix with which it measures what it says."""
     if isinstance(metric, LogitDiff):
         return metric.of(tokenizer), suffix
@@ -163,7 +163,7 @@ def _refuse_unknown(tokens: Sequence[int], logits: Float[Tensor, "kept vocab"]) 
             raise UserError(f"There is no token {token}; give token ids from 0 to {logits.shape[1] - 1}.")
 
 
-def _token(token: int | str, tokenizer: Encoder | None) -> int:
+def _token(token: int | str, tokenizer: TextEncoder | None) -> int:
     """A token's id."""
     if not isinstance(token, str):
         return token
