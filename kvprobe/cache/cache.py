@@ -113,8 +113,7 @@ class KVCache(Brief):
         layers: Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
     ) -> "KVCache":
-        """Make slots invisible to later queries; nothing moves and no position changes. Warns of slot 0, where many
-        heads spend most of their attention.
+        """Make slots invisible to later queries; nothing moves and no position changes. Warns of slot 0, the sink.
 
         Args:
             segments: names of segments to mask.

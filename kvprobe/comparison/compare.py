@@ -11,6 +11,7 @@ from kvprobe.brief import Brief, Table, brief, frame_table
 from kvprobe.cache.cache import KVCache
 from kvprobe.checks import names_of
 from kvprobe.errors import UserError
+from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence, surprise
 from kvprobe.inference.readable import require_type
@@ -19,7 +20,7 @@ from kvprobe.policies.policy import Policy
 from kvprobe.policies.written import policies_of
 from kvprobe.probing.read_features import When
 from kvprobe.text.prefix import CommonPrefix, common_prefix
-from kvprobe.text.tokens import token_texts
+from kvprobe.text.tokens import Tokens, token_texts
 from kvprobe.text.transcript import Transcript
 
 ARMS = {
@@ -188,9 +189,10 @@ def compare(
     caches = {"full": full, **hiding, **_under_policies(model, chat, full, acting)}
 
     rows = KVCache.join(list(caches.values()))
-    given = model.generate(rows, ask=ask, max_new_tokens=max_new_tokens)
+    prompts = model.prompts(rows, ask, chat.arguments)
+    given = generate(model.lanes, prompts, rows, max_new_tokens=max_new_tokens)
     expected = given.tokens[0]
-    asked = [prompt.answered(expected) for prompt in model.prompts(rows, ask)]
+    asked = [prompt.answered(expected) for prompt in prompts]
     _, logits = model.extend(rows, asked, logits=len(expected))
     kl, _ = divergence(logits[:1].expand_as(logits), logits)
     replies = {
@@ -205,7 +207,7 @@ def compare(
         for row, (arm, cache) in enumerate(caches.items())
     }
     tokens = token_texts(expected, model.tokenizer)
-    attention = _attention(model, caches, ask, expected, hide) if hide else pd.DataFrame()
+    attention = _attention(model, caches, asked[0], hide) if hide else pd.DataFrame()
     reused = _reused(model, chat, hide)
     return Comparison(model.name, chat, hide, ask, tokens, replies, attention, left_out, reused, when)
 
@@ -248,11 +250,7 @@ def _under_policies(
     return {name: model.apply(policy, scene) for name, policy in policies.items()}
 
 
-def _attention(
-    model: Model, caches: Mapping[str, KVCache], ask: str, expected: Sequence[int], hide: Sequence[str]
-) -> pd.DataFrame:
+def _attention(model: Model, caches: Mapping[str, KVCache], read: Tokens, hide: Sequence[str]) -> pd.DataFrame:
     """Of the question and the reply to it, before and after the mask."""
-    (prompt,) = model.prompts(caches["full"], ask)
-    read = prompt.answered(expected)
     before, after = (attend(model, read, caches[arm], queries=range(len(read))) for arm in ("full", "masked"))
     return dangling(before, after, hide)

@@ -159,26 +159,10 @@ class Model(Brief):
         batched_tokens: int = 8192,
     ) -> "Budget":
         """The memory that this model needs, in the dtype that it was loaded in; see `kvprobe.memory.budget.budget`."""
+        choices: dict[str, Any] = {name: value for name, value in locals().items() if name != "self"}
         from kvprobe.memory.budget import budget
 
-        needed = budget(
-            self.lanes.plain.config.to_dict(),
-            context=context,
-            new=new,
-            batch=batch,
-            source=source,
-            dtype=plain_dtype(self.lanes.dtype),
-            cache_dtype=cache_dtype,
-            engine=engine,
-            policy=policy,
-            memory=memory,
-            weights=weights,
-            kernel=kernel,
-            logits=logits,
-            ranks=ranks,
-            block=block,
-            batched_tokens=batched_tokens,
-        )
+        needed = budget(self.lanes.plain.config.to_dict(), dtype=plain_dtype(self.lanes.dtype), **choices)
         return replace(needed, config=replace(needed.config, name=self.name))
 
     @near_keywords
@@ -379,14 +363,20 @@ class Model(Brief):
         following = runs_after(text, entries(cache.ledger.following, int), self._tokenizer)
         return self.tokens(text) if following is None else following
 
-    def prompts(self, start: KVCache | Readable, ask: str | None) -> list[Tokens]:
-        """What is read before the model answers: a next turn, a conversation with the answer's header, a text."""
+    def prompts(
+        self, start: KVCache | Readable, ask: str | None, arguments: Mapping[str, object] | None = None
+    ) -> list[Tokens]:
+        """What is read before the model answers: a next turn, a conversation with the answer's header, a text.
+
+        Args:
+            arguments: of the chat template, which a cache does not know; those of a conversation are its own.
+        """
         if isinstance(start, KVCache):
             if ask is None:
                 raise UserError(
                     "A cache alone cannot be continued, as it holds no logits; give `ask`, the user's next message."
                 )
-            closing, turn = user_turn(ask, self._tokenizer())
+            closing, turn = user_turn(ask, self._tokenizer(), arguments)
             return [
                 (closing + turn if unfinished else turn).shifted(position)
                 for unfinished, position in zip(

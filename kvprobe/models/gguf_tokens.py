@@ -26,7 +26,7 @@ _DIGIT_BY_DIGIT = ("starcoder", "refact", "command-r", "codeshell", "minerva-7b"
 GPT-2, and as for GPT-2 after each digit was split off."""
 
 _LIKE_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
-"""Of these, llama.cpp takes words of the vocabulary whole, and begins texts with a start token unless the file says no."""
+"""Of these, llama.cpp takes words of the vocabulary whole, and adds a start token unless the file says no."""
 
 _IGNORED = (
     "ggml.seperator_token_id", "ggml.separator_token_id", "ggml.mask_token_id", "ggml.cls_token_id",

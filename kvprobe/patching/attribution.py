@@ -10,6 +10,7 @@ layer exactly, and is first order only from that layer's attention output on (At
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import pandas as pd
@@ -143,13 +144,14 @@ def attribute(
             "KL from the base is flat at the base, so its gradient is zero; attribute a logit difference or a "
             "log-probability."
         )
-    plan, metric = Plan.of(model, base, donor, suffix, metric, over, parts, "reader", align, along)
+    plan, fitted = Plan.of(model, base, donor, suffix, metric, over, parts, "reader", align, along)
+    scored = cast(Metric, fitted)
     slopes = _Slopes(Reader(plan.lanes, plan.base, plan.contents, plan.suffix))
-    value = slopes.back(metric)
+    value = slopes.back(scored)
     score, linear = _scores(slopes, plan.cells)
     rng = np.random.default_rng(seed)
     sample = tuple(sorted(rng.permutation(len(plan.cells))[:check].tolist()))
-    checked = run(plan.only(sample), metric)
+    checked = run(plan.only(sample), fitted)
     return Attribution(plan.cells, score, linear, value, checked.donor, checked, sample)
 
 

@@ -212,9 +212,12 @@ def times(weights: Labels, key: str, **where: str) -> Any:
 @pytest.mark.parametrize(
     ("table", "expected"),
     [
-        ({}, "restore 80.0 % (no spread) of what distinguishes one that has, significantly more than later turns"),
+        (
+            {},
+            "restore 80.0 % (no spread) of what distinguishes one that has. This is significantly more than",
+        ),
         ({}, "2–3 with 90.0 % (no spread), significantly more than every other band; V carries significantly more"),
-        ({"share": times({"later turns": 5.0}, "group")}, "that has, significantly less than later turns"),
+        ({"share": times({"later turns": 5.0}, "group")}, "that has. This is significantly less than later turns"),
         ({"share": times({"later turns": 4.0}, "group", direction="removing")}, "remove not detectably more or less"),
         ({"share": times({"0–1": 9.0}, "band")}, "not detectably more than every other band"),
         ({"share": times({"K": 9.0}, "part")}, "V carries significantly less than K"),

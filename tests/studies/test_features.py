@@ -165,7 +165,7 @@ def test_findings_are_what_was_put_in():
 
 @pytest.mark.parametrize(("sign", "phrase"), [(1, "above"), (-1, "below"), (0, "unclear")])
 def test_the_answer_follows_the_intervals(sign: int, phrase: str, tmp_path: Path):
-    effects = {name: sign * effect for name, effect in EFFECTS.items()}
+    effects = {name: 1.3 * sign * effect for name, effect in EFFECTS.items()}
     said = answer_of(STUDY, TWO, made_up(TWO, effects), tmp_path)
     assert f"At resid_post.7, {abs(sign)} of 4 latents" in said
     verdicts = re.findall(r"(?:most carry|hidden number|T3's latents) ([a-z ]+) at resid_post.7 and v.7", said)

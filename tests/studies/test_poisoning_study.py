@@ -315,8 +315,8 @@ def test_a_model_without_remarks_has_no_findings_on_them_and_the_page_says_so(tm
     [
         ({"continue": lambda _: 1.0, "sound": lambda _: 0.0}, "raises the share of right answers"),
         ({"fresh": lambda _: 0.0, "continue": lambda _: 1.0}, "a fresh start harms"),
-        ({"review": lambda _: 0.0, "others": lambda _: 1.0}, "it loses more by the slip than"),
-        ({"review": lambda _: 1.0, "others": lambda _: 0.0}, "it loses less by the slip than"),
+        ({"review": lambda case: case % 2 / 10, "others": lambda _: 1.0}, "it loses more by the slip than"),
+        ({"review": lambda case: 1 - case % 2 / 10, "others": lambda _: 0.0}, "it loses less by the slip than"),
         ({"ghost": lambda case: 0.005 + case % 2 / 1000}, "keep nothing detectable of it"),
         ({"slope": lambda case: (-1) ** case / 5}, "does not detectably make errors likelier"),
     ],
