@@ -8,6 +8,9 @@ first to see it.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from jaxtyping import Float
+from torch import Tensor
+
 from kvprobe.brief import Brief
 from kvprobe.cache.entries import entries
 from kvprobe.errors import UserError
@@ -15,8 +18,10 @@ from kvprobe.faults.context import FaultContext
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
 from kvprobe.inference.batch import Batch
+from kvprobe.inference.forward import forward_pass, taps
 from kvprobe.inference.outcomes import divergence
 from kvprobe.models.lanes import Lanes
+from kvprobe.models.rounding import difference
 from kvprobe.models.unproved import Lane
 from kvprobe.text.tokens import GENERATED, Tokens
 
@@ -116,6 +121,8 @@ class StruckRows:
             self._strike(batch, standing, step)
             logits = batch.decode(tokens, self.lane)
             batch.undo()
+            if step == 0 and given is None:
+                self._hold_clean(standing, logits)
             finite = entries(logits.amax(-1).isfinite(), bool)
             chosen = entries(logits.argmax(-1), int)
             kl = agreed = None
@@ -150,6 +157,21 @@ class StruckRows:
                 for token, row in zip(chosen, standing, strict=True)
             ]
         return [[row.outcome() for row in group] for group in rows]
+
+    def _hold_clean(self, standing: Sequence[_Row], logits: Float[Tensor, "rows vocab"]) -> None:
+        """Refuse clean rows that compute something else in the batch than alone."""
+        for row, beside in zip(standing, logits, strict=True):
+            if row.fault is None:
+                asked = self.asked[row.question]
+                past = asked.context.cache
+                layers = taps(self.lanes, past, store=False)
+                alone = forward_pass(self.lanes, past, [asked.last], layers, self.lane, 1)[1][0, 0]
+                off = difference(beside, alone)
+                if bool(beside.isfinite().all()) and not off <= self.lanes.tolerance():
+                    raise UserError(
+                        f"{type(self.lanes.plain).__name__} computes other logits for a row of a batch than for the "
+                        f"row alone (off by {off:.1e}), so no effect of a fault is known; use another model."
+                    )
 
     def _strike(self, batch: Batch, standing: Sequence[_Row], step: int) -> None:
         """Write the faults that are due. A row whose cache is no longer finite is marked, and leaves after the pass."""

@@ -118,12 +118,13 @@ class Suffix:
 
             return record
 
+        ordinary = self.reader.ordinary(kept)
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(lanes.attention_replaced_by(attend))
             for key, port in self.ports.items():
                 stack.enter_context(editing(lanes, port, recording(key)))
-            logits = forward(lanes, self.reader.new.tokens, self.reader.new.positions, kept)[0]
+            logits = forward(lanes, self.reader.new.tokens, self.reader.new.positions, ordinary)[0]
         before = [recorded["resid_pre", layer] for layer in layers]
         hidden = torch.stack([*before, recorded["resid_post", layers[-1]]])
         attn, mlp = (torch.stack([recorded[family, layer] for layer in layers]) for family in BLOCKS.values())
@@ -166,6 +167,7 @@ class Suffix:
                 output[row, component.head] = other.heads[attending.layer, component.head]
             return output
 
+        ordinary = self.reader.ordinary(kept)
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(self.lanes.attention_replaced_by(attend))
@@ -174,7 +176,7 @@ class Suffix:
                 for layer in range(self.lanes.geometry.n_layers):
                     if entries := present.get((kind, layer)):
                         stack.enter_context(self._writing(kind, layer, entries))
-            logits = forward(self.lanes, self.reader.new.tokens, self.reader.new.positions, kept)
+            logits = forward(self.lanes, self.reader.new.tokens, self.reader.new.positions, ordinary)
         return places.in_order(logits)[1:]
 
     @contextmanager

@@ -112,8 +112,9 @@ def prove_hooked(lanes: UnprovedLanes, by_head: bool, slots: int) -> None:
         )
 
 
-def prove_attention(lanes: UnprovedLanes) -> None:
-    """Prove on a few tokens that attention is a softmax over scaled scores, with softcap and sinks where there are any.
+def prove_attention(lanes: UnprovedLanes, slots: int) -> None:
+    """Prove on a few tokens, alone and after so many slots, that attention is a softmax over scaled scores, with
+    softcap and sinks where there are any.
 
     Only then can attention be recomputed, replaced and patched. Each layer must attend once, with the keys and values
     that its cache holds.
@@ -122,24 +123,29 @@ def prove_attention(lanes: UnprovedLanes) -> None:
         UserError: it is something else, or the model does not take its attention from transformers' registry.
     """
     ids, layers = few_tokens(lanes.plain), [CacheLayer() for _ in range(lanes.geometry.n_layers)]
-    ledger, observed = fresh_ledger(ids), list[tuple[Attending, Tensor]]()
-    seen = visible_by_layer(ledger, ids.shape[1], lanes.geometry.windows)
+    long, observed = _long_cache(lanes, slots), list[tuple[Attending, Tensor]]()
     with torch.no_grad(), lanes.observing_attention_unproved(lambda inputs, output: observed.append((inputs, output))):
-        lanes.unproved(ids, ledger, past_key_values(layers), masked=True)
+        lanes.unproved(ids, fresh_ledger(ids), past_key_values(layers), masked=True)
+        few = observed[:]
+        long.read()
     name = type(lanes.plain).__name__
-    if sorted(inputs.layer for inputs, _ in observed) != list(range(len(layers))) or not all(
+    if sorted(inputs.layer for inputs, _ in few) != list(range(len(layers))) or not all(
         _same(inputs.key, layers[inputs.layer].keys) and _same(inputs.value, layers[inputs.layer].values)
-        for inputs, _ in observed
+        for inputs, _ in few
     ):
         raise UserError(
             f"{name} does not attend once in each layer, by transformers' registry, with the keys and values that its "
             "cache holds, so its attention can be neither shown nor replaced on the plain lane; patch with "
             "KVCache.patch, one cell at a time."
         )
-    worst = max(
-        difference(inputs.output(seen[inputs.layer]).transpose(1, 2), computed) for inputs, computed in observed
-    )
-    if not worst <= lanes.tolerance():
+    every = torch.zeros(1, long.slots + long.ids.shape[1], dtype=torch.long, device=ids.device)
+    worst = 0.0
+    for tokens, queries, pairs in ((ids, ids.shape[1], few), (every, long.ids.shape[1], observed[len(few) :])):
+        seen = visible_by_layer(fresh_ledger(tokens), queries, lanes.geometry.windows)
+        outputs = ((inputs.output(seen[inputs.layer]).transpose(1, 2), computed) for inputs, computed in pairs)
+        worst = max(worst, *(difference(output, computed) for output, computed in outputs))
+    # Of one layer, which rounds a few times at most.
+    if not worst <= max(1e-4, 8 * torch.finfo(lanes.dtype).eps):
         raise UserError(
             f"{name} attends otherwise than by a softmax over scaled scores (off by "
             f"{worst:.1e}), so its attention can be neither shown nor replaced on the plain lane; patch with "

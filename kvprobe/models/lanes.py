@@ -124,6 +124,8 @@ class Lanes(UnprovedLanes):
         if slots > self._slots or positions > self._positions:
             slots, positions = _at_least(slots, self._slots), _at_least(positions, self._positions)
             prove_reach(self, slots, positions)
+            if "attention_proved" in vars(self):
+                prove_attention(self, slots)
             self._slots, self._positions = slots, positions
         if lane == "hooked" and slots > self._hooked_slots:
             _ = self.hooked
@@ -137,7 +139,7 @@ class Lanes(UnprovedLanes):
         Raises:
             UserError: attention is something else (scores have a bias, say), or cannot be replaced.
         """
-        prove_attention(self)
+        prove_attention(self, self._slots)
         return True
 
     @cached_property

@@ -183,8 +183,9 @@ class _Slopes:
     def back(self, metric: Metric) -> float:
         """Read the suffix, and go back from the metric."""
         reader = self.reader
+        ordinary = reader.ordinary(kept_by(metric))
         with torch.enable_grad(), reader.lanes.attention_replaced_by(self._attend):
-            logits = forward(reader.lanes, reader.new.tokens, reader.new.positions, kept_by(metric))[0]
+            logits = forward(reader.lanes, reader.new.tokens, reader.new.positions, ordinary)[0]
             value = measured(metric, logits)
             if not value.requires_grad:
                 raise UserError("The metric has no gradient; compute it from the logits in torch, without float().")

@@ -25,7 +25,7 @@ from kvprobe.inference.readable import refuse_unreadable
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
 from kvprobe.patching.grid import Cell
-from kvprobe.patching.rows import BYTES, ROWS, Rows, cells_by_layer, forward, joining
+from kvprobe.patching.rows import BYTES, ROWS, Rows, cells_by_layer, forward, joining, ordinary_logits
 from kvprobe.text.tokens import Tokens
 
 
@@ -80,7 +80,8 @@ class Reader:
 
     def __init__(self, lanes: Lanes, base: KVCache, contents: Mapping[str, KVCache], suffix: Tokens) -> None:
         self.lanes, self.base, self.contents = lanes, base, contents
-        self.new = new_slots([suffix], lanes.device)
+        self.suffix, self.new = suffix, new_slots([suffix], lanes.device)
+        self._ordinary: dict[int, Tensor] = {}
         self.ledger = base.ledger.append(self.new)
         lanes.refuse_far_positions(self.new.positions)
         shape = lanes.geometry
@@ -96,6 +97,12 @@ class Reader:
         vectors = shape.n_heads * self.queries * shape.d_head
         hidden = self.queries * (12 * shape.d_model + 8 * shape.n_heads * shape.d_head)
         return 4 * (3 * scores + (2 * swapped + 6) * vectors + hidden)
+
+    def ordinary(self, kept: int) -> Float[Tensor, "kept vocab"]:
+        """See `ordinary_logits`, of this suffix."""
+        if kept not in self._ordinary:
+            self._ordinary[kept] = ordinary_logits(self.lanes, self.base, self.suffix, kept)
+        return self._ordinary[kept]
 
     def logits(self, cells: Sequence[Cell], kept: int) -> Float[Tensor, "rows kept vocab"]:
         """Logits after the last `kept` tokens of the suffix: of the clean row, then of each cell."""
@@ -114,8 +121,9 @@ class Reader:
                 self.swaps(layer, patched, "V"),
             )
 
+        ordinary = self.ordinary(kept)
         with torch.no_grad(), self.lanes.attention_replaced_by(attend), joining(self.lanes.blocks, rows.joining):
-            return rows.in_order(forward(self.lanes, self.new.tokens, self.new.positions, kept))
+            return rows.in_order(forward(self.lanes, self.new.tokens, self.new.positions, ordinary))
 
     def passes(self, cells: Sequence[Cell], kept: int) -> Iterator[Float[Tensor, "rows kept vocab"]]:
         """What `logits` gives of all cells, as many at once as memory allows: the clean row, then the cells in order.

@@ -4,6 +4,7 @@ Row 0 is the clean run and goes first, alone. Every other row joins it before th
 the clean row's residual stream: below that layer the two are the same.
 """
 
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,10 +14,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
-from kvprobe.models.hooks import claimed, hooked
+from kvprobe.inference.forward import forward_pass, taps
+from kvprobe.models.hooks import hooked
 from kvprobe.models.lanes import Lanes
+from kvprobe.models.rounding import difference
+from kvprobe.names import one_line
 from kvprobe.patching.grid import Cell
+from kvprobe.text.tokens import Tokens
 
 ROWS = 256
 """Rows to a pass: beyond it, a CPU's time for each row hardly falls."""
@@ -56,22 +62,52 @@ def cells_by_layer(rows: Rows, cells: Sequence[Cell]) -> defaultdict[int, list[t
     return by_layer
 
 
-def forward(
-    lanes: Lanes, ids: Int[Tensor, "1 queries"], positions: Int[Tensor, "1 queries"], kept: int
-) -> Float[Tensor, "rows kept vocab"]:
-    """The plain lane over these tokens, with attention and rows replaced (see `Lanes.attention_replaced_by`,
-    `joining`)."""
-    if not 1 <= kept <= ids.shape[1]:
+def ordinary_logits(lanes: Lanes, base: KVCache, suffix: Tokens, kept: int) -> Float[Tensor, "kept vocab"]:
+    """Logits after the last `kept` tokens of a suffix that is read after a base as every other text is."""
+    if not 1 <= kept <= len(suffix):
         raise UserError(
-            f"The metric looks at the last {kept} logits, but the suffix has {ids.shape[1]} tokens; give a longer "
+            f"The metric looks at the last {kept} logits, but the suffix has {len(suffix)} tokens; give a longer "
             "suffix."
         )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of positions, of which the caller has been warned
+        return forward_pass(lanes, base, [suffix], taps(lanes, base, store=False), "plain", kept)[1][0]
+
+
+def forward(
+    lanes: Lanes, ids: Int[Tensor, "1 queries"], positions: Int[Tensor, "1 queries"], ordinary: Tensor
+) -> Float[Tensor, "rows kept vocab"]:
+    """The plain lane over these tokens, with attention and rows replaced (see `Lanes.attention_replaced_by`,
+    `joining`).
+
+    Args:
+        ordinary: `ordinary_logits` of the clean row.
+
+    Raises:
+        UserError: the clean row computes something else, or the model cannot be run so.
+    """
+    name = type(lanes.plain).__name__
     # A 4-D mask is handed down unchanged, and the attention that replaces the model's ignores it.
     mask = torch.zeros(1, 1, 1, 1, dtype=lanes.dtype, device=lanes.device)
-    with claimed(lanes.plain):
-        return lanes.plain(
-            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False, logits_to_keep=kept
+    try:
+        logits = lanes.plain(
+            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False, logits_to_keep=len(ordinary)
         ).logits
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise UserError(
+            f"{name} cannot be read with attention of kvprobe's making ({type(error).__name__}: {one_line(error)}); "
+            "patch with KVCache.patch, one cell at a time."
+        ) from error
+    off = difference(logits[0].detach(), ordinary)
+    if not off <= lanes.tolerance():
+        raise UserError(
+            f"{name} computes other logits with attention of kvprobe's making than when it reads the same tokens after "
+            f"the same cache (off by {off:.1e}), so no effect of a patch is known; patch with KVCache.patch, one cell "
+            "at a time."
+        )
+    return logits
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from kvprobe.models.attending import Attending
 from kvprobe.models.lens import Family
 from kvprobe.patching.grid import ACTIVATIONS, Cell
 from kvprobe.patching.plan import Plan
-from kvprobe.patching.rows import Rows, cells_by_layer, forward, joining
+from kvprobe.patching.rows import Rows, cells_by_layer, forward, joining, ordinary_logits
 
 TOLERANCE, HALF_PRECISION = 1e-3, 0.05
 """How far keys and values that are computed again may lie from those held, relative to the largest: in float32, and in
@@ -43,6 +43,7 @@ class TotalReader:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.lanes, self.base = plan, plan.lanes, plan.base
         self.donor = plan.contents["full"]
+        self._ordinary: dict[int, Tensor] = {}
         self.ledger = self.base.ledger.append(new_slots([plan.suffix], self.lanes.device))
         self.lanes.refuse_far_positions(self.ledger.positions)
         parts = {cell.part for cell in plan.cells}
@@ -69,13 +70,15 @@ class TotalReader:
         rows = Rows([cell.layers[0] for cell in cells])
         one_pass = _Pass(self, cells_by_layer(rows, cells), start)
         tokens, positions = self.ledger.tokens[:, start:], self.ledger.positions[:, start:]
+        if kept not in self._ordinary:
+            self._ordinary[kept] = ordinary_logits(self.lanes, self.base, self.plan.suffix, kept)
         with (
             torch.no_grad(),
             self.lanes.attention_replaced_by(one_pass.attend),
             joining(self.lanes.blocks, rows.joining),
             one_pass.swapping(),
         ):
-            return rows.in_order(forward(self.lanes, tokens, positions, kept))
+            return rows.in_order(forward(self.lanes, tokens, positions, self._ordinary[kept]))
 
     def _activations_of_donor(
         self, families: Sequence[Family]
