@@ -168,6 +168,11 @@ def _altered(plain: Any) -> list[object]:
                     module._buffers[name] = torch.empty_like(buffer, device="cpu")
             if module._non_persistent_buffers_set:
                 fresh._init_weights(module)
+        for name, module in fresh.named_modules():
+            held = plain.get_submodule(name)._buffers
+            for part in module._non_persistent_buffers_set:  # a model in another dtype is the same
+                if (buffer := module._buffers[part]) is not None and (other := held.get(part)) is not None:
+                    module._buffers[part] = buffer.to(other.dtype)
         usual = {name: _described(module) for name, module in fresh.named_modules()}
     except Exception:  # a class that needs more than its config: all of its modules count as altered
         pass

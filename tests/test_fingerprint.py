@@ -93,7 +93,7 @@ def test_a_cache_of_other_weights_of_the_same_model_is_refused(tmp_path: Path, k
     after.save(tmp_path / "after")
     words = "it differs in weights" if known else "has other weights now"
     refused(lambda: model.extend(before, "d"), words)
-    refused(lambda: KVCache.join([before, after]), "several models" if known else words)
+    refused(lambda: KVCache.join([before, after]), "made by another model" if known else words)
     model.extend(KVCache.load(tmp_path / "after"), "d")
     if known:
         refused(lambda: model.extend(KVCache.load(tmp_path / "before"), "d"), words)

@@ -293,7 +293,7 @@ def test_a_users_own_hook_acts_before_and_after_kvprobe_reads(tiny: Model):
         seen.append(1)
 
     with tiny.lanes.hooked.bridge.hooks(fwd_hooks=[("blocks.1.attn.hook_pattern", counting)]):
-        generation = generate(tiny.lanes, ROWS[:1], max_new_tokens=4, stop=(), policy=H2O(4))
+        generation = generate(tiny.lanes, ROWS[:1], max_new_tokens=4, stop=(), policy=H2O(4), lane="hooked")
     assert len(seen) == len(generation.tokens[0]) == 4
 
 

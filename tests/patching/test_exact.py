@@ -268,7 +268,7 @@ def test_a_donor_of_another_model_and_an_edited_base_in_total_are_refused(
     base, donor = two(tiny_llama)
     refused(
         lambda: kv.patch_sweep(tiny_llama, base, two(tiny_models["gpt_neox"])[1], suffix_of(base), METRIC),
-        "both must come from the same model",
+        "give caches of the same model",
     )
     for edit, sentence in (("masked", "cannot be read again"), ("evicted", "edited after it was read")):
         base, donor = two(tiny_llama, edit)

@@ -99,7 +99,7 @@ def test_a_policy_that_scores_is_refused_on_a_plain_lane_that_hides_its_attentio
 ):
     """Left to kvprobe, the hooked lane is taken, but only while scores are needed."""
 
-    def hidden(lanes: Lanes) -> None:
+    def hidden(lanes: Lanes, slots: int) -> None:
         raise UserError("This attention is not a softmax.")
 
     monkeypatch.setattr("kvprobe.models.lanes.prove_attention", hidden)

@@ -112,8 +112,8 @@ def test_another_config_or_tokenizer_over_the_same_weights_is_refused(tiny_llama
     other = tiny_tokenizer()
     other.chat_template += " "
     for model, part in {
-        load(turned, tokenizer=tiny_tokenizer()): "config",
-        load(turned.to(torch.bfloat16), tokenizer=tiny_tokenizer()): "config",
+        load(turned, tokenizer=tiny_tokenizer()): "config or modules",
+        load(turned.to(torch.bfloat16), tokenizer=tiny_tokenizer()): "config or modules",
         load(tiny_llama.lanes.plain, tokenizer=other): "tokenizer or chat template",
     }.items():
         refused(lambda model=model: probe.check(model), f"differs from it in {part},")
