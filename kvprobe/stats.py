@@ -129,7 +129,7 @@ def interval(
     skewness = (deviations**3).mean(-1) * count**2 / ((count - 1) * (count - 2)) / spread**3
     limited = np.isfinite(within).all()
     answers = limited & (np.abs(pseudo - np.round(pseudo)) < 1e-9).all(-1)
-    enlarged, hidden = np.where(answers, 1.5, 1 + 40 / count), np.where(answers, 0.0, np.log(comparisons) / 3)
+    enlarged, hidden = np.where(limited, 1.5, 1 + 40 / count), np.where(answers, 0.0, np.log(comparisons) / 3)
     scale = enlarged * (1 / 6 + quantile_of_all**2 / 3) / np.sqrt(count)
     missed = 1 - (0.025 / comparisons) ** (1 / count)
     ends = []

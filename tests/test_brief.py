@@ -54,6 +54,7 @@ def results(tiny_models: dict[str, Model], tmp_path_factory: pytest.TempPathFact
         "Attribution": [kv.attribute(model, unnamed, other, "a mill", kv.LogitDiff(5, 9), check=4)],
         "Budget": [budget],
         "Captured": [model.capture(tokens, ["v", "resid_post"], keep_cache=True)],
+        "CommonPrefix": [kv.common_prefix(model.tokenizer, chat, chat)],
         "Comparison": [kv.compare(model, chat, ["m1"], HOSTILE, max_new_tokens=2)],
         "Design": [Design((sample,) * LONG, target)],
         "Generation": [generation, model.generate([long, tokens], max_new_tokens=2)],

@@ -31,10 +31,9 @@ def dangling(
 ) -> pd.DataFrame:
     """The attention that each head spent on slots that are gone, and where that attention went.
 
-    One row per layer and head, means over the queries. `dangling` is the mass before, on slots of `hide` that this
-    head cannot see after, and `dangling_first` the part of it that was on slot 0. `sink`, `summary`, `local` and
-    `elsewhere` are mass after minus mass before, and add up to `dangling`; a slot counts in the first of these groups
-    that it belongs to.
+    One row per layer and head, means over the queries. `dangling` is the mass before, on slots of `hidden` that this
+    head cannot see after. `sink`, `summary`, `local` and `elsewhere` are mass after minus mass before, and add up to
+    `dangling`; a slot counts in the first of these groups that it belongs to.
 
     Args:
         before: the queries with everything in view.
@@ -64,8 +63,7 @@ def dangling(
         "local": (distance >= 0) & (distance < local),
         "elsewhere": torch.ones_like(distance, dtype=torch.bool),
     }
-    lost = (before.weights * gone).mean(2)
-    table = {"dangling": lost.sum(-1), "dangling_first": lost[..., 0]}
+    table = {"dangling": (before.weights * gone).sum(-1).mean(-1)}
     remaining = ~gone
     for name, group in groups.items():
         table[name] = ((weights - before.weights) * (remaining & group)).sum(-1).mean(-1)

@@ -97,7 +97,7 @@ class Ledger(Brief):
         """Warn where a live slot that was computed at position 0 is to be hidden and others stay."""
         live = self.live_somewhere
         sink = self.origins == 0
-        sink[:, 0] |= self.recomputed[:, 0]  # nothing was before it
+        sink[:, :1] |= self.recomputed[:, :1]  # nothing was before it
         if bool((hidden & live & sink).any()) and bool((live & ~hidden).any()):
             warnings.warn(
                 "What is hidden holds slot 0, the attention sink of most models, so a part of any effect is its loss; "

@@ -253,4 +253,5 @@ def _under_policies(
 def _attention(model: Model, caches: Mapping[str, KVCache], read: Tokens, hide: Sequence[str]) -> pd.DataFrame:
     """Of the question and the reply to it, before and after the mask."""
     before, after = (attend(model, read, caches[arm], queries=range(len(read))) for arm in ("full", "masked"))
-    return dangling(before, after, hide)
+    on_first = before.weights[..., 0].mean(-1) * before.cache.ledger.in_segments(hide)[0, 0]
+    return dangling(before, after, hide).assign(dangling_first=on_first.flatten().cpu().numpy())

@@ -291,7 +291,7 @@ def policies_of(name: str) -> list[Policy]:
         MaskSpans(name),
         ZeroValues(name),
         PruneToolResults(3),
-        SinkWindow(4, 400, every=None),
+        SinkWindow(4, 400, mode="gapped", every=None),
         SlidingWindow(400, every=None),
         Quantise(4, tail=400, every=None),
     ]

@@ -82,8 +82,8 @@ def test_a_layer_that_attends_by_itself_is_refused(
     if proved:
         monkeypatch.setattr("kvprobe.models.lanes.prove_attention", lambda lanes, slots: None)
     phrase = "computes other logits with attention of kvprobe's making" if proved else "does not attend once in each"
-    if proved and call == "total":  # which reads the base again, and compares
-        phrase = ""
+    if proved and call == "total":
+        phrase = "gives other K or V at layer 2 than it holds"
     refused(lambda: CALLS[call](one_outside, base, donor), phrase)
 
 
