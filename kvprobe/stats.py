@@ -103,9 +103,9 @@ def interval(
     times Student's t, with one degree of freedom fewer than (effective) clusters. The end on the side of the longer
     tail is moved out by Johnson's correction for skewness (1978). The correction is enlarged, because few clusters hide
     most of their skewness, less so in a limited range; of many comparisons the most extreme one hides the most, but not
-    of differences between single answers, which are -1, 0 or 1 and have no tail to hide. Clusters that are all alike at -1, 0 or 1 can be so
-    by chance: in a limited range the interval reaches as far as clusters at its ends could move the mean that all were
-    missed with a probability of 2.5 %.
+    of differences between single answers, which are -1, 0 or 1 and have no tail to hide. Clusters that are all alike at
+    -1, 0 or 1 can be so by chance: in a limited range the interval reaches as far as clusters at its ends could move
+    the mean that all were missed with a probability of 2.5 %.
     docs/results/coverage.md reports the coverage.
 
     Args:
