@@ -165,7 +165,7 @@ def test_faults_are_ranked_by_what_they_cost_and_neighbours_compared(tmp_path: P
     assert answer(STUDY, page_of(STUDY, MADE_UP, conclusion, tmp_path)) == (
         "On recite (100.0 % (83.2 to 100.0) right with a sound cache) the worst fault is Gaussian (layer), which costs "
         "100.0 points (57.4 to 100.0). The mildest is distractor, for which a loss was not detected (15.0 points (-4.3 "
-        "to 64.0))."
+        "to 49.1))."
     )
 
 
