@@ -1,13 +1,12 @@
 """Ctrl-C and files on the command line: what is kept is said, and files are opened before anything runs."""
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from kvprobe.cli import main
-from kvprobe.experiments.settings import folder_of
-from kvprobe.studies import Entry
 
 # One function of several annotations in turn: what checks them in tests takes the first for all.
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -20,21 +19,32 @@ def said(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     return int(str(left.value.code)), capsys.readouterr().err
 
 
-def test_an_interrupted_run_says_what_is_kept_and_how_to_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    def interrupted(self: Entry, config: object, root: Path, name: str | None, processes: int = 1) -> None:
-        parts = folder_of(self.name, config, root, name) / "parts"  # type: ignore[arg-type]
-        parts.mkdir(parents=True)
-        (parts / "00000-kl.parquet").touch()
-        (parts / ".0.partial").touch()
-        raise KeyboardInterrupt
+INTERRUPTED = """
+import sys
+from kvprobe.cli import main
+from kvprobe.experiments.settings import folder_of
+from kvprobe.studies import Entry
 
-    monkeypatch.setattr(Entry, "run", interrupted)
-    code, sentence = said(["run", "leakage", "--out", str(tmp_path), "--name", "r"], monkeypatch, capsys)
-    assert code == 130
-    assert f"1 measured parts are kept in {tmp_path / 'r'}" in sentence
-    assert f"`kvprobe run leakage --out {tmp_path} --name r` resumes" in sentence
+def interrupted(self, config, root, name, processes=1):
+    parts = folder_of(self.name, config, root, name) / "parts"
+    parts.mkdir(parents=True)
+    (parts / "00000-kl.parquet").touch()
+    (parts / ".0.partial").touch()
+    raise KeyboardInterrupt
+
+Entry.run = interrupted
+sys.argv[0] = "kvprobe"
+main()
+"""
+
+
+def test_an_interrupted_run_says_what_is_kept_and_how_to_resume(tmp_path: Path):
+    """In a process of its own, since what others have registered or changed is not there."""
+    arguments = ["run", "leakage", "--out", str(tmp_path), "--name", "r"]
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, *arguments], capture_output=True, text=True)
+    assert done.returncode == 130, done.stderr
+    assert f"1 measured parts are kept in {tmp_path / 'r'}" in done.stderr
+    assert f"`kvprobe run leakage --out {tmp_path} --name r` resumes" in done.stderr
 
 
 @pytest.mark.parametrize(
