@@ -1,5 +1,6 @@
 """How far two computations of one thing may lie apart: by rounding, and by how much of it a model does."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
@@ -26,10 +27,9 @@ def few_tokens(plain: PreTrainedModel, count: int = 12) -> Int[Tensor, "1 count"
     return spread[None].to(next(plain.parameters()).device)
 
 
-def rounding_of(plain: PreTrainedModel) -> float:
-    """How far the logits of a few tokens move if what each module computes is off by the last bit of its dtype."""
-    ids = few_tokens(plain)
-    generator = torch.Generator(ids.device).manual_seed(0)
+def rounding_of(plain: PreTrainedModel, read: Callable[[], Tensor]) -> float:
+    """How far the logits that `read` gives move if what each module computes is off by the last bit of its dtype."""
+    generator = torch.Generator(next(plain.parameters()).device).manual_seed(0)
 
     def disturb(module: object, args: object, output: object) -> object:
         if not isinstance(output, Tensor) or not output.is_floating_point():
@@ -38,8 +38,8 @@ def rounding_of(plain: PreTrainedModel) -> float:
         return (output.float() * (1 + torch.finfo(output.dtype).eps * noise)).to(output.dtype)
 
     with torch.no_grad(), ExitStack() as stack:
-        quiet = plain(input_ids=ids, use_cache=False).logits
+        quiet = read()
         for module in plain.modules():
             if not any(True for _ in module.children()):
                 stack.callback(module.register_forward_hook(disturb).remove)
-        return difference(plain(input_ids=ids, use_cache=False).logits, quiet)
+        return difference(read(), quiet)

@@ -23,7 +23,7 @@ from kvprobe.models.hooks import claimed
 from kvprobe.models.lens import Hooked
 from kvprobe.models.masks import masks_given, masks_of
 from kvprobe.models.rotaries import rotaries_of
-from kvprobe.models.rounding import rounding_of
+from kvprobe.models.rounding import few_tokens, rounding_of
 
 Lane = Literal["plain", "hooked"]
 
@@ -128,7 +128,11 @@ class UnprovedLanes:
 
     @cached_property
     def _rounding(self) -> float:
-        return rounding_of(self.plain)
+        return rounding_of(self.plain, lambda: self.native(few_tokens(self.plain)))
+
+    def only_rounds(self, apart: float, effect: float, read: Callable[[], Tensor]) -> bool:
+        """Whether a difference is within `tolerance`, or within a few times what rounding does to this very reading."""
+        return apart <= self.tolerance(effect) or apart <= 4 * _ROUNDINGS * rounding_of(self.plain, read)
 
     def native(self, ids: Int[Tensor, "batch queries"]) -> Float[Tensor, "batch queries vocab"]:
         """Logits as the model's own library computes them, without kvprobe's cache, positions or masks."""

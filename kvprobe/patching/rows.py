@@ -101,7 +101,7 @@ def forward(
             "patch with KVCache.patch, one cell at a time."
         ) from error
     off = difference(logits[0].detach(), ordinary)
-    if not off <= lanes.tolerance():
+    if not off <= max(1e-3, lanes.tolerance()):  # a long text rounds more than the gate's few tokens
         raise UserError(
             f"{name} computes other logits with attention of kvprobe's making than when it reads the same tokens after "
             f"the same cache (off by {off:.1e}), so no effect of a patch is known; patch with KVCache.patch, one cell "
