@@ -77,8 +77,8 @@ class Comparison(Brief):
         tokens: of the reply with everything in view, as text.
         replies: by arm.
         attention: one row per layer and head: the share of its attention that it spends on the hidden messages
-            (`dangling`) while the question and its answer are read with everything in view, and where this goes when
-            they are masked; see `kvprobe.attention.dangling`.
+            (`dangling`; `dangling_first` is the part of it on slot 0) while the question and its answer are read with
+            everything in view, and where this goes when they are masked; see `kvprobe.attention.dangling`.
         left_out: why an arm is missing; empty if none is.
         reused: what an engine that is given the visible messages alone finds of them in the cache with everything;
             None where the template refuses them alone.

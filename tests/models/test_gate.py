@@ -201,3 +201,14 @@ def test_the_doctor_examines_the_plain_lane_of_a_model_whose_hooked_lane_is_refu
     assert all(check.passed for check in checks)
     assert not any("lanes agree" in check.name for check in checks)
     assert any("TransformerLens computes something else" in sentence for sentence in limits(model))
+
+
+def test_real_weights_are_read_past_the_length_that_is_proved_first(smol: Model):
+    """Their rounding grows with the length; a limit for tiny models would refuse them."""
+    tokens = Tokens.of([100 + number % 500 for number in range(300)])
+    cache, hidden = smol.prefill(tokens), range(100, 150)
+    assert cache.slots > gate.FIRST_REACH
+    (_, masked), (_, evicted) = (
+        smol.extend(kept, " and then") for kept in (cache.mask(slots=hidden), cache.evict(slots=hidden))
+    )
+    torch.testing.assert_close(masked, evicted, rtol=1e-3, atol=1e-3)
