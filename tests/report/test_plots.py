@@ -279,3 +279,19 @@ def test_a_budget_is_drawn_again_from_its_findings():
     assert usable.get_ydata()[0] == pytest.approx(findings.at("usable", along="context").mean / 1e9)
     assert out.get_xdata()[0] == plan.largest_context
     assert StackFigure(file="f", caption="c", along="new").draw(findings, label, "t") is None
+
+
+def test_a_legend_names_only_what_no_row_above_has_named():
+    values = {"a": 0.1, "b": 0.2}
+    found = [
+        Finding("share", {"row": row, "line": line, "x": x}, Estimate(values[line], 0.0, 0.3, 9))
+        for row, lines in (("one", "a"), ("two", "ab"), ("three", "ab"))
+        for line in lines
+        for x in (1, 2)
+    ]
+    known: dict[str, Any] = {"file": "f", "caption": "c", "finding": "share", "x": "x", "y_label": "y"}
+    lines = Lines(line="line", row=lambda keys: str(keys["row"]), curves=True, **known)
+    figure = lines.draw(Findings(found), label, "t")
+    assert figure is not None
+    legends = [axis.get_legend() for axis in figure.axes]
+    assert [legend and [text.get_text() for text in legend.get_texts()] for legend in legends] == [["a"], ["b"], None]

@@ -245,9 +245,19 @@ def _offsets(count: int, across: Iterable[float]) -> list[float]:
 
 
 def _legends(grid: np.ndarray) -> None:
-    """Each row's legend to its right."""
+    """A legend to the right of each row, of what the rows above it have not named."""
+    above: set[tuple[str, str]] = set()
     for row in grid:
         named = {label: line for axis in row for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-        row[-1].legend(
-            named.values(), named.keys(), loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, handlelength=2.6
-        )
+        looks = {label: (label, str(getattr(line, "lines", (line,))[0].get_color())) for label, line in named.items()}
+        new = [label for label in named if looks[label] not in above]
+        above.update(looks.values())
+        if new:
+            row[-1].legend(
+                [named[label] for label in new],
+                new,
+                loc="center left",
+                bbox_to_anchor=(1.02, 0.5),
+                frameon=False,
+                handlelength=2.6,
+            )
