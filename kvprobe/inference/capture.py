@@ -120,7 +120,6 @@ def capture(
         else:
             tensors[family, layer] = tensor.gather(1, pick[:, :, None].expand(-1, -1, tensor.shape[2]))
 
-    lanes.prove()
     ports = plain_ports(lanes, computed, layers) if computed else {}
     if lane == "auto":
         lane = "hooked" if None in ports.values() else "plain"
@@ -239,7 +238,6 @@ def editing(lanes: Lanes, port: Port, edit: Callable[[Tensor], Tensor]) -> Gener
     ) -> Tensor | tuple[Tensor, *tuple[object, ...]]:
         return (edit(output[0]), *output[1:]) if isinstance(output, tuple) else edit(output)
 
-    lanes.prove()
     hook: Hook = (lanes.plain.get_submodule(path), end, before if end == "input" else after)
     with claimed(lanes.plain), hooked([hook]):
         yield

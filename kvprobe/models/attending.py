@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from kvprobe.cache.attention import output_of, weights_of
 from kvprobe.errors import UserError
-from kvprobe.models.hooks import claimed
+from kvprobe.models.hooks import claimed, unless_bare
 from kvprobe.restoring import restoring
 
 KERNELS = ("sdpa", "eager")
@@ -128,6 +128,7 @@ def attention_replaced(
                 "neither replaced nor observed; patch with KVCache.patch, one cell at a time, and see patterns on "
                 "lane='hooked'."
             )
+        attention = unless_bare(attention)
         for layer, (module, replaced) in enumerate(before.items()):
             _replacements[module] = _Replacement(layer, d_head, attention, replaced)
         yield
@@ -158,7 +159,8 @@ def _attend(
         scale = replacement.d_head**-0.5 if scaling is None else float(scaling)
         softcap, sinks = settings.get("softcap"), settings.get("s_aux")
         inputs = Attending(replacement.layer, query, key, value, scale, softcap, sinks)
-        return replacement.attention(inputs, lambda: computed(replacement.replaced))
+        output = replacement.attention(inputs, lambda: computed(replacement.replaced))
+        return computed(replacement.replaced) if output is None else output
 
     replacement = _replacements.get(module)
     return usual() if replacement is None else (computed(replacement), None)

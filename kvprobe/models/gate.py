@@ -23,6 +23,7 @@ from kvprobe.errors import UserError
 from kvprobe.models.attending import Attending
 from kvprobe.models.gate_caches import Held, LongCache, empty_cache, fresh_ledger, read, read_after, read_few
 from kvprobe.models.hf_cache import CacheLayer, past_key_values
+from kvprobe.models.hooks import bare
 from kvprobe.models.loading import free_bytes
 from kvprobe.models.rounding import difference, few_tokens
 from kvprobe.models.unproved import Lane, UnprovedLanes
@@ -39,6 +40,7 @@ _FEW = 8
 Check = tuple[bool, str]
 
 
+@bare()
 def prove_plain(lanes: UnprovedLanes) -> bool:
     """Prove on a few tokens that the model is causal, places tokens at the positions given to it, and respects masks.
 
@@ -65,6 +67,7 @@ def prove_plain(lanes: UnprovedLanes) -> bool:
     return by_head
 
 
+@bare()
 def prove_reach(lanes: UnprovedLanes, slots: int, position: int) -> None:
     """Prove that a model does among so many slots, and up to so far a position, what it does among a few.
 
@@ -75,6 +78,7 @@ def prove_reach(lanes: UnprovedLanes, slots: int, position: int) -> None:
     _prove(lanes, lambda lanes: _far_checks(lanes, read_few(lanes)[1], position))
 
 
+@bare()
 def prove_hooked(lanes: UnprovedLanes, by_head: bool, slots: int) -> None:
     """Prove that the hooked lane computes what the plain lane does, masks, gaps and caches of so many slots included.
 
@@ -119,6 +123,7 @@ def prove_hooked(lanes: UnprovedLanes, by_head: bool, slots: int) -> None:
         )
 
 
+@bare()
 def prove_attention(lanes: UnprovedLanes, slots: int) -> None:
     """Prove on a few tokens, alone and after so many slots, that attention is a softmax over scaled scores, with
     softcap and sinks where there are any.

@@ -1,8 +1,11 @@
-"""Changes of a model that last for a while: its hooks are removed whatever happens, and one thread has it at a time."""
+"""Changes of a model that last for a while: its hooks are removed whatever happens, one thread has it at a time, and a
+proof that becomes due meanwhile is of the model without them."""
 
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -18,6 +21,7 @@ Hook = tuple[nn.Module, Literal["input", "output"], Callable[..., Any]]
 
 _claims: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _claiming = threading.Lock()
+_depth = ContextVar("depth", default=0)
 
 
 @contextmanager
@@ -41,9 +45,30 @@ def claimed(plain: nn.Module) -> Generator[None]:
 
 
 @contextmanager
+def bare() -> Generator[None]:
+    """While this lasts, models compute as if nothing that was hooked or replaced before were there."""
+    before = _depth.set(_depth.get() + 1)
+    try:
+        yield
+    finally:
+        _depth.reset(before)
+
+
+def unless_bare(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which does nothing while a `bare` lasts that began later."""
+    depth = _depth.get()
+
+    @wraps(function)
+    def called(*args: Any, **keywords: Any) -> Any:
+        return function(*args, **keywords) if _depth.get() == depth else None
+
+    return called
+
+
+@contextmanager
 def hooked(hooks: Iterable[Hook]) -> Generator[None]:
     """While this lasts, modules call these functions; what a function returns replaces what it got."""
-    hooks = list(hooks)
+    hooks = [(module, end, unless_bare(function)) for module, end, function in hooks]
 
     def remove() -> None:
         for module, end, function in hooks:

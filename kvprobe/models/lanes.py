@@ -111,8 +111,7 @@ class Lanes(UnprovedLanes):
             yield
 
     def prove(self, slots: int = 0, positions: int = 0, lane: Lane = "plain") -> None:
-        """Run the gate now, for so many slots and positions; needed before modules are hooked, since hooks would also
-        fire on the gate's own passes.
+        """Run the gate now, for so many slots and positions.
 
         Raises:
             UserError: see `masks_by_head`; or the model does something else at this length.

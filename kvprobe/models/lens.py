@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from kvprobe.errors import UserError
 from kvprobe.models.attending import set_attention
-from kvprobe.models.hooks import claimed
+from kvprobe.models.hooks import claimed, unless_bare
 from kvprobe.names import one_line
 from kvprobe.restoring import restoring
 
@@ -197,7 +197,7 @@ class Hooked:
         with claimed(self._plain), restoring(remove):
             for name, point in points.items():
                 # add_hook on the point itself: run_with_hooks costs several forward passes on a small model.
-                point.add_hook(hook_of(name), level=_LEVEL)
+                point.add_hook(unless_bare(hook_of(name)), level=_LEVEL)
             yield
         if silent := set(observers) - fired:
             raise UserError(

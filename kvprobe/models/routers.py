@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kvprobe.errors import UserError
 from kvprobe.models.geometry import embedded_tokens
-from kvprobe.models.hooks import Hook, claimed, hooked
+from kvprobe.models.hooks import Hook, bare, claimed, hooked
 from kvprobe.models.unproved import UnprovedLanes
 
 
@@ -53,6 +53,7 @@ class Routers:
             yield
 
 
+@bare()
 def routers_of(lanes: UnprovedLanes) -> Routers:
     """The routers of a model, once it is proved on a few tokens, layer by layer, that the experts do what they say.
 

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from kvprobe.errors import UserError
 from kvprobe.models.attending import Attending
 from kvprobe.models.gate_caches import empty_cache, fresh_ledger
-from kvprobe.models.hooks import Hook, hooked
+from kvprobe.models.hooks import Hook, bare, hooked
 from kvprobe.models.rounding import difference, few_tokens
 from kvprobe.models.unproved import UnprovedLanes
 
 
+@bare()
 def prove_writing(lanes: UnprovedLanes) -> None:
     """Prove on a few tokens that each output projection reads what the heads of its layer give, side by side.
 

@@ -1,11 +1,15 @@
+from typing import Any
+
 import pytest
 import torch
 import transformers
 
+from kvprobe.inference.capture import editing, plain_ports
 from kvprobe.inference.model import Model
 from kvprobe.models.geometry import Geometry
+from kvprobe.models.gate import FIRST_REACH
 from kvprobe.models.lanes import Lanes
-from tests.models import WINDOW, llama, tiny_tokenizer
+from tests.models import N_LAYERS, WINDOW, llama, mixtral, tiny_tokenizer
 from tests.refusals import refused
 
 
@@ -60,3 +64,35 @@ def test_an_interrupted_proof_of_the_hooked_lane_is_begun_again(monkeypatch: pyt
         with pytest.raises(KeyboardInterrupt):
             _ = lanes.hooked
     assert len(proofs) == 2
+
+
+@pytest.mark.parametrize("tokens", [3, FIRST_REACH + 1])
+def test_a_proof_that_comes_due_amid_hooks_is_of_the_model_without_them(tokens: int):
+    """Texts that are longer than what was proved first are proved when they are read."""
+    model, called = mixtral(), dict.fromkeys(("seen", "edited", "routed"), 0)
+    lanes, text = model.lanes, torch.ones(tokens, dtype=torch.long)
+
+    def counting(name: str, change: Any) -> Any:
+        def counted(*given: Any) -> Any:
+            called[name] += 1
+            return change(given[-1])
+
+        return counted
+
+    port = plain_ports(lanes, ["resid_post"], [1])["resid_post", 1]
+    assert port is not None
+    with (
+        lanes.observing_attention(counting("seen", lambda _: None)),
+        editing(lanes, port, counting("edited", torch.zeros_like)),
+        lanes.routers.replaced_by(counting("routed", lambda decision: decision)),
+    ):
+        model.prefill(text)
+    assert called == {"seen": N_LAYERS, "edited": 1, "routed": N_LAYERS}
+
+
+def test_what_is_captured_of_a_text_that_is_yet_to_be_proved_is_of_that_text():
+    text = torch.arange(1, FIRST_REACH + 2) % 9
+    for lane in ("plain", "hooked"):
+        model = llama()
+        first, again = (model.capture(text, ["resid_post", "k"], lane=lane) for _ in range(2))
+        assert all(torch.equal(first[family, 1], again[family, 1]) for family in ("resid_post", "k"))
