@@ -26,7 +26,7 @@ from kvprobe.stats import Estimate
 from kvprobe.studies.features.scatter import Scatter
 from kvprobe.studies.memory.stack_figure import StackFigure, stack_findings
 from kvprobe.studies.policies.styles import POLICY_STYLES
-from kvprobe.studies.policies.tradeoff import Tradeoff
+from kvprobe.studies.policies.tradeoff import PANELS, Tradeoff
 from kvprobe.studies.robustness.styles import FAULT_STYLES
 from kvprobe.tidy import crossed
 from tests.refusals import refused
@@ -116,21 +116,17 @@ def test_dots_of_the_declared_values_stand_one_below_the_other_beside_their_leve
 
 
 def test_a_scatter_has_a_point_for_each_pair_above_zero_and_colours_those_that_are_decided():
-    known: dict[str, Any] = {"arm": "kept", "place": "code"}
+    known: dict[str, Any] = {"segment": "T3", "place": "v.7"}
     findings = Findings()
     for latent, (across, up) in {"a": (1.0, 2.0), "b": (3.0, 1.0), "c": (0.0, 1.0)}.items():
-        findings.number("across", across, latent=latent, **known)
-        findings.number("up", up, latent=latent, **known)
-    findings.number("up", 1.0, latent="d", **known)
+        findings.number("restart", across, latent=latent, **known)
+        findings.number("retained", up, latent=latent, **known)
+    findings.number("retained", 1.0, latent="d", **known)
     findings.number("p", 0.01, latent="b", **known)
-    scatter = Scatter(
-        file="f", caption="c", across="across", up="up", row="arm", column="place", x_label="x", y_label="y",
-        coloured=("p", 0.05), names=("alike", "differs"),
-    )  # fmt: skip
-    figure = scatter.draw(findings, label, "t")
+    figure = Scatter().draw(findings, label, "t")
     assert figure is not None
-    points = {dots.get_label(): dots.get_offsets().tolist() for dots in figure.axes[0].collections}
-    assert points == {"alike": [[1.0, 2.0]], "differs": [[3.0, 1.0]]}
+    points = [dots.get_offsets().tolist() for dots in figure.axes[0].collections]
+    assert points == [[[1.0, 2.0]], [[3.0, 1.0]]]
 
 
 def test_lines_without_a_key_for_panels_have_one_panel_of_the_chosen_findings():
@@ -242,28 +238,24 @@ def test_every_named_fault_and_policy_has_a_line_style_of_its_own():
 def test_a_tradeoff_draws_quality_against_the_memory_of_the_same_condition():
     findings = Findings()
     for kind, level, memory, quality in (
-        ("full", 9, 1, 0.9),
-        ("a", 1, 0.2, 0.3),
-        ("a", 2, 0.5, 0.8),
-        ("b", 4, 0.3, 0.1),
+        ("full", 100, 1, 0.9),
+        ("random", 1, 0.2, 0.3),
+        ("random", 2, 0.5, 0.8),
+        ("quantise", 4, 0.3, 0.1),
     ):
         findings.number("memory", memory, kind=kind, level=level)
-        for measure, value in {"kl": 1 - quality, "right": quality}.items():
+        for measure in PANELS:
+            value = 1 - quality if measure == "kl" else quality
             mean = Estimate(value, value - 0.1, value + 0.1, 9)
             findings.add(Finding("quality", {"kind": kind, "level": level, "measure": measure}, mean))
-    findings.number("chance", 0.05, measure="right")
-    tradeoff = Tradeoff(
-        file="f", caption="c", quality="quality", memory="memory", line="kind", panels={"kl": "KL", "right": "right"},
-        logarithmic="kl", styles={"b": Style("#000000"), "a": Style("#ff0000")}, full={"kind": "full", "level": 9},
-        level="chance", shaded="a", named={"b": "level"}, x_label="memory",
-    )  # fmt: skip
-    divergence, right = tradeoff.draw(findings, label, "t").axes
+    findings.number("chance", 0.05, measure="code")
+    divergence, _, right, _ = Tradeoff().draw(findings, label, "t").axes
     assert (divergence.get_yscale(), right.get_yscale()) == ("log", "linear")
     lines = {line.get_label(): line.get_xydata().tolist() for line in right.lines}
-    assert lines["a"] == [[20, 0.3], [50, 0.8]]
+    assert lines["random"] == [[20, 0.3], [50, 0.8]]
     assert [point[1] for point in lines["full"] + lines["chance"]] == [0.9, 0.9, 0.05, 0.05]
     assert [text.get_text() for text in right.texts] == ["4"]
-    assert right.collections[0].get_label() == "a, 95 % interval"
+    assert right.collections[0].get_label() == "random, 95 % interval"
 
 
 def test_a_budget_is_drawn_again_from_its_findings():

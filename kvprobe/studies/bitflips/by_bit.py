@@ -3,7 +3,6 @@ of the mantissa."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -18,25 +17,33 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Layer = tuple[str, str, str, str]
-"""Of a stack: an outcome, one of which it is cleared (or an empty name), its colour, and its name in the legend."""
+STACKS = {
+    "breaks": (
+        ("loud", "", "#222222", "breaks: not finite"),
+        ("breaks", "loud", "#d55e00", "breaks: wrong answer"),
+        ("words", "", "#56b4e9", "other words, still right"),
+        ("nothing", "", "#e3e3e3", "nothing: same answer"),
+    ),
+    "changed": (
+        ("nonfinite", "", "#222222", "not finite"),
+        ("different", "", "#d55e00", "another answer"),
+        ("same", "", "#e3e3e3", "same answer"),
+    ),
+}
+"""What is stacked from below where answers can break, and where the model fails at the task, by the outcome whose
+interval is drawn: an outcome, one of which it is cleared (or an empty name), its colour, and its name in the legend."""
+DID = {"breaks": "breaks", "changed": "differs"}
+LIMITS = (5e-11, 100.0)
+"""Of the axis of KL; what is less than twice the lower one is drawn there."""
 ABOVE: Any = {"xycoords": ("data", "axes fraction"), "ha": "center"}
 
 
-@dataclass(frozen=True, kw_only=True)
 class ByBit(ABC):
-    """A figure with the bits along the x axis, and panels one below the other.
-
-    Attributes:
-        file, caption: of the figure.
-        finding: what is drawn, by `task`, `dtype` and `bit`.
-        bits: a finding by the same keys that every bit has.
-    """
+    """A figure of a finding by `task`, `dtype` and `bit`: bits along the x axis, panels one below the other."""
 
     file: str
     caption: str
     finding: str
-    bits: str
 
     def draw(self, findings: Findings, labels: Labels, title: str) -> "Figure | None":
         """The figure; None where nothing of it was measured."""
@@ -52,7 +59,7 @@ class ByBit(ABC):
             figure, grid = plt.subplots(len(places), 1, figsize=(8.4, 1.1 + 2.3 * len(places)), squeeze=False)
             for axis, (task, dtype) in zip(grid[:, 0], places, strict=True):
                 keys = {"task": task, "dtype": dtype}
-                bits = findings.values(self.bits, "bit", **keys)[::-1]
+                bits = findings.values("bit_flips", "bit", **keys)[::-1]
                 self.panel(axis, findings, keys, bits)
                 _name_bits(axis, str(dtype), bits)
                 axis.set_ylabel("\n".join([labels("task", task)] * several + [str(dtype), axis.get_ylabel()]))
@@ -67,26 +74,23 @@ class ByBit(ABC):
         """Draw one task and dtype."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class SharesByBit(ByBit):
-    """Shares of outcomes (the key `became`), stacked, with the interval of one of them.
+    """Shares of outcomes (the key `became`), stacked, with the interval of the first of `STACKS` that was measured."""
 
-    Attributes:
-        stacks: by the outcome whose interval is drawn, what is stacked from below; that of the first outcome that was
-            measured counts.
-        said: what each of these outcomes did.
-    """
-
-    stacks: Mapping[str, Sequence[Layer]]
-    said: Mapping[str, str]
+    file = "shares_by_bit"
+    caption = (
+        "What a single flip of each bit does: of answers that were right, or of all answers where the model fails at "
+        "the task. The same places are struck at each bit. 95 % intervals over items."
+    )
+    finding = "bit_share"
 
     def panel(self, axis: "Axes", findings: Findings, keys: Mapping[str, Key], bits: Sequence[Key]) -> None:
         def shares(became: str) -> Any:
             return np.array([findings.at(self.finding, **keys, bit=bit, became=became).mean for bit in bits])
 
-        harm = next(became for became in self.stacks if findings.where(self.finding, **keys, became=became))
+        harm = next(became for became in STACKS if findings.where(self.finding, **keys, became=became))
         places, bottom = np.arange(len(bits)), np.zeros(len(bits))
-        for whole, part, colour, name in self.stacks[harm]:
+        for whole, part, colour, name in STACKS[harm]:
             heights = shares(whole) - (shares(part) if part else 0)
             axis.bar(places, 100 * heights, 0.86, bottom=100 * bottom, color=colour, label=name, lw=0)
             bottom = bottom + heights
@@ -100,38 +104,33 @@ class SharesByBit(ByBit):
             ecolor="#7a3300",
             elinewidth=0.9,
             capsize=1.5,
-            label=f"interval of what {self.said[harm]}",
+            label=f"interval of what {DID[harm]}",
         )
         axis.set(ylim=(0, 100), ylabel="share of flips (%)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PointsByBit(ByBit):
-    """Numbers with their intervals, on a logarithmic axis.
+class KLByBit(ByBit):
+    """KL with its intervals, on a logarithmic axis; how many flips have none is written above."""
 
-    Attributes:
-        left_out: a finding with the same keys: how many flips have no number, which is written above.
-        y_label: of the y axis.
-        limits: of the y axis; what is less than twice the lower one is drawn there.
-        label: of the points in the legend.
-    """
-
-    left_out: str
-    y_label: str
-    limits: tuple[float, float]
-    label: str
+    file = "kl_by_bit"
+    caption = (
+        "Flips after which numbers were not finite have no KL; how many these are is written above. A change too small "
+        "to matter still moves what is computed by rounding; the KL of the lowest bits shows how much. 95 % intervals "
+        "over items."
+    )
+    finding = "bit_kl"
 
     def panel(self, axis: "Axes", findings: Findings, keys: Mapping[str, Key], bits: Sequence[Key]) -> None:
         for place, bit in enumerate(bits):
             value = findings.get(self.finding, **keys, bit=bit)
             if value is not None:
-                mean, low, high = np.maximum([value.mean, *value.ends], 2 * self.limits[0])
+                mean, low, high = np.maximum([value.mean, *value.ends], 2 * LIMITS[0])
                 axis.plot([place, place], [low, high], color="#0072b2", lw=1.2)
-                axis.plot(place, mean, "o", color="#0072b2", ms=4, label=self.label)
-            left_out = findings.at(self.left_out, **keys, bit=bit).mean
+                axis.plot(place, mean, "o", color="#0072b2", ms=4, label="mean over flips and items, with its interval")
+            left_out = findings.at("bit_nonfinite", **keys, bit=bit).mean
             if left_out:
                 axis.annotate(f"{left_out:g}", (place, 0.985), va="top", color="#d55e00", fontsize=7.5, **ABOVE)
-        axis.set(yscale="log", ylim=self.limits, ylabel=self.y_label)
+        axis.set(yscale="log", ylim=LIMITS, ylabel="KL (nats per token)")
 
 
 def _name_bits(axis: "Axes", dtype: str, bits: Sequence[Key]) -> None:

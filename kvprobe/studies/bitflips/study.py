@@ -8,7 +8,7 @@ from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
 from kvprobe.studies.answers import LABELS, WRITTEN, inputs
 from kvprobe.studies.bitflips import Config
-from kvprobe.studies.bitflips.by_bit import PointsByBit, SharesByBit
+from kvprobe.studies.bitflips.by_bit import KLByBit, SharesByBit
 from kvprobe.studies.bitflips.collect import ANY, collect
 from kvprobe.studies.bitflips.conclude import conclude
 from kvprobe.wording import percent, points, two_digits
@@ -35,20 +35,6 @@ BECAME = {
     "nonfinite": "not finite",
     "changed": "another answer or not finite",
 }
-STACKS = {
-    "breaks": (
-        ("loud", "", "#222222", "breaks: not finite"),
-        ("breaks", "loud", "#d55e00", "breaks: wrong answer"),
-        ("words", "", "#56b4e9", "other words, still right"),
-        ("nothing", "", "#e3e3e3", "nothing: same answer"),
-    ),
-    "changed": (
-        ("nonfinite", "", "#222222", "not finite"),
-        ("different", "", "#d55e00", "another answer"),
-        ("same", "", "#e3e3e3", "same answer"),
-    ),
-}
-"""What the figure of shares stacks, where answers can break and where the model fails at the task."""
 GAPS = ("contrast_breaks", "contrast_changed")
 
 
@@ -91,15 +77,7 @@ STUDY = Study(
     collect=collect,
     conclude=conclude,
     figures=(
-        SharesByBit(
-            file="shares_by_bit",
-            caption="What a single flip of each bit does: of answers that were right, or of all answers where the "
-            "model fails at the task. The same places are struck at each bit. 95 % intervals over items.",
-            finding="bit_share",
-            bits="bit_flips",
-            stacks=STACKS,
-            said={"breaks": "breaks", "changed": "differs"},
-        ),
+        SharesByBit(),
         by_rate(
             "damage_by_rate",
             "accuracy",
@@ -108,18 +86,7 @@ STUDY = Study(
             ("chance", "chance"),
         ),
         by_rate("changed_by_rate", "changed", "answers that changed (share)", "Flips all over the cache."),
-        PointsByBit(
-            file="kl_by_bit",
-            caption="Flips after which numbers were not finite have no KL; how many these are is written above. A "
-            "change too small to matter still moves what is computed by rounding; the KL of the lowest bits shows how "
-            "much. 95 % intervals over items.",
-            finding="bit_kl",
-            bits="bit_flips",
-            left_out="bit_nonfinite",
-            y_label="KL (nats per token)",
-            limits=(5e-11, 100.0),
-            label="mean over flips and items, with its interval",
-        ),
+        KLByBit(),
     ),
     claims=(
         *(Claim(name, "more often than", "less often than", "not detectably more often than") for name in GAPS),

@@ -1,7 +1,6 @@
 """The features study: its declaration."""
 
 from kvprobe.experiments.study import Claim, Study
-from kvprobe.probing.intervals import LEVEL
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies.features import Config
 from kvprobe.studies.features.collect import PARTS, collect
@@ -66,18 +65,7 @@ STUDY = Study(
             rules=(0.0,),
             own_scales=True,
         ),
-        Scatter(
-            file="differences",
-            caption="Mean activation of each latent in both arms, for the same text at the same positions.",
-            across="restart",
-            up="retained",
-            row="segment",
-            column="place",
-            x_label="mean activation, restart",
-            y_label="mean activation, retained",
-            coloured=("p", LEVEL),
-            names=("no difference found", f"differs (p ≤ {LEVEL:g}, all latents together)"),
-        ),
+        Scatter(),
         Lines(
             file="densities",
             finding="densities",

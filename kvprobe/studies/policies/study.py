@@ -1,4 +1,4 @@
-"""The policies study: its declaration, and a figure that no declaration of the framework draws."""
+"""The policies study: its declaration, and its second figure."""
 
 from typing import Any
 
@@ -13,16 +13,8 @@ from kvprobe.studies.policies import Config
 from kvprobe.studies.policies.collect import FULL, collect
 from kvprobe.studies.policies.conclude import GAINS, NAMES, conclude
 from kvprobe.studies.policies.on_tasks import ON_TASKS, inputs
-from kvprobe.studies.policies.styles import POLICY_STYLES
 from kvprobe.studies.policies.tradeoff import Tradeoff
 from kvprobe.tasks.instructions import PLACES
-
-PANELS = {
-    "kl": "KL from the full cache (nats, log scale)",
-    "agreement": "next token as with the full cache (share)",
-    "code": "digits of the hidden code recalled (share)",
-    "instructions": "instructions followed (share)",
-}
 
 
 class InstructionsByPlace:
@@ -101,22 +93,7 @@ STUDY = Study(
     conclude=conclude,
     instead=lambda config: ON_TASKS if config.tasks else None,
     figures=(
-        Tradeoff(
-            file="quality_by_memory",
-            caption="Means over conversations. Grey band: 95 % interval of random eviction; the tables hold the "
-            "others. A policy that keeps everything has a KL of zero, which is off the scale.",
-            quality="quality",
-            memory="memory",
-            line="kind",
-            panels=PANELS,
-            logarithmic="kl",
-            styles=POLICY_STYLES,
-            full={"kind": FULL, "level": 100},
-            level="chance",
-            shaded="random",
-            named={"quantise": "level"},
-            x_label="memory kept (% of the full cache at 16 bits)",
-        ),
+        Tradeoff(),
         InstructionsByPlace(),
     ),
     claims=tuple(Claim(name, above="better", below="worse") for name in GAINS.values()),
