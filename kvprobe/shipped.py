@@ -1,6 +1,10 @@
 """The place of the data that ships with kvprobe."""
 
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 
 def shipped(kind: str) -> Path:
@@ -8,3 +12,9 @@ def shipped(kind: str) -> Path:
     package = Path(__file__).resolve().parent
     inside = package / "_shipped" / kind
     return inside if inside.is_dir() else package.parent / kind
+
+
+@cache
+def shipped_entries(name: str) -> Any:
+    """What a YAML file of the library holds, as `tasks/passcode`."""
+    return yaml.safe_load((Path(__file__).parent / f"{name}.yaml").read_text(encoding="utf-8"))

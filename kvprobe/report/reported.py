@@ -3,12 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
-
-import yaml
 
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
+from kvprobe.shipped import shipped_entries
 
 
 @dataclass(frozen=True)
@@ -50,17 +48,13 @@ def reported(name: str) -> Reported:
 @cache
 def tables() -> dict[str, Reported]:
     """All tables that kvprobe has."""
-    text = resources.files("kvprobe.report").joinpath("reported.yaml").read_text(encoding="utf-8")
     return {
         name: Reported(
+            **{name: entry[name] for name in ("source", "model", "task", "samples")},
             name=name,
-            source=entry["source"],
-            model=entry["model"],
-            task=entry["task"],
-            samples=entry["samples"],
             clean=float(entry["clean"]),
             rates=tuple(map(float, entry["rates"])),
             rows={row: tuple(map(float, values)) for row, values in entry["rows"].items()},
         )
-        for name, entry in yaml.safe_load(text).items()
+        for name, entry in shipped_entries("report/reported").items()
     }

@@ -7,14 +7,12 @@ answer is in the summaries, one whose answer is only in the hidden turns, and on
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from importlib import resources
 from itertools import chain
 from typing import Literal
 
-import yaml
-
+from kvprobe.shipped import shipped_entries
+from kvprobe.tasks.exchanges import talk
 from kvprobe.tasks.passcode import Context, Encoder, contexts, conversation
-from kvprobe.text.messages import Message
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
 
@@ -55,8 +53,7 @@ class Compaction:
 @cache
 def compactions() -> tuple[Compaction, ...]:
     """One for each of `kvprobe.tasks.passcode.contexts`, in their order."""
-    text = resources.files("kvprobe.tasks").joinpath("compaction.yaml").read_text(encoding="utf-8")
-    entries = {entry["id"]: entry for entry in yaml.safe_load(text)}
+    entries = {entry["id"]: entry for entry in shipped_entries("tasks/compaction")}
     names = [field.name for field in fields(Compaction)]
     return tuple(Compaction(**{name: entries[context.id][name] for name in names}) for context in contexts())
 
@@ -67,28 +64,18 @@ def compacted_conversation(context: Context, compaction: Compaction, code: str) 
     The reply of T3 is the part `reply`; `ask` asks for the code, and its answer is the part `answer`.
     """
     *before, question, answer = conversation(context, code).messages
-    followup = [
-        {"role": "user", "content": compaction.followup_user},
-        {"role": "assistant", "content": [{"text": compaction.followup_assistant, "name": "reply"}]},
-    ]
-    messages = [
-        *map(_mapping, before),
-        *followup,
-        *map(_mapping, (question, answer)),
-    ]
-    return Transcript.from_messages(messages, [*(message.segment for message in before), "T3", "T3", "ask", "ask"])
+    followup = talk(("T3", compaction.followup_user, [{"text": compaction.followup_assistant, "name": "reply"}]))
+    asking = (replace(message, segment="ask") for message in (question, answer))
+    return Transcript((*before, *followup.messages, *asking))
 
 
 def asked(chat: Transcript, question: str, answer: str = "", lead: str = "") -> Transcript:
     """The conversation up to T3, and as `ask` this question in place of the one for the code; with an answer also the
     reply, in which the part `answer` follows the part `lead`, if there is one."""
-    before = [message for message in chat.messages if message.segment != "ask"]
-    asking: list[dict[str, object]] = [{"role": "user", "content": question}]
-    if answer:
-        parts = [{"text": f"{lead} ", "name": "lead"}] if lead else []
-        asking.append({"role": "assistant", "content": [*parts, {"text": answer, "name": "answer"}]})
-    names = [*(message.segment for message in before), *["ask"] * len(asking)]
-    return Transcript.from_messages([*map(_mapping, before), *asking], names)
+    before = (message for message in chat.messages if message.segment != "ask")
+    parts = [{"text": f"{lead} ", "name": "lead"}] if lead else []
+    replies = [[*parts, {"text": answer, "name": "answer"}]] if answer else []
+    return Transcript((*before, *talk(("ask", question, *replies)).messages))
 
 
 def places_by_kind(tokens: Tokens) -> dict[str, tuple[int, ...]]:
@@ -114,7 +101,3 @@ def unrelated(tokens: Tokens, segments: Sequence[str], others: Sequence[Context]
     )
     ids = (next(supply) if other else token for token, other in zip(tokens.ids, replaced, strict=True))
     return replace(tokens, ids=tuple(ids))
-
-
-def _mapping(message: Message) -> dict[str, object]:
-    return {"role": message.role, "content": [{"text": part.text, "name": part.name} for part in message.parts]}

@@ -9,19 +9,18 @@ the value.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import resources
 
 import numpy as np
-import yaml
 
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
+from kvprobe.shipped import shipped_entries
+from kvprobe.tasks.exchanges import filled, talk
 from kvprobe.text.chat_template import Tokenizer
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
 
 KINDS = ("code", "name", "number", "instruction")
-SEGMENTS = ("system", "T1", "fact", "T2", "question")
 
 
 @dataclass(frozen=True)
@@ -114,21 +113,14 @@ def halves(chosen: Sequence[Fact], seed: int) -> list[int]:
 
 def conversation(fact: Fact, value: str) -> Transcript:
     """The conversation with this value: the part `value` of the segment `fact`, and the part `answer` of `question`."""
-    before, after = fact.fact_user.split("{fact}")
     answer = {"text": value, "name": "answer"}
-    messages = [
-        {"role": "system", "content": fact.system},
-        {"role": "user", "content": fact.chat_user},
-        {"role": "assistant", "content": fact.chat_assistant},
-        {"role": "user", "content": [before, {"text": value, "name": "value"}, after]},
-        {"role": "assistant", "content": fact.fact_assistant},
-        {"role": "user", "content": fact.later_user},
-        {"role": "assistant", "content": fact.later_assistant},
-        {"role": "user", "content": fact.question},
-        {"role": "assistant", "content": [fact.lead + " ", answer] if fact.lead else [answer]},
-    ]
-    names = [SEGMENTS[0], *(name for name in SEGMENTS[1:] for _ in range(2))]
-    return Transcript.from_messages(messages, names)
+    return talk(
+        ("system", fact.system),
+        ("T1", fact.chat_user, fact.chat_assistant),
+        ("fact", filled(fact.fact_user, "fact", value, "value"), fact.fact_assistant),
+        ("T2", fact.later_user, fact.later_assistant),
+        ("question", fact.question, [fact.lead + " ", answer] if fact.lead else [answer]),
+    )
 
 
 def pair(fact: Fact, tokenizer: Tokenizer) -> FactPair:
@@ -176,9 +168,8 @@ def pairs_in_turn(chosen: Sequence[Fact], tokenizer: Tokenizer, seed: int) -> li
 
 @cache
 def _shipped() -> tuple[Fact, ...]:
-    text = resources.files("kvprobe.tasks").joinpath("facts.yaml").read_text(encoding="utf-8")
     return tuple(
         Fact(**{**entry, "kind": kind, "values": tuple(entry["values"])})
-        for kind, entries in yaml.safe_load(text).items()
+        for kind, entries in shipped_entries("tasks/facts").items()
         for entry in entries
     )

@@ -14,10 +14,10 @@ from functools import cached_property
 from pathlib import Path
 
 from kvprobe.errors import UserError
+from kvprobe.tasks.exchanges import talk
 from kvprobe.tasks.json_lines import Entry, read_json_lines, text_of
 from kvprobe.tasks.numerals import final_number
 from kvprobe.tasks.task import Item, first_items
-from kvprobe.text.transcript import Transcript
 
 REPOSITORY, FILE = "openai/gsm8k", "main/test-00000-of-00001.parquet"
 
@@ -117,8 +117,7 @@ def _item(number: int, entry: Mapping[str, object]) -> Item:
     _, mark, answer = solution.rpartition("#### ")
     if not mark or not re.search(r"\d", _normalised(answer)):
         raise UserError(f"The answer ends in {solution[-40:]!r}; end it in '#### ' and a number.")
-    chat = Transcript.from_messages([{"role": "user", "content": f"{question}\n\n{REQUEST}"}], names=["question"])
-    return Item(f"gsm8k-{number}", chat, answer)
+    return Item(f"gsm8k-{number}", talk(("question", f"{question}\n\n{REQUEST}")), answer)
 
 
 def _strict(text: str) -> str:

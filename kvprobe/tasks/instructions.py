@@ -7,14 +7,13 @@ comes from the contexts of `kvprobe.tasks.passcode`. Of the model, only the toke
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from importlib import resources
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
-import yaml
 
 from kvprobe.errors import UserError
+from kvprobe.shipped import shipped_entries
+from kvprobe.tasks.exchanges import Content, filled, talk
 from kvprobe.tasks.passcode import Context, contexts, draw_codes
 from kvprobe.text.chat_template import Tokenizer
 from kvprobe.text.messages import Message, Part
@@ -71,7 +70,7 @@ class Given:
 @cache
 def instructions() -> tuple[Instruction, ...]:
     """All instructions that ship with kvprobe."""
-    entries = _entries()["instructions"]
+    entries = shipped_entries("tasks/instructions")["instructions"]
     return tuple(Instruction(**{**entry, "values": tuple(entry["values"])}) for entry in entries)
 
 
@@ -80,7 +79,7 @@ def needles() -> tuple[NeedleSentence, ...]:
     """All needles that ship with kvprobe."""
     return tuple(
         NeedleSentence(**{field.name: entry[field.name] for field in fields(NeedleSentence)})
-        for entry in _entries()["needles"]
+        for entry in shipped_entries("tasks/instructions")["needles"]
     )
 
 
@@ -205,18 +204,18 @@ def _laid_out(given: Given, fillers: Sequence[Context], place: int | None) -> Tr
     rules: list[str | dict[str, str]] = [INTRODUCTION]
     for number, (instruction, value) in enumerate(given.instructions, start=1):
         rules += [" ", {"text": instruction.text.replace("{value}", value), "name": f"instruction{number}"}]
-    messages: list[dict[str, object]] = [{"role": "system", "content": rules}]
-    names = ["system"]
-    for index, filler in enumerate(fillers):
-        user_text: str | list[str | dict[str, str]] = filler.chat_user
-        if index == place:
-            before, after = given.needle.text.split("{code}")
-            user_text = [f"{filler.chat_user} {before}", {"text": given.code, "name": "code"}, after]
-        messages += [{"role": "user", "content": user_text}, {"role": "assistant", "content": filler.chat_assistant}]
-        names += ["needle" if index == place else f"chat{index + 1}"] * 2
-    return Transcript.from_messages(messages, names)
+    return talk(("system", rules), *small_talk(fillers, place, given.needle, given.code, "code"))
 
 
-@cache
-def _entries() -> dict[str, Any]:
-    return yaml.safe_load(resources.files("kvprobe.tasks").joinpath("instructions.yaml").read_text(encoding="utf-8"))
+def small_talk(
+    fillers: Sequence[Context], place: int | None, needle: NeedleSentence, code: str, part: str
+) -> list[tuple[str, Content, Content]]:
+    """The small talk of contexts in segments `chat1`, `chat2` …; in that at `place`, called `needle`, the user also
+    mentions the code, as a part of this name."""
+    exchanges: list[tuple[str, Content, Content]] = [
+        (f"chat{number}", filler.chat_user, filler.chat_assistant) for number, filler in enumerate(fillers, 1)
+    ]
+    if place is not None:
+        user = filled(f"{fillers[place].chat_user} {needle.text}", "code", code, part)
+        exchanges[place] = ("needle", user, fillers[place].chat_assistant)
+    return exchanges

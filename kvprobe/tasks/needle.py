@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvprobe.errors import UserError
-from kvprobe.tasks.instructions import needles
+from kvprobe.tasks.exchanges import talk
+from kvprobe.tasks.instructions import needles, small_talk
 from kvprobe.tasks.passcode import CODE_LENGTH, contexts
 from kvprobe.tasks.task import Item, draw_items, first_line
-from kvprobe.text.transcript import Transcript
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,7 @@ class Needle:
     def _item(self, id: str, rng: np.random.Generator) -> Item:
         needle = needles()[rng.integers(len(needles()))]
         code = f"{rng.integers(10**CODE_LENGTH):0{CODE_LENGTH}d}"
-        talk = [contexts()[index] for index in rng.choice(len(contexts()), self.exchanges, replace=False)]
+        fillers = [contexts()[index] for index in rng.choice(len(contexts()), self.exchanges, replace=False)]
         place = int(rng.integers(self.exchanges))
-        before, after = needle.text.split("{code}")
-        messages: list[dict[str, object]] = []
-        names = []
-        for index, filler in enumerate(talk):
-            user_text: str | list[str | dict[str, str]] = filler.chat_user
-            if index == place:
-                user_text = [f"{filler.chat_user} {before}", {"text": code, "name": "source"}, after]
-            messages += [
-                {"role": "user", "content": user_text},
-                {"role": "assistant", "content": filler.chat_assistant},
-            ]
-            names += ["needle" if index == place else f"chat{index + 1}"] * 2
-        messages.append({"role": "user", "content": needle.question})
-        return Item(id, Transcript.from_messages(messages, [*names, "question"]), code, needle.lead)
+        exchanges = small_talk(fillers, place, needle, code, "source")
+        return Item(id, talk(*exchanges, ("question", needle.question)), code, needle.lead)

@@ -9,14 +9,14 @@ masking prefixes and of arXiv 2604.09852.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
-from importlib import resources
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-import yaml
 
 from kvprobe.errors import UserError
+from kvprobe.shipped import shipped_entries
 from kvprobe.tasks.designs import Target
+from kvprobe.tasks.exchanges import filled, talk
 from kvprobe.text.transcript import Transcript
 
 CODE_LENGTH = 5
@@ -47,29 +47,20 @@ class Context:
 @cache
 def contexts() -> tuple[Context, ...]:
     """All contexts that ship with kvprobe."""
-    text = resources.files("kvprobe.tasks").joinpath("passcode.yaml").read_text(encoding="utf-8")
-    entries = yaml.safe_load(text)
+    entries = shipped_entries("tasks/passcode")
     return tuple(Context(**{field.name: entry[field.name] for field in fields(Context)}) for entry in entries)
 
 
 def conversation(context: Context, code: str) -> Transcript:
     """The conversation of this context with this code: `code` is a part of T2, `answer` the same code in T3."""
-    before, after = context.secret_user.split("{code}")
-    messages = [
-        {"role": "system", "content": context.system},
-        {"role": "user", "content": context.chat_user},
-        {"role": "assistant", "content": context.chat_assistant},
-        {"role": "user", "content": context.ask_summary_1},
-        {"role": "assistant", "content": context.summary_1},
-        {"role": "user", "content": [before, {"text": code, "name": "code"}, after]},
-        {"role": "assistant", "content": context.secret_assistant},
-        {"role": "user", "content": context.ask_summary_2},
-        {"role": "assistant", "content": context.summary_2},
-        {"role": "user", "content": context.question},
-        {"role": "assistant", "content": [context.answer + " ", {"text": code, "name": "answer"}]},
-    ]
-    names = ["system", "T1", "T1", "summary1", "summary1", "T2", "T2", "summary2", "summary2", "T3", "T3"]
-    return Transcript.from_messages(messages, names)
+    return talk(
+        ("system", context.system),
+        ("T1", context.chat_user, context.chat_assistant),
+        ("summary1", context.ask_summary_1, context.summary_1),
+        ("T2", filled(context.secret_user, "code", code, "code"), context.secret_assistant),
+        ("summary2", context.ask_summary_2, context.summary_2),
+        ("T3", context.question, [context.answer + " ", {"text": code, "name": "answer"}]),
+    )
 
 
 @runtime_checkable

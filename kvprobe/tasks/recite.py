@@ -2,16 +2,16 @@
 
 import re
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
-from typing import Any
+from functools import partial
 
 import numpy as np
-import yaml
 
 from kvprobe.errors import UserError
+from kvprobe.shipped import shipped_entries
+from kvprobe.tasks.exchanges import filled, talk
 from kvprobe.tasks.task import Item, draw_items, first_line
-from kvprobe.text.transcript import Transcript
+
+_entries = partial(shipped_entries, "tasks/recite")
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,9 @@ class Recite:
     def _item(self, id: str, rng: np.random.Generator) -> Item:
         phrasing = rng.choice(_entries()["phrasings"])
         listed = ", ".join(rng.choice(_entries()["words"], self.words, replace=False))
-        before, after = phrasing["request"].split("{words}")
-        pieces: list[str | dict[str, str]] = [before, {"text": listed, "name": "source"}, after]
-        chat = Transcript.from_messages([{"role": "user", "content": pieces}], names=["question"])
-        return Item(id, chat, listed, phrasing["lead"])
+        request = filled(phrasing["request"], "words", listed, "source")
+        return Item(id, talk(("question", request)), listed, phrasing["lead"])
 
 
 def _words(text: str) -> list[str]:
     return re.findall(r"[^\W\d_]+", text.lower())
-
-
-@cache
-def _entries() -> dict[str, Any]:
-    return yaml.safe_load(resources.files("kvprobe.tasks").joinpath("recite.yaml").read_text(encoding="utf-8"))

@@ -2,16 +2,16 @@
 
 import re
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
-from typing import Any
+from functools import partial
 
 import numpy as np
-import yaml
 
 from kvprobe.errors import UserError
+from kvprobe.shipped import shipped_entries
+from kvprobe.tasks.exchanges import talk
 from kvprobe.tasks.task import Item, draw_items, first_line
-from kvprobe.text.transcript import Transcript
+
+_entries = partial(shipped_entries, "tasks/retrieve")
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,4 @@ class Retrieve:
             pieces += ["\n" + before, {"text": value, "name": "source"} if index == asked else value, after]
         question, lead = (phrasing[part].replace("{key}", keys[asked]) for part in ("question", "lead"))
         pieces.append("\n\n" + question)
-        chat = Transcript.from_messages([{"role": "user", "content": pieces}], names=["question"])
-        return Item(id, chat, values[asked], lead)
-
-
-@cache
-def _entries() -> dict[str, Any]:
-    return yaml.safe_load(resources.files("kvprobe.tasks").joinpath("retrieve.yaml").read_text(encoding="utf-8"))
+        return Item(id, talk(("question", pieces)), values[asked], lead)

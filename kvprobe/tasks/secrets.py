@@ -9,18 +9,16 @@ label shifts the tokens after it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import resources
+from functools import cache, partial
 from itertools import cycle
 
 import numpy as np
-import yaml
 
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
+from kvprobe.shipped import shipped_entries
 from kvprobe.tasks.designs import Design, Target
 from kvprobe.tasks.passcode import CODE, CODE_LENGTH, Context, Encoder, contexts, conversation, draw_codes
-from kvprobe.text.transcript import Transcript
 
 KINDS = ("code", "name", "topic", "sentiment")
 
@@ -65,15 +63,9 @@ class Secret:
     def design(self, contexts: int, per_context: int, rng: np.random.Generator, encode: Encoder) -> Design:
         """The first so many contexts, each with its own random texts."""
         chosen = self.contexts[:contexts]
-
-        def made(context: Context):
-            def with_text(text: str) -> Transcript:
-                return conversation(context, text)
-
-            return with_text
-
+        made = {context.id: partial(conversation, context) for context in chosen}
         texts = self.draw(len(chosen), per_context, rng, encode)
-        return Design.crossed({context.id: made(context) for context in chosen}, texts, self.labels, self.target)
+        return Design.crossed(made, texts, self.labels, self.target)
 
 
 @cache
@@ -88,7 +80,7 @@ def secret(kind: str) -> Secret:
     if kind == "code":
         places = tuple(f"digit {place + 1}" for place in range(CODE_LENGTH))
         return Secret(replace(CODE, places=places), {}, contexts())
-    entry = yaml.safe_load(resources.files("kvprobe.tasks").joinpath("secrets.yaml").read_text(encoding="utf-8"))[kind]
+    entry = shipped_entries("tasks/secrets")[kind]
     classes = entry["classes"]
     if kind == "name":
         classes = {first: [f"{first} {last}" for last in entry["surnames"]] for first in classes}

@@ -8,11 +8,10 @@ Goldberg/Papailiopoulos exchange on masking prefixes.
 
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
-
-import yaml
 
 from kvprobe.errors import UserError
+from kvprobe.shipped import shipped_entries
+from kvprobe.tasks.exchanges import talk
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
 
@@ -47,25 +46,21 @@ class Session:
 @cache
 def sessions() -> tuple[Session, ...]:
     """All sessions that ship with kvprobe."""
-    text = resources.files("kvprobe.tasks").joinpath("sessions.yaml").read_text(encoding="utf-8")
     return tuple(
-        Session(**{**entry, "turns": tuple(Turn(**turn) for turn in entry["turns"])}) for entry in yaml.safe_load(text)
+        Session(**{**entry, "turns": tuple(Turn(**turn) for turn in entry["turns"])})
+        for entry in shipped_entries("tasks/sessions")
     )
 
 
 def conversation(session: Session) -> Transcript:
     """The whole session; the reply of turn 5, for example, is the part `reply5`."""
-    messages: list[dict[str, object]] = [{"role": "system", "content": session.system}]
-    names = ["system"]
-    for number, turn in enumerate(session.turns, start=1):
-        messages.append({"role": "user", "content": turn.user})
-        messages.append({"role": "assistant", "content": [{"text": turn.assistant, "name": f"reply{number}"}]})
-        names += [f"T{number}"] * 2
-        if number == len(SUMMARISED):
-            messages.append({"role": "user", "content": session.summary_request})
-            messages.append({"role": "assistant", "content": session.summary})
-            names += ["summary"] * 2
-    return Transcript.from_messages(messages, names)
+    turns = [
+        (f"T{number}", turn.user, [{"text": turn.assistant, "name": f"reply{number}"}])
+        for number, turn in enumerate(session.turns, start=1)
+    ]
+    summary = ("summary", session.summary_request, session.summary)
+    before, after = turns[: len(SUMMARISED)], turns[len(SUMMARISED) :]
+    return talk(("system", session.system), *before, summary, *after)
 
 
 def question(tokens: Tokens, turn: int) -> Tokens:

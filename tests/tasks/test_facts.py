@@ -8,7 +8,7 @@ import pytest
 
 from kvprobe.inference.model import Model
 from kvprobe.studies.settings import FACT_KINDS, FACTS_OF_A_KIND
-from kvprobe.tasks.facts import KINDS, SEGMENTS, Fact, conversation, facts, halves, pair, pairs_in_turn
+from kvprobe.tasks.facts import KINDS, Fact, conversation, facts, halves, pair, pairs_in_turn
 from kvprobe.text.chat_template import PLAIN_CHAT_TEMPLATE
 from kvprobe.text.tokens import PREAMBLE
 from tests.refusals import refused
@@ -50,7 +50,7 @@ def test_a_value_stands_in_the_hole_and_nowhere_else(fact: Fact):
 def test_the_two_prompts_agree_slot_by_slot_but_for_the_value(fact: Fact, tokenizer: Any):
     first, second = pair(fact, tokenizer).prompts
     value = first.part("value")
-    assert [name for name in first.names if name != PREAMBLE] == [*SEGMENTS[:-1]]
+    assert [name for name in first.names if name != PREAMBLE] == ["system", "T1", "fact", "T2"]
     assert set(first.segments[value]) == {"fact"}
     assert first.ids[value] != second.ids[value]
     unequal = [slot for slot, (one, other) in enumerate(zip(first.ids, second.ids, strict=True)) if one != other]

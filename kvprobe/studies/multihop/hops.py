@@ -9,11 +9,10 @@ masked once they are summarised.
 
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
-
-import yaml
 
 from kvprobe.errors import UserError
+from kvprobe.shipped import shipped_entries
+from kvprobe.tasks.exchanges import filled, talk
 from kvprobe.text.transcript import Transcript
 
 TURNS = 8
@@ -55,29 +54,17 @@ class HopSession:
 @cache
 def sessions() -> tuple[HopSession, ...]:
     """All sessions that ship with kvprobe."""
-    text = resources.files("kvprobe.studies.multihop").joinpath("hops.yaml").read_text(encoding="utf-8")
     return tuple(
         HopSession(**{**entry, "turns": tuple(HopTurn(**turn) for turn in entry["turns"])})
-        for entry in yaml.safe_load(text)
+        for entry in shipped_entries("studies/multihop/hops")
     )
 
 
 def conversation(session: HopSession, code: str) -> Transcript:
     """The whole session with this code."""
-    messages: list[dict[str, object]] = [{"role": "system", "content": session.system}]
-    names = ["system"]
+    segments = []
     for turn, name, summary in zip(session.turns, TURN_NAMES, SUMMARY_NAMES, strict=True):
-        before, hole, after = turn.user.partition("{code}")
-        user = [before, {"text": code, "name": "code"}, after] if hole else turn.user
-        messages += [
-            {"role": "user", "content": user},
-            {"role": "assistant", "content": turn.assistant},
-            {"role": "user", "content": session.request},
-            {"role": "assistant", "content": turn.summary},
-        ]
-        names += [name, name, summary, summary]
-    messages += [
-        {"role": "user", "content": session.question},
-        {"role": "assistant", "content": [session.answer + " ", {"text": code, "name": "answer"}]},
-    ]
-    return Transcript.from_messages(messages, [*names, "Q", "Q"])
+        user = filled(turn.user, "code", code, "code") if "{code}" in turn.user else turn.user
+        segments += [(name, user, turn.assistant), (summary, session.request, turn.summary)]
+    asked = ("Q", session.question, [session.answer + " ", {"text": code, "name": "answer"}])
+    return talk(("system", session.system), *segments, asked)

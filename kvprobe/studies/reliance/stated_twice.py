@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvprobe.tasks.compaction import Compaction, compactions
+from kvprobe.tasks.compaction import Compaction, asked, compactions
 from kvprobe.tasks.passcode import Context, contexts, conversation
 from kvprobe.text.transcript import Transcript
 
@@ -37,13 +37,9 @@ class StatedTwice:
     def talk(self, turns: Word, answer: Word) -> Transcript:
         """The conversation up to the second summary, and then in the segment `ask` the question that the summary
         answers, answered so in the part `answer`."""
-        before = [
-            message for message in conversation(self.turns_stating(turns), CODE).messages if message.segment != "T3"
-        ]
-        asked: list[dict[str, object]] = [{"role": message.role, "content": message.text} for message in before]
-        asked.append({"role": "user", "content": self.compaction.summary_question})
-        asked.append({"role": "assistant", "content": [f"{LEAD} ", {"text": self.answers[answer], "name": "answer"}]})
-        return Transcript.from_messages(asked, [*(message.segment for message in before), "ask", "ask"])
+        messages = conversation(self.turns_stating(turns), CODE).messages
+        before = Transcript(tuple(message for message in messages if message.segment != "T3"))
+        return asked(before, self.compaction.summary_question, self.answers[answer], LEAD)
 
 
 def stated_twice(count: int) -> list[StatedTwice]:
