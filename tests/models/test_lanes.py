@@ -6,8 +6,8 @@ import transformers
 
 from kvprobe.inference.capture import editing, plain_ports
 from kvprobe.inference.model import Model
-from kvprobe.models.geometry import Geometry
 from kvprobe.models.gate import FIRST_REACH
+from kvprobe.models.geometry import Geometry
 from kvprobe.models.lanes import Lanes
 from tests.models import N_LAYERS, WINDOW, llama, mixtral, tiny_tokenizer
 from tests.refusals import refused
