@@ -20,8 +20,8 @@ _BUILDERS: Any = builders
 
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
-_LIKE_GPT2 = ("gpt-2", "phi-2", "olmo", "jais", "gigachat", "a.x-4.0", "mellum", "exaone4", "smollm")
-_DIGIT_BY_DIGIT = ("starcoder", "refact", "command-r", "codeshell", "minerva-7b")
+_LIKE_GPT2 = ("gpt-2", "phi-2", "olmo", "jais", "gigachat", "a.x-4.0", "mellum", "exaone4")
+_DIGIT_BY_DIGIT = ("smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b")
 """The names by which llama.cpp knows how a vocabulary's text was split, beside those that transformers knows: as for
 GPT-2, and as for GPT-2 after each digit was split off."""
 
@@ -87,12 +87,11 @@ def tokenizer_of(header: Header) -> Any:
             known = (None, "default", *_LIKE_GPT2, *_DIGIT_BY_DIGIT, *_BUILDERS.GGUF_PRE_TOKENIZER_SPLITS)
             if split not in known:
                 raise ValueError(f"tokenizer.ggml.pre={split!r:.60} is not known")
-            # SmolLM2 splits digits off first; the published runs and probes of smollm2-135m do not.
-            if split in (None, "default", "smollm"):
+            if split in (None, "default"):
                 warnings.warn(
-                    f"{header.path.name} splits text in a way that it does not name or that kvprobe does not know "
-                    f"(tokenizer.ggml.pre={split}); it is split as for GPT-2, so that spaces before digits may become "
-                    "other tokens than those that the model was trained with.",
+                    f"{header.path.name} does not name the way in which it splits text (tokenizer.ggml.pre={split}); it "
+                    "is split as for GPT-2, so that numbers may become other tokens than those that the model was "
+                    "trained with.",
                     stacklevel=2,
                 )
         elif kind != "llama" or settings.get("precompiled_charsmap"):

@@ -39,6 +39,9 @@ _TRANSFORMERS: Any = transformers
 _OWN: Any = {"local_files_only": True, "trust_remote_code": False}
 """No code from a folder runs, not even after a question on the terminal."""
 
+CONVERTED = Path("models-2")
+"""Where models made from GGUF files lie in the cache folder; the number rises when they are made otherwise."""
+
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
 
@@ -59,7 +62,7 @@ def resolve_folder(source: str | os.PathLike[str]) -> Path:
 
         parts = parts_of(path)
         digests = "".join(file_digest(part) for part in parts)
-        return _stored(f"gguf-2-{hashlib.sha256(digests.encode()).hexdigest()[:16]}", lambda _: parts)
+        return _stored(f"gguf-{hashlib.sha256(digests.encode()).hexdigest()[:16]}", lambda _: parts)
     return _from_hub(str(source))
 
 
@@ -196,7 +199,7 @@ def _stored(name: str, gguf: Callable[[Path], list[Path]]) -> Path:
     It is made under another name and renamed when complete, so that an interruption leaves no partial folder, and the
     first of two processes wins.
     """
-    folder = cache_folder() / "models" / name
+    folder = cache_folder() / CONVERTED / name
     if (folder / "model.safetensors").is_file():
         return folder
     with scratch_folder() as scratch:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from kvprobe.inference.model import Model, load
 from kvprobe.models import catalogue as catalog
 from kvprobe.models.catalogue import NamedModel, Wheel
-from kvprobe.models.loading import pick_device, pick_dtype
+from kvprobe.models.loading import CONVERTED, pick_device, pick_dtype
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
 from tests.models import CHATML, llama, tiny_tokenizer
@@ -82,8 +82,8 @@ def wheels(cache_folder: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch)
 
 def leftovers(cache_folder: Path) -> list[str]:
     """What a run left in the cache folder besides wheels and finished models."""
-    finished = {path.parent for path in cache_folder.glob("models/*/model.safetensors")}
-    stray = [path for path in cache_folder.glob("models/*") if path not in finished]
+    finished = {path.parent for path in cache_folder.glob("models-2/*/model.safetensors")}
+    stray = [path for path in cache_folder.glob("models-2/*") if path not in finished]
     return [path.name for path in [*stray, *cache_folder.glob("partial-*")]]
 
 
@@ -356,12 +356,19 @@ def test_an_interrupted_conversion_leaves_no_half_folder_and_can_be_repeated(
         with pytest.raises(KeyboardInterrupt):
             load("tiny")
     assert not leftovers(cache_folder)
-    assert not (cache_folder / "models" / "tiny").exists()
+    assert not (cache_folder / CONVERTED / "tiny").exists()
+    assert torch.equal(logits_of(load("tiny")), logits_of(tiny_chat))
+
+
+def test_what_an_earlier_version_made_of_a_file_is_not_read(wheels: list[Path], cache_folder: Path, tiny_chat: Model):
+    earlier = cache_folder / "models" / "tiny"
+    earlier.mkdir(parents=True)
+    (earlier / "model.safetensors").write_bytes(b"")
     assert torch.equal(logits_of(load("tiny")), logits_of(tiny_chat))
 
 
 def test_a_half_folder_of_another_origin_is_replaced(wheels: list[Path], cache_folder: Path, tiny_chat: Model):
-    half = cache_folder / "models" / "tiny"
+    half = cache_folder / CONVERTED / "tiny"
     half.mkdir(parents=True)
     (half / "config.json").write_text("{}")
     assert torch.equal(logits_of(load("tiny")), logits_of(tiny_chat))
