@@ -3,7 +3,10 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from kvprobe.durations import Duration, durations
@@ -18,8 +21,8 @@ from kvprobe.shipped import shipped
 from kvprobe.studies import STUDIES
 
 Entries = list[dict[str, Any]]
-WIDTH = 100
-"""Characters of a line, at most."""
+WIDTH, SCREEN = 100, 24
+"""Characters of a line, and lines of a list, at most."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,13 @@ def overview() -> Iterator[str]:
 
 
 def lines(kind: str, entries: Entries) -> Iterator[str]:
-    """All of one kind, a line each; one alone is written out."""
+    """All of one kind, a line each; one alone is written out, and many presets share the line of their study."""
+    if kind == "presets" and len(entries) > SCREEN:
+        for study, of_study in groupby(sorted(entries, key=itemgetter("study")), itemgetter("study")):
+            names = " ".join(entry["name"].removeprefix(study) or study for entry in of_study)
+            yield from wrap(f"{study:14}{names}", WIDTH, subsequent_indent=" " * 14, break_on_hyphens=False)
+        yield "\nkvprobe run STUDY-ENDING runs one; kvprobe ls presets STUDY says what each sets, and how long it took."
+        return
     width = max((len(entry["name"]) for entry in entries), default=0)
     for entry in entries:
         line = f"{entry['name']:{width}}  {KINDS[kind].about(entry)}"
