@@ -140,21 +140,19 @@ def indexer(config: Config) -> Weights:
     return linear(config.size("q_lora_rank"), n_heads * d_index) + keys + linear(width(config), n_heads)
 
 
-def gated_mlp(inner: Size = intermediate_size, bias: Switch = False, *, width: Size = width) -> Block:
+def gated_mlp(inner: Size = intermediate_size, bias: Switch = False) -> Block:
     """Gate, up and down."""
-
-    def block(config: Config) -> Weights:
-        up = linear(width(config), 2 * inner(config), on(config, bias))
-        return up + linear(inner(config), width(config), on(config, bias))
-
-    return block
+    return _mlp(2, inner, bias, width)
 
 
 def plain_mlp(inner: Size = intermediate_size, bias: Switch = False, *, width: Size = width) -> Block:
     """Up and down."""
+    return _mlp(1, inner, bias, width)
 
+
+def _mlp(into: int, inner: Size, bias: Switch, width: Size) -> Block:
     def block(config: Config) -> Weights:
-        up = linear(width(config), inner(config), on(config, bias))
+        up = linear(width(config), into * inner(config), on(config, bias))
         return up + linear(inner(config), width(config), on(config, bias))
 
     return block

@@ -1,6 +1,6 @@
 """A model's `config.json`, read as untrusted input."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,19 +46,16 @@ class Config:
         Raises:
             UserError: it is missing without a default, or is not a whole number of at least `low`.
         """
-        name, value = self._find(names, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= LARGEST:
-            raise UserError(
-                f"{self.name} has {name}={_short(value)} in its config; it must be a whole number of at least {low}."
-            )
-        return value
 
-    def optional_size(self, *names: str, default: int | None = None) -> int | None:
-        """Such a number; None if the field is null, `default` if it is missing."""
+        def fits(value: Any) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool) and low <= value <= LARGEST
+
+        return self._checked(names, default, fits, f"a whole number of at least {low}")
+
+    def optional_size(self, *names: str) -> int | None:
+        """Such a number; None if the field is null or missing."""
         present = [name for name in names if name in self.fields] or [name for name in names if name in self.defaults]
-        if not present:
-            return default
-        return self.size(present[0]) if self.has(present[0]) else None
+        return self.size(present[0]) if present and self.has(present[0]) else None
 
     def flag(self, *names: str, default: bool | None = _MISSING) -> bool:
         """True or false; null counts as missing.
@@ -66,10 +63,7 @@ class Config:
         Raises:
             UserError: it is missing without a default, or is neither true nor false.
         """
-        name, value = self._find(names, default)
-        if value is not None and not isinstance(value, bool):
-            raise UserError(f"{self.name} has {name}={_short(value)} in its config; it must be true or false.")
-        return bool(value)
+        return bool(self._checked(names, default, lambda value: isinstance(value, bool | None), "true or false"))
 
     def word(self, *names: str, default: str = _MISSING) -> str:
         """A text.
@@ -77,10 +71,7 @@ class Config:
         Raises:
             UserError: it is missing without a default, or is not a text.
         """
-        name, value = self._find(names, default)
-        if not isinstance(value, str):
-            raise UserError(f"{self.name} has {name}={_short(value)} in its config; it must be a text.")
-        return value
+        return self._checked(names, default, lambda value: isinstance(value, str), "a text")
 
     def items(self, name: str, length: int | None = None) -> list[object]:
         """A list, with `length` entries if one is given.
@@ -88,9 +79,7 @@ class Config:
         Raises:
             UserError: it is missing, not a list, or of another length.
         """
-        _, value = self._find((name,), _MISSING)
-        if not isinstance(value, list):
-            raise UserError(f"{self.name} has {name}={_short(value)} in its config; it must be a list.")
+        value = self._checked((name,), _MISSING, lambda value: isinstance(value, list), "a list")
         if length is not None and len(value) != length:
             raise UserError(
                 f"{self.name} has {len(value)} {name} in its config for {length} layers; give one for each."
@@ -103,14 +92,18 @@ class Config:
         Raises:
             UserError: it is missing, or not a mapping.
         """
-        _, value = self._find((name,), _MISSING)
-        if not isinstance(value, Mapping):
-            raise UserError(f"{self.name} has {name}={_short(value)} in its config; it must be a mapping of fields.")
-        return Config(self.name, value)
+        fields = self._checked((name,), _MISSING, lambda value: isinstance(value, Mapping), "a mapping of fields")
+        return Config(self.name, fields)
 
     def with_defaults(self, defaults: Mapping[str, object]) -> "Config":
         """The same config, with these values for fields that are missing."""
         return Config(self.name, self.fields, {**self.defaults, **defaults})
+
+    def _checked(self, names: tuple[str, ...], default: object, fits: Callable[[Any], bool], expected: str) -> Any:
+        name, value = self._find(names, default)
+        if not fits(value):
+            raise UserError(f"{self.name} has {name}={_short(value)} in its config; it must be {expected}.")
+        return value
 
     def _find(self, names: tuple[str, ...], default: object) -> tuple[str, object]:
         # A field that is explicitly null does not get the default of a missing one.

@@ -79,20 +79,11 @@ def _by_window(config: Config) -> list[LayerType]:
     return ["sliding" if config.optional_size("sliding_window") else "full"] * layers(config)
 
 
-def _full(config: Config) -> list[LayerType]:
-    return ["full"] * layers(config)
+def _all(kind: LayerType) -> Callable[[Config], list[LayerType]]:
+    return lambda config: [kind] * layers(config)
 
 
-def _linear(config: Config) -> list[LayerType]:
-    return ["linear"] * layers(config)
-
-
-def _indexed(config: Config) -> list[LayerType]:
-    return ["indexed"] * layers(config)
-
-
-def _all_hybrid(config: Config) -> list[LayerType]:
-    return ["hybrid"] * layers(config)
+_full, _all_hybrid = _all("full"), _all("hybrid")
 
 
 def _every(
@@ -108,9 +99,7 @@ def _every(
 
 
 def _exaone(config: Config) -> list[LayerType]:
-    if not config.has("sliding_window"):
-        return _full(config)
-    return _every(4)(config)
+    return (_every(4) if config.has("sliding_window") else _full)(config)
 
 
 def _qwen(config: Config) -> list[LayerType]:
@@ -190,7 +179,7 @@ _RULES: dict[str, Callable[[Config], list[LayerType]]] = {
         _full,
     ),
     **dict.fromkeys(("mistral", "ministral3", "mixtral", "phi3", "phimoe", "starcoder2"), _by_window),
-    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "granitemoehybrid"), _linear),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "granitemoehybrid"), _all("linear")),
     **dict.fromkeys(("qwen2", "qwen3"), _qwen),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text"), _every(4, field="full_attention_interval", others="linear")),
     "qwen2_moe": _qwen_moe,
@@ -204,7 +193,7 @@ _RULES: dict[str, Callable[[Config], list[LayerType]]] = {
     "exaone4": _exaone,
     "smollm3": _smollm3,
     "llama4_text": _llama4,
-    "deepseek_v32": _indexed,
+    "deepseek_v32": _all("indexed"),
     "jamba": _jamba,
     "bamba": _bamba,
     "falcon_h1": _all_hybrid,

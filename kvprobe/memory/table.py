@@ -100,15 +100,7 @@ def as_mapping(budget: Needs) -> dict[str, object]:
         "allocated": budget.cache,
         "peak": budget.peak,
         "moment": budget.phase,
-        "moments": {
-            name: {
-                "cache": phase.cache,
-                "activations": phase.activations,
-                "logits": phase.logits,
-                "growth": phase.growth,
-            }
-            for name, phase in budget.phases.items()
-        },
+        "moments": {name: vars(phase) for name, phase in budget.phases.items()},
         "memory": budget.memory,
         "usable": budget.usable,
         "headroom": budget.headroom,

@@ -33,14 +33,14 @@ class SeenPassage:
     note: str
 
 
-def passages_of(
+def chat_record(
     chat: Transcript,
     *,
     masked: Collection[str] = (),
     marked: str | None = None,
     only_in: Collection[str] | None = None,
-) -> list[Passage]:
-    """The messages of a conversation.
+) -> list[dict[str, Any]]:
+    """The messages of a conversation as passages, as JSON holds them.
 
     Args:
         masked: segments that are masked.
@@ -53,20 +53,9 @@ def passages_of(
         return marked if marked and applies and marked in message.said else None
 
     return [
-        Passage(message.segment, message.role, message.said, message.segment in masked, mark(message))
+        vars(Passage(message.segment, message.role, message.said, message.segment in masked, mark(message)))
         for message in chat.messages
     ]
-
-
-def chat_record(
-    chat: Transcript,
-    *,
-    masked: Collection[str] = (),
-    marked: str | None = None,
-    only_in: Collection[str] | None = None,
-) -> list[dict[str, Any]]:
-    """What `passages_of` gives, as JSON holds it."""
-    return [vars(passage) for passage in passages_of(chat, masked=masked, marked=marked, only_in=only_in)]
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,8 @@ from kvprobe.report.plots.style import save
 from kvprobe.stats import Estimate
 from kvprobe.studies.features.scatter import Scatter
 from kvprobe.studies.memory.stack_figure import StackFigure, stack_findings
-from kvprobe.studies.policies.styles import POLICY_STYLES
-from kvprobe.studies.policies.tradeoff import PANELS, Tradeoff
-from kvprobe.studies.robustness.styles import FAULT_STYLES
+from kvprobe.studies.policies.tradeoff import PANELS, POLICY_STYLES, Tradeoff
+from kvprobe.studies.robustness.study import FAULT_STYLES
 from kvprobe.tidy import crossed
 from tests.refusals import refused
 
@@ -262,9 +261,7 @@ def test_a_budget_is_drawn_again_from_its_findings():
     plan = budget("smollm2-135m", context=64, memory="1GiB")
     findings = Findings(stack_findings(plan, "context", points=5))
     findings.number("measured", 3e8, context=64, what="peak")
-    figure = StackFigure(file="f", caption="c", along="context", measured="measured", where={"what": "peak"}).draw(
-        findings, label, "t"
-    )
+    figure = StackFigure(file="f", caption="c", along="context", measured=True).draw(findings, label, "t")
     assert figure is not None
     dots, usable, out = figure.axes[0].lines
     assert dots.get_xydata().tolist() == [[64, 0.3]]

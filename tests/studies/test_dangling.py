@@ -14,7 +14,7 @@ import kvprobe.studies.dangling.collect as collecting
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
-from kvprobe.report.document import passages_of
+from kvprobe.report.document import chat_record
 from kvprobe.report.views.patterns import heads_view
 from kvprobe.stats import FEWEST
 from kvprobe.studies import dangling
@@ -110,8 +110,8 @@ def tables(top: float, random: float, *, full: float = 4.0, crossed: tuple[float
 def numbers(made_up: Any) -> Conclusion:
     fact, weights = facts()[0], torch.full((1, 2, 1, 3), 1 / 3)
     views = [heads_view(weights, ["a", "<b>", "c"], "made up", index=np.array([[0.1, 0.2]]), index_name="mass")]
-    chat = passages_of(conversation(fact, fact.values[0]), masked=(HIDDEN,))
-    shown = {"chat": [vars(passage) for passage in chat], "layers": 2, "views": [vars(view) for view in views]}
+    chat = chat_record(conversation(fact, fact.values[0]), masked=(HIDDEN,))
+    shown = {"chat": chat, "layers": 2, "views": [vars(view) for view in views]}
     return concluded(findings_of(made_up), shown)
 
 

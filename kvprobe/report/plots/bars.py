@@ -35,7 +35,6 @@ class Bars:
     where: Mapping[str, Key] = field(default_factory=dict)
 
     def draw(self, findings: Findings, labels: Labels, title: str) -> "Figure | None":
-        """The figure; None where nothing of it was measured."""
         import matplotlib.pyplot as plt
 
         known = findings.where(self.finding, **self.where)

@@ -54,7 +54,6 @@ class Heatmaps:
     edge: Callable[[Any, Any], float] | None = None
 
     def draw(self, findings: Findings, labels: Labels, title: str) -> "Figure | None":
-        """The figure; None where nothing of it was measured."""
         import matplotlib.pyplot as plt
 
         known = {

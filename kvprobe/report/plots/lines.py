@@ -93,7 +93,6 @@ class Lines:
     title: str = ""
 
     def draw(self, findings: Findings, labels: Labels, title: str) -> "Figure | None":
-        """The figure; None where nothing of it was measured."""
         import matplotlib.pyplot as plt
 
         known = self._known(findings, self.finding)

@@ -4,14 +4,12 @@ from pathlib import Path
 
 from kvprobe.comparison import ARMS, Comparison
 from kvprobe.report.document import HeatMap, SeenPassage, TokenView
-from kvprobe.report.views.page import render
+from kvprobe.report.views.page import render, written
 
 
 def save_comparison(comparison: Comparison, path: str | Path) -> Path:
     """Write the page as one HTML file that needs no other."""
-    path = Path(path)
-    path.write_text(comparison_page(comparison), encoding="utf-8")
-    return path
+    return written(path, comparison_page(comparison))
 
 
 def comparison_page(comparison: Comparison) -> str:

@@ -51,9 +51,7 @@ class Page:
 
     def save(self, path: str | Path) -> Path:
         """Write the page as one HTML file that needs no other."""
-        path = Path(path)
-        path.write_text(page(self.parts, self.title), encoding="utf-8")
-        return path
+        return written(path, page(self.parts, self.title))
 
     def show(self) -> None:
         """Show the page in the output of a notebook; elsewhere write it to a temporary file, and print its path."""
@@ -124,6 +122,13 @@ def heads(
         index_name=index_name,
     )  # fmt: skip
     return Page([view], title)
+
+
+def written(path: str | Path, document: str) -> Path:
+    """The path of a page, once it is there."""
+    path = Path(path)
+    path.write_text(document, encoding="utf-8")
+    return path
 
 
 def page(parts: Sequence[Part], title: str) -> str:

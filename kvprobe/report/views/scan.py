@@ -8,7 +8,7 @@ from kvprobe.probes.card import CARD_SPLITS, Card
 from kvprobe.probes.page import ARMS, where
 from kvprobe.probes.scan import LEAK, VERDICTS, Scan
 from kvprobe.report.document import HeatMap, SeenPassage, Table
-from kvprobe.report.views.page import render
+from kvprobe.report.views.page import render, written
 from kvprobe.wording import percent, points
 
 TERMS = {
@@ -31,9 +31,7 @@ TERMS = {
 
 def save_scan(scan: Scan, path: str | Path) -> Path:
     """Write the page as one HTML file that needs no other."""
-    path = Path(path)
-    path.write_text(scan_page(scan), encoding="utf-8")
-    return path
+    return written(path, scan_page(scan))
 
 
 def scan_page(scan: Scan) -> str:

@@ -94,7 +94,6 @@ less V over all bands (or layers), noises and tasks."""
 
 
 def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
-    """Findings, controls and facts of a run."""
     tasks = answers.tasks_of(config)
     rows = prepared(table, tasks)
     findings = measure(rows, ESTIMANDS)
@@ -234,7 +233,6 @@ def orders(findings: Findings, config: Config) -> list[dict[str, Any]]:
 
 
 def warnings_of(table: Rows, config: Config, facts: Mapping[str, Any]) -> Iterator[str]:
-    """What a reader must know before the numbers."""
     yield from answers.warnings_of(config, facts["tasks"])
     yield from answers.broken_rows(table, "band", "noise", "rate")
     published = facts["published"]

@@ -46,7 +46,6 @@ class ByBit(ABC):
     finding: str
 
     def draw(self, findings: Findings, labels: Labels, title: str) -> "Figure | None":
-        """The figure; None where nothing of it was measured."""
         import matplotlib.pyplot as plt
 
         drawn = findings.where(self.finding)

@@ -88,7 +88,6 @@ def estimands() -> Iterator[Estimand]:
 
 
 def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
-    """Findings, controls and facts of a run."""
     shape = model.geometry
     tasks = answers.tasks_of(config)
     thirds = bands(shape.n_layers, min(3, shape.n_layers))
@@ -204,7 +203,6 @@ def controls_of(rows: Rows, task: str) -> Iterator[Control]:
 
 
 def warnings_of(config: Config, findings: Findings, facts: Mapping[str, Any]) -> Iterator[str]:
-    """What a reader must know before the numbers."""
     yield from answers.warnings_of(config, facts["tasks"])
     for task, fact in facts["tasks"].items():
         right = int(findings.at("right_items", task=task).mean)

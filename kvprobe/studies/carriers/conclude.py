@@ -77,7 +77,6 @@ OF_CODES: tuple[Estimand, ...] = (
 
 
 def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
-    """Findings, controls and facts of a run."""
     table, findings = table.assign(sample=table["context"]), Findings()
     swaps = chosen(table, {"question": QUESTIONS, "group": GROUPS})
     rows: Rows = pd.concat([swaps, swaps.assign(question=BOTH)], ignore_index=True)

@@ -47,7 +47,6 @@ HIDDEN = "hidden turns"
 
 
 def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
-    """Findings, controls and facts of a run."""
     findings = measure(prepared(tables), estimands(), (attended(tables["attention"]), ATTENTION))
     conversations = tables["conversations"]
     findings.number("chance", CODE.chance)

@@ -66,7 +66,6 @@ OF_MEMOS = (
 
 
 def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -> Conclusion:
-    """Findings, controls and facts of a run."""
     findings, fact = findings_of(tables), facts(config.kinds[:1])[0]
     shown = {
         "chat": chat_record(conversation(fact, fact.values[0]), masked=(HIDDEN,)),
@@ -158,7 +157,6 @@ def controls_of(findings: Findings) -> Iterator[Control]:
 
 
 def warnings_of(findings: Findings) -> Iterator[str]:
-    """What a reader must know before the numbers."""
     count, able = findings.at("margin", arm=FULL).clusters, findings.at("able", arm=FULL).mean
     yield from few_clusters(count, "conversations")
     if able < 0.75 * count:

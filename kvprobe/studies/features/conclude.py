@@ -60,7 +60,6 @@ BEYOND = Ratio(name="beyond", of="apart", by=("place",), where={"set": "random"}
 
 
 def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
-    """Findings, controls and facts of a run."""
     texts, samples, exchanges = (tables[name] for name in ("texts", "samples", "exchanges"))
     added = {f"added_{name}": texts[name] - texts["clean"] for name in SPLICES}
     texts = texts.assign(recovered=texts["kl_mean"] - texts["kl_spliced"], **added)
@@ -176,7 +175,6 @@ def controls(findings: Findings, allowed: float) -> Iterator[Control]:
 
 
 def warnings(findings: Findings, config: Config) -> Iterator[str]:
-    """What a reader must know before the numbers."""
     yield from few_clusters(config.contexts, "conversations")
     for recovered in findings.where("recovered"):
         if recovered.value.mean < 0.5:

@@ -22,7 +22,6 @@ class Scatter:
     caption = "Mean activation of each latent in both arms, for the same text at the same positions."
 
     def draw(self, findings: Findings, labels: Labels, title: str) -> "Figure | None":
-        """The figure; None where nothing of it was measured."""
         import matplotlib.pyplot as plt
 
         rows, columns = (findings.values("retained", key) for key in ("segment", "place"))

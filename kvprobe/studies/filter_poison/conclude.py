@@ -177,7 +177,6 @@ def controls_of(findings: Findings, maps: Rows) -> Iterator[Control]:
 
 
 def warnings_of(findings: Findings, prompts: int) -> Iterator[str]:
-    """What a reader must know before the numbers."""
     yield from few_clusters(prompts, "conversations")
     for kind, name in KINDS.items():
         count = sum(findings.at("count", kind=kind, verdict=verdict).mean for verdict in (POISON, FILTER))

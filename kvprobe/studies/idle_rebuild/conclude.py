@@ -105,7 +105,6 @@ OF_LAYERS = (Mean(name="distance", of="distance", by=("family", "layer", "segmen
 
 
 def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -> Conclusion:
-    """Findings, controls and facts of a run."""
     findings = findings_of(tables)
     findings.number("allowed", model.round_off)
     shown = {"system", *SUMMARISED, "summary", *(f"T{turn}" for turn in AFTER[:2])}

@@ -31,7 +31,6 @@ ANSWER: dict[str, Any] = {"together": (), "family": "answer"}
 
 
 def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
-    """Findings, controls and facts of a run."""
     samples, single, hidden = tables["samples"], config.contexts == 1, secret(config.secret)
     # In one conversation only samples can be left out, and the claim is about that conversation alone.
     rows = samples.assign(cluster=samples["sample" if single else "context"], lead=samples["right"] - samples["floor"])

@@ -34,7 +34,6 @@ ROLES = (MAIN, SEED)
 
 
 def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
-    """Findings, controls and facts of a run."""
     layers = model.geometry.n_layers
     findings = findings_of(tables, config, layers)
     rng = np.random.default_rng([config.seed, 1])

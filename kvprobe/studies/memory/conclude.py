@@ -31,7 +31,6 @@ VIEWS = ("transformers", "vLLM", "logical", "measured")
 
 
 def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -> Conclusion:
-    """Findings, controls and facts of a run."""
     return concluded(tables, model.budget(context=config.prompt, memory=config.memory), str(model.lanes.device))
 
 

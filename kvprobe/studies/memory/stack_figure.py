@@ -1,11 +1,11 @@
 """The plot of a memory budget as findings, which are kept with a run: what `kvprobe.report.plots.budget` stacks."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvprobe.memory.budget import Budget
-from kvprobe.report.findings import Finding, Findings, Key
+from kvprobe.report.findings import Finding, Findings
 from kvprobe.report.plots.budget import Along, Stack, draw_stack, stack_of
 from kvprobe.report.plots.figure import Labels
 from kvprobe.stats import Estimate
@@ -37,18 +37,15 @@ class StackFigure:
     Attributes:
         file, caption: of the figure.
         along: whether the prompt gets longer or what is generated after it.
-        measured: a finding by `context`, drawn as dots; none by default.
-        where: its other keys.
+        measured: whether the measured peaks are drawn as dots.
     """
 
     file: str
     caption: str
     along: Along
-    measured: str = ""
-    where: Mapping[str, Key] = field(default_factory=dict)
+    measured: bool = False
 
     def draw(self, findings: Findings, labels: Labels, title: str) -> "Figure | None":
-        """The figure; None where nothing of it was measured."""
         sizes: dict[str, list[float]] = {}
         for finding in findings.where("needed", along=self.along):
             sizes.setdefault(str(finding.keys["part"]), []).append(finding.value.mean)
@@ -63,5 +60,5 @@ class StackFigure:
             labels("along", self.along),
             title,
         )
-        dots = findings.where(self.measured, **self.where)
+        dots = findings.where("measured", what="peak") if self.measured else []
         return draw_stack(stack, [(int(dot.keys["context"]), dot.value.mean) for dot in dots])

@@ -42,8 +42,7 @@ STUDY = Study(
             file="stack",
             caption="Memory by the length of a prompt that is read in one pass. Dots: measured.",
             along="context",
-            measured="measured",
-            where={"what": "peak"},
+            measured=True,
         ),
         StackFigure(file="generating", caption="Memory by generated tokens, after the prompt.", along="new"),
         Lines(

@@ -27,7 +27,6 @@ SITE = ("family", "layer", "read")
 
 
 def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
-    """Findings, controls and facts of a run."""
     probes = by_arm(tables["probes"])
     findings = measure(
         prepared(tables),

@@ -51,7 +51,6 @@ the layers beside it; of a band, as a share of what all layers do."""
 
 
 def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
-    """Findings, controls and facts of a run."""
     table, example, n_layers = tables["samples"], tables.get("example"), model.geometry.n_layers
     known = table[table["able"]]
     enough = known["cluster"].nunique() >= FEWEST

@@ -94,7 +94,6 @@ SLOPES: tuple[Estimand, ...] = (Mean(name="conditioned", of="slope", within=(-3.
 
 
 def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -> Conclusion:
-    """Findings, controls and facts of a run."""
     remarks = [(standing(tables["remarks"]), REMARKS)] if "remarks" in tables else []
     answers = tables["answers"]
     findings = measure(

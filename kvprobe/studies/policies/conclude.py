@@ -46,7 +46,6 @@ CONDITION = ("measure", "kind", "level")
 
 
 def conclude(rows: pd.DataFrame, config: Config, model: Model) -> Conclusion:
-    """Findings, controls and facts of a run."""
     given, chat = sample_conversation(model, config, 0)
     instruction, value = given.instructions[0]
     shape = model.geometry
@@ -234,7 +233,6 @@ def control_of(findings: Findings) -> Control:
 
 
 def warnings_of(findings: Findings, config: Config, judged: Mapping[str, bool]) -> Iterator[str]:
-    """What a reader must know before the numbers."""
     yield from few_clusters(config.samples, "conversations")
     for name in (name for name in MEASURES if not judged[name]):
         whole, chance = whole_cache(findings, name), findings.at("chance", measure=name).mean

@@ -49,7 +49,6 @@ UNDONE: tuple[Estimand, ...] = (
 
 
 def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
-    """Findings and facts of a run."""
     rows, exchanged = tables["samples"], tables["exchanged"]
     first = stated_twice(config.contexts)[0]
     shown = {

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from itertools import product
 
 import pandas as pd
 
@@ -75,21 +76,12 @@ def cases(config: Config) -> list[Case]:
 
     Labels: `group` (main, procedure or control), `fault`, `rate` (percent), `repeat`, `timing`, `unit` (as drawn).
     """
-    every = range(config.repeats)
-    every_case = [
-        _case(MAIN, name, rate, repeat, config.timing, config.unit)
-        for name in config.faults
-        for rate in config.rates
-        for repeat in every
-    ]
+    repeats, every_case = range(config.repeats), list[Case]()
+    for name, rate, repeat in product(config.faults, config.rates, repeats):
+        every_case.append(_case(MAIN, name, rate, repeat, config.timing, config.unit))
     if config.procedure > 0:
-        every_case += [
-            _case(PROCEDURE, name, config.procedure, repeat, timing, unit)
-            for name in REPORTED_FAULTS
-            for timing in TIMINGS
-            for unit in PROCEDURE_UNITS
-            for repeat in every
-        ]
+        for name, timing, unit, repeat in product(REPORTED_FAULTS, TIMINGS, PROCEDURE_UNITS, repeats):
+            every_case.append(_case(PROCEDURE, name, config.procedure, repeat, timing, unit))
     every_case.append(_case(CONTROL, config.faults[0], 0.0, 0, config.timing, config.unit))
     one_slot = {"group": CONTROL, "fault": NOT_A_NUMBER, "repeat": 0, "timing": "once", "unit": "slot"}
     every_case.append(Case(one_slot, Trial(NotANumber(scope=Scope(count=1)))))

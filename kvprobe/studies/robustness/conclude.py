@@ -71,7 +71,6 @@ ESTIMANDS: tuple[Estimand, ...] = (
 
 
 def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
-    """Findings, controls and facts of a run."""
     tasks = answers.tasks_of(config)
     rows = prepared(table, tasks)
     findings = measure(rows, (*ESTIMANDS, *contrasts()))
@@ -243,7 +242,6 @@ def controls_of(table: Rows, config: Config, dtype: str, *, reach: int, window: 
 
 
 def warnings_of(table: Rows, config: Config, facts: dict[str, Any]) -> Iterator[str]:
-    """What a reader must know before the numbers."""
     yield from answers.warnings_of(config, facts["tasks"])
     if FEWEST <= config.samples < FEW:
         yield f"{config.samples} items of each task show only large differences. Run with more samples."

@@ -4,16 +4,43 @@ from typing import Any
 
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.faults.catalogue import CATALOGUE
-from kvprobe.report.plots.lines import Lines
+from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
 from kvprobe.studies.answers import LABELS, WRITTEN
 from kvprobe.studies.robustness import Config
 from kvprobe.studies.robustness.collect import UNITS, collect, inputs
 from kvprobe.studies.robustness.conclude import conclude
-from kvprobe.studies.robustness.styles import FAULT_STYLES
 from kvprobe.wording import percent, points, span, two_digits
 
 FAULTS = {name: fault.label for name, fault in CATALOGUE.items()}
+RED, BLUE, GREEN, PINK = "#d55e00", "#0072b2", "#009e73", "#cc79a7"
+ORANGE, SKY, GREY = "#e69f00", "#56b4e9", "#7f7f7f"
+FAULT_STYLES = {
+    "gaussian": Style(RED),
+    "gaussian-head": Style(RED, "s", "--"),
+    "gaussian-channel": Style(RED, "^", ":"),
+    "gaussian-effect": Style(RED, "D", "-."),
+    "zeros": Style(BLUE),
+    "zero-keys": Style(BLUE, "D", "-."),
+    "zero-values": Style(BLUE, "s", "--"),
+    "distractor": Style(GREEN),
+    "distractor-keys": Style(GREEN, "D", "-."),
+    "distractor-values": Style(GREEN, "v", ":"),
+    "distractor-matched": Style(GREEN, "s", "--"),
+    "permuted": Style(GREY, "x"),
+    "permuted-keys": Style(PINK),
+    "pointers-swapped": Style(GREY, "+", "--"),
+    "pointers-repeated": Style(ORANGE),
+    "foreign-block": Style(SKY, "s"),
+    "stale-block": Style(SKY, "D", "--"),
+    "overlapping": Style("#000000", "v"),
+    "shifted": Style(PINK, "D", "--"),
+    "fp8-scale": Style(GREEN, "^"),
+    "fp8-saturated": Style(GREEN, "P", "--"),
+    "rounded-2-bit": Style(BLUE, "<"),
+    "rounded-4-bit": Style(BLUE, ">", "--"),
+}
+"""A style for each entry of `kvprobe.faults.catalogue.CATALOGUE`."""
 
 
 def cost(value: Estimate) -> str:

@@ -60,7 +60,6 @@ MARGINS: tuple[Estimand, ...] = tuple(
 
 
 def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -> Conclusion:
-    """Findings, controls and facts of a run."""
     rows, starts = tables["samples"], tables["starts"]
     kinds = dict(iter(rows.groupby("kind")))
     tokens, loads, exchanged = kinds["token"], kinds["load"].astype({"expert": int}), kinds["exchange"]

@@ -61,7 +61,6 @@ OF_PROBES = (
 
 
 def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
-    """Findings, controls and facts of a run."""
     edits, probes = prepared(tables["samples"]), tables["probes"].rename(columns={"context": "sample"})
     probes = probes.assign(state=probes["state"].replace({RANDOM_0: RANDOM}))
     of_doses = (*OF_DOSES, *steps(config.strengths))
