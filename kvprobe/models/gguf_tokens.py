@@ -89,8 +89,8 @@ def tokenizer_of(header: Header) -> Any:
                 raise ValueError(f"tokenizer.ggml.pre={split!r:.60} is not known")
             if split in (None, "default"):
                 warnings.warn(
-                    f"{header.path.name} does not name the way in which it splits text (tokenizer.ggml.pre={split}); it "
-                    "is split as for GPT-2, so that numbers may become other tokens than those that the model was "
+                    f"{header.path.name} does not name the way in which it splits text (tokenizer.ggml.pre={split}); "
+                    "it is split as for GPT-2, so that numbers may become other tokens than those that the model was "
                     "trained with.",
                     stacklevel=2,
                 )
