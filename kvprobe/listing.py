@@ -174,7 +174,7 @@ def lines(kind: str, entries: Entries) -> Iterator[str]:
         for study, of_study in groupby(sorted(entries, key=itemgetter("study")), itemgetter("study")):
             names = " ".join(entry["name"].removeprefix(study) or study for entry in of_study)
             yield from wrap(f"{study:14}{names}", WIDTH, subsequent_indent=" " * 14, break_on_hyphens=False)
-        yield "\nkvprobe run STUDY-ENDING runs one; kvprobe ls presets STUDY says what each sets, and how long it took."
+        yield "\nkvprobe run STUDY-ENDING runs one; kvprobe ls presets STUDY: what each sets and how long it takes."
         return
     width = max((len(entry["name"]) for entry in entries), default=0)
     for entry in entries:
