@@ -133,3 +133,25 @@ def test_the_other_numbers_of_poisoned_gsm8k_are_those_of_its_run():
         assert findings_and_cells("poisoning-gsm8k", row, "poisoning")[1] == [
             words(findings.at(name)).replace("-", "−")
         ], name
+
+
+CLAIMS = [line for line in (RESULTS / "claims.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+
+
+def test_each_sentence_has_a_verdict_a_strength_and_what_it_rests_on():
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in CLAIMS]
+    rows = [row for row in rows if row[0] not in ("sentence",)]
+    assert len(rows) > 50
+    for sentence, verdict, strength, found, run in rows:
+        untested = verdict == "untested"
+        assert (strength == "○") == untested, sentence
+        assert (run == "–") == (untested or verdict == "not testable here") or untested, sentence
+        assert untested or "](" in found or verdict == "not testable here", sentence
+
+
+@pytest.mark.parametrize("line", [line for line in CLAIMS if re.search(r"\d to ", line)])
+def test_the_numbers_of_a_sentence_are_those_of_the_page_it_links(line: str):
+    (page,) = set(re.findall(r"\]\(([\w-]+\.md)\)", line))
+    text = " ".join((RESULTS / page).read_text(encoding="utf-8").split())
+    for low, high in re.findall(r"([−+]?\d[\d.]*) to ([−+]?\d[\d.]*)", line):
+        assert f"{low} to {high}" in text, (low, high)
