@@ -26,6 +26,11 @@ def whole_numbers(_: object, tokens: Sequence[Token]) -> tuple[int, ...]:
         raise UserError(f"Invalid value for {tokens[0].keyword}: {values!r} are not whole numbers.") from error
 
 
+def several(words: str) -> Parameter:
+    """A flag that several values follow."""
+    return Parameter(help=words, consume_multiple=True, negative="")
+
+
 def loadable(_: object, name: str) -> None:
     """A model's name, looked at before torch is imported to load it."""
     check_source(name)
@@ -36,4 +41,4 @@ Whole = Annotated[int, Parameter(converter=whole)]
 StudyFile = Annotated[Path | None, Parameter(help="The Python file of a study of your own.")]
 Chat = Annotated[Path, Parameter(help="A conversation in JSON or JSONL: OpenAI's messages, ShareGPT's, Anthropic's.")]
 Chosen = Annotated[str | None, Parameter(help="Which of several in the file: its number from 0, or its id.")]
-Hidden = Annotated[tuple[str, ...], Parameter(help="Messages to hide: m0, m1, ….", consume_multiple=True, negative="")]
+Hidden = Annotated[tuple[str, ...], several("Messages to hide: m0, m1, ….")]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from kvprobe.cli.flags import Chat, Chosen, Hidden, Source, Whole
+from kvprobe.cli.flags import Chat, Chosen, Hidden, Source, Whole, several
 from kvprobe.errors import UserError
 from kvprobe.models.catalogue import Dtype
 
@@ -17,10 +17,7 @@ def compare(
     chat: Chat,
     conversation: Chosen = None,
     hide: Hidden = (),
-    policy: Annotated[
-        tuple[str, ...],
-        Parameter(help='Cache policies to try: "SnapKV(50%)" "H2O(0.3)".', consume_multiple=True, negative=""),
-    ] = (),
+    policy: Annotated[tuple[str, ...], several('Cache policies to try: "SnapKV(50%)" "H2O(0.3)".')] = (),
     ask: Annotated[str, Parameter(help="The user's next message.")],
     when: Annotated[
         Literal["after", "before"],
@@ -67,10 +64,7 @@ def attend(
     text: Annotated[str | None, Parameter(help="A text, read as it is.")] = None,
     chat: Chat | None = None,
     conversation: Chosen = None,
-    hide: Annotated[
-        tuple[str, ...],
-        Parameter(help="Messages to mask before the last one is read: m0, m1, ….", consume_multiple=True, negative=""),
-    ] = (),
+    hide: Annotated[tuple[str, ...], several("Messages to mask before the last one is read: m0, m1, ….")] = (),
     last: Annotated[Whole | None, Parameter(help="Only so many of the last tokens attend; all by default.")] = None,
     out: Annotated[Path, Parameter(help="The page.")] = Path("attention.html"),
     device: str = "auto",
@@ -98,12 +92,7 @@ def scan(
         str | None, Parameter(help="The last message that still sees them; the assistant's next answer by default.")
     ] = None,
     probes: Annotated[
-        tuple[str, ...],
-        Parameter(
-            help="Names or folders of probes; all published ones of the model by default.",
-            consume_multiple=True,
-            negative="",
-        ),
+        tuple[str, ...], several("Names or folders of probes; all published ones of the model by default.")
     ] = (),
     out: Annotated[Path, Parameter(help="The page.")] = Path("scan.html"),
     device: str = "auto",
