@@ -16,9 +16,10 @@ from kvprobe.experiments.study import Conclusion, Study
 from kvprobe.files import write_whole
 from kvprobe.names import head_name, one_line
 from kvprobe.plain_data import filled
-from kvprobe.report.document import LIMITS, AttentionView, FigureFile, Passage, TokenView
+from kvprobe.report.document import LIMITS, AttentionView, Passage, TokenView
 from kvprobe.report.findings import Findings, Key
 from kvprobe.report.page import picture, pieces
+from kvprobe.report.plots.figure import Figure
 from kvprobe.report.views.of_findings import maps_of, tokens_of
 from kvprobe.report.views.page import Part, drawn, page, render, templates
 
@@ -106,11 +107,10 @@ class _Page:
         }
 
     @property
-    def figures(self) -> dict[str, FigureFile]:
+    def figures(self) -> dict[str, Figure]:
         """Those that were drawn, by file."""
         folder = self.run.path / "figures"
-        shown = [figure for figure in self.study.figures if (folder / f"{figure.file}.png").is_file()]
-        return {figure.file: FigureFile(figure.file, figure.caption) for figure in shown}
+        return {figure.file: figure for figure in self.study.figures if (folder / f"{figure.file}.png").is_file()}
 
     def show(self, name: str, **keys: Key) -> str:
         """A number as the study writes it; a dash where there is none."""

@@ -59,23 +59,6 @@ def chat_record(
 
 
 @dataclass(frozen=True)
-class FigureFile:
-    """A figure in the run's `figures/` folder; `file` without suffix."""
-
-    file: str
-    caption: str
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of text under a caption."""
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    caption: str
-
-
-@dataclass(frozen=True)
 class HeatMap:
     """Values around zero on a grid, as an interactive map, whose rows go as `kvprobe.report.orientation` says.
 

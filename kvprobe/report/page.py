@@ -1,17 +1,18 @@
 """Pictures and marked text in pages, which hold all that they show."""
 
 import base64
-from dataclasses import dataclass
+import re
 from pathlib import Path
 
 from kvprobe.errors import UserError
-from kvprobe.report.document import FigureFile, Passage
+from kvprobe.report.document import Passage
+from kvprobe.report.plots.figure import Figure
 
 LARGEST_FIGURE = 2**25
 """Bytes."""
 
 
-def picture(figures: Path, figure: FigureFile) -> str:
+def picture(figures: Path, figure: Figure) -> str:
     """A figure as the source of an image.
 
     Raises:
@@ -27,19 +28,9 @@ def picture(figures: Path, figure: FigureFile) -> str:
     return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
 
 
-@dataclass(frozen=True)
-class _Piece:
-    text: str
-    marked: bool
-
-
-def pieces(passage: Passage) -> list[_Piece]:
-    """The text of a passage, cut wherever the marked text begins or ends."""
+def pieces(passage: Passage) -> list[tuple[str, bool]]:
+    """The text of a passage, cut wherever the marked text begins or ends, and which pieces are marked."""
     if not passage.marked:
-        return [_Piece(passage.text, False)]
-    pieces = []
-    for index, text in enumerate(passage.text.split(passage.marked)):
-        if index:
-            pieces.append(_Piece(passage.marked, True))
-        pieces.append(_Piece(text, False))
-    return pieces
+        return [(passage.text, False)]
+    texts = re.split(f"({re.escape(passage.marked)})", passage.text)
+    return [(text, place % 2 == 1) for place, text in enumerate(texts)]

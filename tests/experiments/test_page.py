@@ -14,9 +14,10 @@ from kvprobe.experiments.page import write_page, write_views
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
 from kvprobe.experiments.study import Conclusion, Control, Study
-from kvprobe.report.document import FigureFile, Passage
+from kvprobe.report.document import Passage
 from kvprobe.report.findings import Findings
 from kvprobe.report.page import picture
+from kvprobe.report.plots.bars import Bars
 from kvprobe.report.views import heads_view
 from tests.browser import browse, needs_browser
 from tests.experiments.made_up import page_of
@@ -222,7 +223,7 @@ def test_a_picture_outside_the_run_is_never_read(page: Path, file: str):
     (page.parent / "secret.png").write_bytes(b"secret")
     (page.parent / "figures" / "deeper").mkdir()
     (page.parent / "figures" / "linked.png").symlink_to(page.parent / "secret.png")
-    refused(lambda: picture(page.parent / "figures", FigureFile(file, "")), "not a file in")
+    refused(lambda: picture(page.parent / "figures", Bars(file, "finding", "key", "label", "caption")), "not a file in")
 
 
 @needs_browser

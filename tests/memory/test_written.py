@@ -281,13 +281,10 @@ UNFIT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("text", UNREADABLE)
-def test_a_text_that_cannot_be_read_is_refused_in_a_sentence(text: str):
-    refused(lambda: plan_of(text), "cannot be read; write it as 'SinkWindow(4, 252)'")
-
-
-@pytest.mark.parametrize(("text", "said"), WRONG)
-def test_wrong_names_and_values_are_named_in_a_sentence(text: str, said: str):
+@pytest.mark.parametrize(
+    ("text", "said"), [*((text, "cannot be read; write it as 'SinkWindow(4, 252)'") for text in UNREADABLE), *WRONG]
+)
+def test_texts_that_cannot_be_read_and_wrong_names_and_values_are_refused_in_a_sentence(text: str, said: str):
     refused(lambda: plan_of(text), said)
 
 

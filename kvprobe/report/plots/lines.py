@@ -34,10 +34,6 @@ CYCLE = tuple(
 """Of lines that have no style of their own."""
 
 
-def _one_row(_: Keys) -> str:
-    return ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Lines:
     """A figure of lines with intervals; points of one x are drawn side by side, and not joined where x is a name.
@@ -76,7 +72,7 @@ class Lines:
     line: str = ""
     panel: str = ""
     styles: Mapping[Any, Style] = field(default_factory=dict)
-    row: Callable[[Keys], str] = _one_row
+    row: Callable[[Keys], str] = lambda _: ""
     drawn: Callable[[Key], bool] = lambda _: True
     where: Mapping[str, Key | tuple[Key, ...]] = field(default_factory=dict)
     band: tuple[str, str] | None = None

@@ -7,7 +7,7 @@ from typing import Any
 from kvprobe.probes.card import CARD_SPLITS, Card
 from kvprobe.probes.page import ARMS, where
 from kvprobe.probes.scan import LEAK, VERDICTS, Scan
-from kvprobe.report.document import HeatMap, SeenPassage, Table
+from kvprobe.report.document import HeatMap, SeenPassage
 from kvprobe.report.views.page import render, written
 from kvprobe.wording import percent, points
 
@@ -55,6 +55,7 @@ def scan_page(scan: Scan) -> str:
         when=_when,
         gain=_gain,
         cards=_cards(scan),
+        splits=CARD_SPLITS,
         verdicts=VERDICTS,
         leak=LEAK,
     )
@@ -139,8 +140,8 @@ def _passages(scan: Scan) -> list[SeenPassage]:
     return passages
 
 
-def _cards(scan: Scan) -> Table:
-    """What the cards say."""
+def _cards(scan: Scan) -> list[list[str]]:
+    """What the cards say, a row each."""
     rows = []
     for name, card in scan.cards.items():
         training, leak = card.training, card.measure("leak")
@@ -157,11 +158,4 @@ def _cards(scan: Scan) -> Table:
                 "" if training.power is None else f"{100 * training.power:.0f} %",
             ]
         )
-    names = [f"accuracy, {split}" for split in CARD_SPLITS]
-    return Table(
-        ["probe", "reads", "where", "trained on", *names, "chance", "leak", "confident readings"],
-        rows,
-        "What the cards of these probes promise, for conversations not used for training. Leak: accuracy above the "
-        "restart floor. Confident readings: the share in which the class is so much more likely than in the "
-        "restart that nine of ten are right.",
-    )
+    return rows

@@ -2,6 +2,7 @@
 probing."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,11 +69,8 @@ def candidate_probe(
     measures = [*_measures(probing, probe_input)]
     if use is not None:
         measures.append(Measure.of("use", "", use))
-    trained = Training(
-        training.study,
-        training.what,
-        training.segment,
-        training.arm,
+    trained = replace(
+        training,
         searched=sum(map(len, features.sites.values())),
         agreed=picks.count((family, site)) / len(probing.picks[UNSEEN]),
     )
