@@ -13,7 +13,7 @@ def is_whole(value: object) -> TypeGuard[int]:
         operator.index(cast(SupportsIndex, value))
     except TypeError:
         return False
-    return not isinstance(value, bool)
+    return not isinstance(value, bool) and "bool" not in str(getattr(value, "dtype", ""))
 
 
 def is_list(value: object) -> TypeGuard[list[Any]]:

@@ -195,6 +195,8 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         UserError: the system refuses the file, for want of space, say.
     """
+    if not path.name:
+        raise UserError("The path of the file to be written is empty; name a file.")
     partial = path.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
     try:
         with told(path):

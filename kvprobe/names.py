@@ -1,21 +1,15 @@
 """Names and values in sentences: unknown names with their near matches; operators, errors and plain data in short."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
-from functools import wraps
-from inspect import signature
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
 LISTED = 32
 """Known names in a sentence, at most."""
-FORMER = {"mask": "hide", "hidden": "hide"}
-"""What arguments were called in earlier versions, by which they are no match of what they are called now."""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
@@ -28,21 +22,6 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
         return f"There is no {kind} called {name!r}; there are none here."
     more = f" and {len(known) - LISTED} more" if len(known) > LISTED else ""
     return f"There is no {kind} called {name!r}; known are {', '.join(map(repr, known[:LISTED]))}{more}."
-
-
-def near_keywords(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """The function, with near matches in the TypeError for a keyword that it does not have (as of Python 3.13 on)."""
-    known = list(signature(function).parameters)
-
-    @wraps(function)
-    def called(*args: Given.args, **keywords: Given.kwargs) -> Result:
-        if wrong := next((name for name in keywords if name not in known), None):
-            meant = [name for name in known if name == FORMER.get(wrong)] or known
-            near = f"There is no argument called {wrong!r}; did you mean {meant[0]!r}?"
-            raise TypeError(f"{function.__qualname__}: {near if meant != known else unknown('argument', wrong, known)}")
-        return function(*args, **keywords)
-
-    return called
 
 
 def short_repr(operator: "DataclassInstance") -> str:

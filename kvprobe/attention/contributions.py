@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.attention.patterns import Patterns, refuse_missing
 from kvprobe.brief import Brief
 from kvprobe.errors import UserError
@@ -30,6 +31,7 @@ class Contribution(Brief):
     layers: Float[Tensor, "layers queries"]
 
 
+@checked_arguments
 def contribution(model: Model, patterns: Patterns, slots: Sequence[int] | Int[Tensor, "chosen"]) -> Contribution:
     """How much of each layer's attention output is what it reads in these slots.
 
@@ -46,6 +48,7 @@ def contribution(model: Model, patterns: Patterns, slots: Sequence[int] | Int[Te
     return Contribution(torch.stack(heads), torch.stack(layers))
 
 
+@checked_arguments
 def written(
     model: Model, patterns: Patterns, slots: Sequence[int] | Int[Tensor, "chosen"], layer: int
 ) -> Float[Tensor, "heads queries d_model"]:

@@ -4,6 +4,7 @@ import pandas as pd
 from jaxtyping import Int
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.attention.contributions import contribution
 from kvprobe.attention.measures import lift
 from kvprobe.attention.patterns import attend
@@ -15,6 +16,7 @@ LOOKS = ("mass", "lift", "contribution")
 """Attention on the slots; that over the clean run's; and what a head reads there of what its layer reads in all."""
 
 
+@checked_arguments
 def looks(model: Model, suffix: Tokens, clean: KVCache, damaged: KVCache, slots: Int[Tensor, "chosen"]) -> pd.DataFrame:
     """One row per `layer` and `head`: `LOOKS`, means over the tokens of the suffix.
 

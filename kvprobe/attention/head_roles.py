@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.attention.patterns import attend, named_by_head
 from kvprobe.errors import UserError
 from kvprobe.inference.generate import generate
@@ -23,6 +24,7 @@ THRESHOLDS: Mapping[str, float] = {"sink": 0.3, "previous": 0.4, "duplicate": 0.
 2404.15574). The papers behind the other three rank heads and name no threshold; 0.4 is what the ARENA course uses."""
 
 
+@checked_arguments
 def roles(
     model: Model, seed: int = 0, *, length: int = 25, copies: int = 4, sequences: int = 4, needles: int = 8
 ) -> pd.DataFrame:

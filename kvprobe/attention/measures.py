@@ -8,18 +8,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.attention.alignment import aligned
 from kvprobe.attention.patterns import Patterns, named_by_head, refuse_missing
 from kvprobe.cache.alike import refuse_other_model
 from kvprobe.checks import names_of
 from kvprobe.errors import UserError
-from kvprobe.names import near_keywords
 
 LOCAL = 32
 """Slots that count as local: the query's own and those right before it."""
 
 
-@near_keywords
+@checked_arguments
 def dangling(
     before: Patterns,
     after: Patterns,
@@ -71,7 +71,7 @@ def dangling(
     return _table(before, table)
 
 
-@near_keywords
+@checked_arguments
 def shared_out(before: Patterns, after: Patterns, hide: str | Sequence[str]) -> Patterns:
     """What the queries would attend to after if no score changed: the softmax alone shares the attention that was on
     slots that are gone out over the others, in proportion to what these had before. It is meant for models without
@@ -88,6 +88,7 @@ def shared_out(before: Patterns, after: Patterns, hide: str | Sequence[str]) -> 
     return replace(after, weights=left / left.sum(-1, keepdim=True))
 
 
+@checked_arguments
 def lift(
     damaged: Patterns, clean: Patterns, slots: Sequence[int] | Int[Tensor, "chosen"], *, sinks: int = 1
 ) -> pd.DataFrame:

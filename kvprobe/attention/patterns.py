@@ -6,7 +6,7 @@ queries. On the hooked lane TransformerLens computes whole patterns, and the cho
 long text is read in chunks.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief, Table, show_page
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.visibility import visible_by_layer
-from kvprobe.checks import whole_numbers
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import cache_of, forward_pass, new_slots, one_row_each, taps
 from kvprobe.inference.model import Model, Readable
@@ -32,6 +32,7 @@ CHUNK = 256
 """Tokens read at a time: enough to fill a matrix product, and few enough that a pass takes little memory."""
 
 
+@checked_arguments
 @dataclass(frozen=True, repr=False)
 class Patterns(Brief):
     """Attention of some queries of one row to all slots.
@@ -116,6 +117,7 @@ class Patterns(Brief):
         return named_by_head(table)
 
 
+@checked_arguments
 def attend(
     model: Model,
     text: Readable,
@@ -221,7 +223,7 @@ class _Reading:
 
 def _layers(model: Model, layers: Sequence[int] | None) -> tuple[int, ...]:
     n_layers = model.geometry.n_layers
-    wanted = tuple(range(n_layers)) if layers is None else tuple(dict.fromkeys(whole_numbers(layers) or ()))
+    wanted = tuple(range(n_layers)) if layers is None else tuple(dict.fromkeys(layers))
     if not wanted or not set(wanted) <= set(range(n_layers)):
         raise UserError(
             f"There are no layers {str(layers)[:40]}; the model has layers 0 to {n_layers - 1}, so give at least one "
@@ -234,8 +236,6 @@ def _chosen(tokens: Tokens, queries: str | Sequence[str] | Sequence[int]) -> lis
     """Indices of the chosen queries among the tokens, in order."""
     if queries == "last":
         return [len(tokens) - 1]
-    if not isinstance(queries, Iterable):
-        raise UserError(f"queries is {queries!r}; give 'last', a segment, or a list of tokens by index.")
     asked = [queries] if isinstance(queries, str) else list(queries)
     indices = set()
     for query in asked:

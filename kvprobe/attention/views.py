@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.indices import indices
 from kvprobe.checks import names_of
@@ -24,6 +25,7 @@ KVHead = tuple[int, int]
 """Layer and KV head."""
 
 
+@checked_arguments
 def in_view_of(cache: KVCache, hide: str | Sequence[str], heads: Sequence[KVHead]) -> KVCache:
     """The cache with these segments masked for all KV heads but the given ones.
 
@@ -39,6 +41,7 @@ def in_view_of(cache: KVCache, hide: str | Sequence[str], heads: Sequence[KVHead
     return replace(masked, ledger=replace(masked.ledger, live=live))
 
 
+@checked_arguments
 def logits_in_view(
     model: Model, cache: KVCache, suffix: Readable, hide: str | Sequence[str], views: Sequence[Sequence[KVHead]]
 ) -> Float[Tensor, "views vocab"]:
@@ -57,6 +60,7 @@ def logits_in_view(
     return torch.cat(logits)
 
 
+@checked_arguments
 def ranked_kv_heads(heads: Rows, of: str, group: int) -> list[KVHead]:
     """KV heads by the mean of a column over their query heads, the largest first.
 

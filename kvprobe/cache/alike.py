@@ -30,8 +30,6 @@ def refuse_other_model(base: OfModel, other: OfModel, what: str = "The donor") -
     Args:
         what: the other cache, in words.
     """
-    if not isinstance(other, OfModel):  # pyright: ignore[reportUnnecessaryIsInstance] - from Python, anything
-        raise UserError(f"{what} is a {type(other).__name__} ({str(other)[:40]!r}); give a KVCache.")
     if other.shape != base.shape:
         raise UserError(
             f"{what} has (layers, KV heads, d_head, d_value) = {other.shape}, the base {base.shape}; give caches of "

@@ -8,24 +8,24 @@ position since (`reindex`) is rotated to it when it is read.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief, plain_dtype
 from kvprobe.cache import shown
 from kvprobe.cache.alike import refuse_other_model, refuse_other_slots, refuse_overlap
+from kvprobe.cache.device import pick_device
 from kvprobe.cache.file import load_cache, save_cache
 from kvprobe.cache.footprint import footprint
 from kvprobe.cache.indices import indices
 from kvprobe.cache.ledger import Ledger
-from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker
-from kvprobe.names import near_keywords, unknown
 
 PositionMode = Literal["gapped", "contiguous", "naive"]
 """Positions of slots after others were removed: as before, counted anew, or counted anew without rotating keys."""
@@ -41,6 +41,10 @@ class Damages(Protocol):
     def corrupt(self, cache: "KVCache", draws: Any, contexts: Any) -> "KVCache": ...
 
 
+Fault = Annotated[Damages, "one of kvprobe.faults, such as Zeros()"]
+
+
+@checked_arguments
 @dataclass(frozen=True, repr=False)
 class KVCache(Brief):
     """Keys and values per layer, and the ledger of their slots.
@@ -105,7 +109,6 @@ class KVCache(Brief):
         """Layers, KV heads, and numbers in a key and in a value."""
         return self.n_layers, self.n_kv_heads, self.keys[0].shape[3], self.values[0].shape[3]
 
-    @near_keywords
     def mask(
         self,
         *segments: str,
@@ -129,7 +132,6 @@ class KVCache(Brief):
             hidden = hidden & self._within(layers, heads)
         return replace(self, ledger=replace(self.ledger, live=self.ledger.live & ~hidden))
 
-    @near_keywords
     def evict(self, *segments: str, slots: Slots | None = None) -> "KVCache":
         """Remove slots and free their memory; the others keep their positions, and so does what comes next (see
         `rewind`). Rows that lose different numbers of slots are padded on the right with slots that are not live.
@@ -142,7 +144,6 @@ class KVCache(Brief):
         self.ledger.warn_of_sink(~chosen)
         return self.take(*self.ledger.order(chosen))
 
-    @near_keywords
     def rewind(self, segment: str | None = None, *, slots: int | None = None, position: int | None = None) -> "KVCache":
         """Take back what was read from some place on: its slots leave, and the next token stands where they began.
 
@@ -184,8 +185,6 @@ class KVCache(Brief):
         Raises:
             UserError: there is no such position mode.
         """
-        if mode not in get_args(PositionMode):
-            raise UserError(unknown("position mode", mode, get_args(PositionMode)))
         if mode == "gapped":
             return self
         ledger = self.ledger.closed()
@@ -200,8 +199,8 @@ class KVCache(Brief):
         Raises:
             UserError: `rows` is not a whole number of at least 1.
         """
-        if not is_whole(rows) or rows < 1:
-            raise UserError(f"A cache cannot be forked into {str(rows)[:40]} rows; give a whole number, at least 1.")
+        if rows < 1:
+            raise UserError(f"A cache cannot be forked into {rows} rows; give at least 1.")
         index = torch.arange(self.batch, device=self.ledger.tokens.device).repeat_interleave(rows)
         return self._each(
             lambda tensor: tensor.expand(rows, -1, -1, -1) if self.batch == 1 else tensor[index],
@@ -237,7 +236,11 @@ class KVCache(Brief):
         return _combined(caches, joined, Ledger.join([cache.ledger.padded(slots) for cache in caches]))
 
     def corrupt(
-        self, fault: "Damages", *, draws: Sequence[Any] | None = None, contexts: Sequence[Any] | None = None
+        self,
+        fault: Fault,
+        *,
+        draws: Sequence[Any] | None = None,
+        contexts: Sequence[Any] | None = None,
     ) -> "KVCache":
         """The cache with a fault written into it, here and now, whenever the fault would strike by itself.
 
@@ -250,8 +253,6 @@ class KVCache(Brief):
         Raises:
             UserError: it is no fault, or needs more than its context has; or see `Scope`.
         """
-        if not isinstance(fault, Damages):  # pyright: ignore[reportUnnecessaryIsInstance] - from Python, anything
-            raise UserError(f"The fault is {str(fault)[:40]!r}; give one of kvprobe.faults, such as Zeros().")
         return fault.corrupt(self, draws, contexts)
 
     def patch(
@@ -274,8 +275,6 @@ class KVCache(Brief):
             UserError: the donor is of another model, slots or positions of keys (see
                 `kvprobe.cache.alike.refuse_other_slots`), or there is no such segment, layer, head or part.
         """
-        if part not in ("K", "V", "KV"):
-            raise UserError(unknown("part", part, ("K", "V", "KV")))
         chosen = self.chosen(segments, slots)
         refuse_other_slots(self, donor, chosen, keys="K" in part)
         where = (chosen[None, :, None, :] & self._within(layers, heads))[..., None]
@@ -306,7 +305,8 @@ class KVCache(Brief):
 
     def to(self, device: torch.device | str) -> "KVCache":
         """The same cache on another device."""
-        return self._each(lambda tensor: tensor.to(device), self.ledger.to(device))
+        place = pick_device(device)
+        return self._each(lambda tensor: tensor.to(place), self.ledger.to(place))
 
     def save(self, path: str | Path) -> None:
         """Write the cache to one safetensors file, bit for bit, with a digest of it and the fingerprint of its model.

@@ -2,18 +2,16 @@
 
 from typing import Any
 
-from kvprobe.checks import whole_numbers
+import torch
+
 from kvprobe.errors import UserError
 
 
 def indices(kind: str, chosen: Any, count: int) -> list[int]:
-    """The chosen indices as a list, all of them for None; anything but whole numbers below `count` is refused."""
-    if chosen is None:
-        return list(range(count))
-    numbers = whole_numbers(chosen)
-    if numbers is None:
-        raise UserError(f"{str(chosen)[:40]!r} is not a list of {kind}s; give whole numbers, such as [0, 1].")
+    """The chosen whole numbers as a list, all of them for None; those outside `count` are refused."""
+    given: Any = torch.arange(count) if chosen is None else torch.as_tensor(chosen)
+    numbers: list[int] = given.tolist()
     for index in numbers:
         if not 0 <= index < count:
             raise UserError(f"There is no {kind} {index}; the cache has {kind}s 0 to {count - 1}.")
-    return list(numbers)
+    return numbers

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import get_args
 
 import pandas as pd
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.attention import attend, dangling
 from kvprobe.brief import Brief, Table, brief, frame_table
 from kvprobe.cache.cache import KVCache
@@ -14,8 +14,7 @@ from kvprobe.errors import UserError
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence, surprise
-from kvprobe.inference.readable import require_type
-from kvprobe.names import head_name, near_keywords, unknown
+from kvprobe.names import head_name
 from kvprobe.policies.policy import Policy
 from kvprobe.policies.written import policies_of
 from kvprobe.probing.read_features import When
@@ -143,7 +142,7 @@ class Comparison(Brief):
         return "\n".join(lines)
 
 
-@near_keywords
+@checked_arguments
 def compare(
     model: Model,
     chat: Transcript | Sequence[Mapping[str, str]],
@@ -169,13 +168,8 @@ def compare(
     Raises:
         UserError: no such segment, none to hide or none that stays, or a model that kvprobe cannot read.
     """
-    require_type("The model", model, Model, "what kvprobe.load returns")
     chat = chat if isinstance(chat, Transcript) else Transcript.from_messages(list(chat))
     hide = names_of(hide)
-    if when not in get_args(When):
-        raise UserError(unknown("time to hide segments", str(when), get_args(When)))
-    if isinstance(policies, str | Policy):
-        raise UserError(f"policies is {str(policies)[:60]!r}; give a list of them.")
     if not ask:
         raise UserError("compare needs ask, the user's next message.")
     if not (hide or policies) or set(hide) >= set(chat.segments):

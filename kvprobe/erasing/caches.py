@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.cache.alike import refuse_other_slots
 from kvprobe.cache.cache import KVCache, Slots
 from kvprobe.erasing.subspace import Eraser, Subspace
@@ -21,6 +22,7 @@ LayerPart = tuple[int, str]
 """A layer, and `K` or `V`."""
 
 
+@checked_arguments
 def erase(
     cache: KVCache,
     erasers: Mapping[LayerPart, Eraser],
@@ -46,6 +48,7 @@ def erase(
     return _rewritten(cache, erasers, cache.chosen(segments, slots), erased)
 
 
+@checked_arguments
 def interchange(
     base: KVCache,
     donor: KVCache,
@@ -81,6 +84,7 @@ def interchange(
     return _rewritten(base, subspaces, chosen, exchanged)
 
 
+@checked_arguments
 def mix(
     base: KVCache,
     donor: KVCache,

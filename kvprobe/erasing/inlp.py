@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.erasing.subspace import Eraser
 from kvprobe.errors import UserError
 from kvprobe.probing.gram import Moments, one_hot_answers
@@ -22,6 +23,7 @@ _ERRORS = 2
 """Standard errors above the share of the commonest class up to which a probe counts as at chance."""
 
 
+@checked_arguments
 def inlp(
     features: Float[Tensor, "sites samples dim"],
     labels: Int[Tensor, "targets samples"],

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.erasing.subspace import Eraser
 from kvprobe.erasing.whitening import Whitening
 from kvprobe.errors import UserError
@@ -21,6 +22,7 @@ _NEGLIGIBLE = 1e-4
 """Covariance of a label with features of unit variance, below which it counts as rounding."""
 
 
+@checked_arguments
 def leace(
     features: Float[Tensor, "*sites samples dim"],
     labels: Int[Tensor, "samples"] | Int[Tensor, "targets samples"],

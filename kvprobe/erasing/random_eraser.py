@@ -3,10 +3,12 @@
 import numpy as np
 import torch
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.erasing.subspace import Eraser
 from kvprobe.erasing.whitening import Whitening
 
 
+@checked_arguments
 def random_eraser(like: Eraser, rng: np.random.Generator) -> Eraser:
     """An eraser of as many random directions at each site, drawn where features have unit variance in all directions.
 

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.environment import environment
 from kvprobe.errors import UserError
 from kvprobe.experiments.settings import Settings, as_mapping, folder_of
@@ -25,6 +26,7 @@ MOST_BYTES = 2**28
 """Of a JSON file of a run that is read at all."""
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class Run:
     """A run directory.

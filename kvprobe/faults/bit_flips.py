@@ -12,7 +12,6 @@ from kvprobe.errors import UserError
 from kvprobe.faults.fault import Fault
 from kvprobe.faults.scope import Part, Scope
 from kvprobe.faults.struck import Struck
-from kvprobe.names import unknown
 
 Field = Literal["sign", "exponent", "mantissa"]
 Stored = Literal["fp32", "bf16", "fp16"]
@@ -75,10 +74,6 @@ class BitFlips(Fault):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dtype is not None and self.dtype not in LAYOUTS:
-            raise UserError(unknown("dtype", self.dtype, LAYOUTS))
-        if self.field is not None and self.field not in get_args(Field):
-            raise UserError(unknown("field", self.field, get_args(Field)))
         if self.bit is not None and self.field is not None:
             raise UserError(f"BitFlips has bit={self.bit} and field={self.field}; give a bit or a field.")
         self._refuse_bit(LAYOUTS[self.dtype or "fp32"])

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.faults.context import FaultContext
@@ -127,6 +128,7 @@ class Splice(Fault):
         return _donated(struck, self.donor, part)
 
 
+@checked_arguments
 def scaffold(tokens: Tokens, filler: Sequence[int]) -> Tokens:
     """The same conversation with the tokens of its texts replaced by `filler`, repeated as needed; delimiters stay."""
     if not filler:

@@ -12,8 +12,8 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.arguments import check_fields, checked_arguments
 from kvprobe.cache.cache import KVCache
-from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
 from kvprobe.faults.context import FaultContext
 from kvprobe.faults.draws import Draws
@@ -43,7 +43,8 @@ class Fault(ABC):
     transient: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.at != "every" and (not is_whole(self.at) or self.at < 0):
+        check_fields(self)
+        if self.at != "every" and self.at < 0:
             raise UserError(f"{type(self).__name__} has at={self.at!r}; it must be 'every', or a step, 0 or more.")
 
     @property
@@ -84,6 +85,7 @@ class Fault(ABC):
             UserError: the fault context lacks what this fault needs (a donor, rotary frequencies, queries).
         """
 
+    @checked_arguments
     def corrupt(
         self, cache: KVCache, draws: Sequence[Draws] | None = None, contexts: Sequence[FaultContext] | None = None
     ) -> KVCache:

@@ -1,7 +1,7 @@
 """Gaussian noise, matched in scale to the numbers that it replaces in one of four ways, or unmatched."""
 
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
 import torch
 from jaxtyping import Float
@@ -14,7 +14,6 @@ from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault, Need
 from kvprobe.faults.scope import Part
 from kvprobe.faults.struck import Struck
-from kvprobe.names import unknown
 
 Matched = Literal["raw", "layer", "head", "channel", "effect"]
 MATCHED_LABELS: dict[Matched, str] = {
@@ -64,9 +63,7 @@ class Gaussian(Fault):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.matched not in get_args(Matched):
-            raise UserError(unknown("way to match noise", self.matched, get_args(Matched)))
-        if not 0 <= self.scale < float("inf"):
+        if self.scale < 0:
             raise UserError(f"Gaussian has scale={self.scale}; it must be 0 or more.")
 
     @property

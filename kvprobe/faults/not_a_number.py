@@ -1,6 +1,7 @@
 """NaN and infinity."""
 
 from dataclasses import dataclass
+from typing import SupportsFloat
 
 import torch
 from jaxtyping import Float
@@ -19,7 +20,7 @@ class NotANumber(Fault):
     because 0 × NaN is NaN.
     """
 
-    value: float = float("nan")
+    value: SupportsFloat = float("nan")
 
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
-        return torch.full_like(struck.of(part), self.value)
+        return torch.full_like(struck.of(part), float(self.value))

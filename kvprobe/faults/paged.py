@@ -1,19 +1,17 @@
 """Faults of paged caches, whose unit is a block of consecutive slots."""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.checks import require_whole
-from kvprobe.errors import UserError
 from kvprobe.faults.context import FaultContext
 from kvprobe.faults.fault import Fault
 from kvprobe.faults.scope import Part
 from kvprobe.faults.struck import Struck
-from kvprobe.names import unknown
 
 _BLOCKS = 41
 
@@ -53,11 +51,6 @@ class WrongPointers(Paged):
     """
 
     pointing: Pointing = "swapped"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.pointing not in get_args(Pointing):
-            raise UserError(unknown("pointing", self.pointing, get_args(Pointing)))
 
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
         before = struck.of(part)

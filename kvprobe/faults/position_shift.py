@@ -6,7 +6,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.rotary import Rotation
-from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
 from kvprobe.faults.fault import Fault, Need
 from kvprobe.faults.scope import Part
@@ -21,11 +20,6 @@ class PositionShift(Fault):
     """
 
     by: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not is_whole(self.by):
-            raise UserError(f"PositionShift has by={self.by!r}; it must be a whole number of positions.")
 
     @property
     def needs(self) -> tuple[Need, ...]:

@@ -3,17 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvprobe.arguments import check_fields, checked_arguments
 from kvprobe.cache.ledger import Ledger
-from kvprobe.checks import is_text, require_share, require_whole, whole_numbers
+from kvprobe.checks import is_text, require_share, require_whole
 from kvprobe.errors import UserError
 from kvprobe.faults.draws import Draws
-from kvprobe.names import short_repr, unknown
+from kvprobe.names import short_repr
 from kvprobe.text.tokens import GENERATED
 
 Unit = Literal["slot", "layer", "head", "number"]
@@ -63,34 +64,25 @@ class Scope:
     layers: Sequence[int] | None = None
     heads: Sequence[int] | None = None
     parts: Parts = "kv"
-    segments: Sequence[str] | None = None
+    segments: str | Sequence[str] | None = None
     slots: Sequence[int] | None = None
     among: Among = "all"
     unit: Unit = "slot"
     block: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("layers", "heads", "slots"):
+        check_fields(self)
+        for name in ("layers", "heads", "segments", "slots"):
             if (chosen := getattr(self, name)) is not None:
-                numbers = whole_numbers(chosen)
-                if not numbers:
-                    raise UserError(
-                        f"Scope has {name}={str(chosen)[:40]}; give at least one in a list, or None for all."
-                    )
-                object.__setattr__(self, name, numbers)
-        if self.segments is not None:
-            object.__setattr__(self, "segments", (self.segments,) if is_text(self.segments) else tuple(self.segments))
-            if not self.segments:
-                raise UserError("Scope has no segments; give at least one, or None for all.")
+                object.__setattr__(self, name, (chosen,) if is_text(chosen) else tuple(chosen))
+                if not len(chosen):
+                    raise UserError(f"Scope has no {name}; give at least one in a list, or None for all.")
         require_share("Scope", "rate", self.rate)
         if self.count is not None:
             require_whole("Scope", "count", self.count, 0)
             if self.rate != 1.0:
                 raise UserError(f"Scope has count={self.count} and rate={self.rate}; give one of the two.")
         require_whole("Scope", "block", self.block, 1)
-        for name, kind in (("parts", Parts), ("among", Among), ("unit", Unit)):
-            if getattr(self, name) not in get_args(kind):
-                raise UserError(unknown(name, getattr(self, name), get_args(kind)))
         if self.block > 1 and self.unit == "number":
             raise UserError(f"Scope has block={self.block} and unit={self.unit!r}; a block is of whole slots.")
 
@@ -211,6 +203,7 @@ class Order:
     available: int
 
 
+@checked_arguments
 def bands(layers: int, count: int) -> list[range]:
     """The model's layers in `count` bands of consecutive layers, of sizes as equal as possible."""
     if not 1 <= count <= layers:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvprobe.brief import Brief, brief
 from kvprobe.cache.cache import KVCache
-from kvprobe.checks import is_whole, names_of, whole_numbers
+from kvprobe.checks import names_of
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import at_slots, cache_of, forward_pass, one_row_each, prove_reading, taps
 from kvprobe.models.hooks import Hook, claimed, hooked
@@ -99,10 +99,6 @@ def capture(
     Raises:
         UserError: an unknown family, layer, segment or slot; or a family that the model does not have.
     """
-    lists: dict[str, object] = {"families": families, "layers": layers, "segments": segments, "slots": slots}
-    for name, values in lists.items():
-        if values is not None and not isinstance(values, Iterable):
-            raise UserError(f"{name} is {str(values)[:40]!r}; give a list.")
     families = tuple(families)
     wanted = layers_by_family(families, layers, lanes.geometry.n_layers)
     layers = sorted({layer for of_family in wanted.values() for layer in of_family})
@@ -252,7 +248,6 @@ def _picked(
     """Indices of the chosen slots among the new ones, row by row, and which of them are not padding."""
     if segments is not None and slots is not None:
         raise UserError("Give `segments` or `slots`, not both.")
-    chosen = None if slots is None else whole_numbers(slots)
     segments = None if segments is None else names_of(segments)
     rows: list[list[int]] = []
     for row in tokens:
@@ -261,18 +256,18 @@ def _picked(
                 row.span(name)  # refuses an unknown one
             rows.append([index for index, name in enumerate(row.segments) if name in segments])
         elif slots is not None:
-            if chosen is None or not all(-len(row) <= slot < len(row) for slot in chosen):
-                raise UserError(f"Slots {str(chosen or slots)[:40]} reach outside the {len(row)} new tokens.")
-            rows.append([slot % len(row) for slot in chosen])
+            if not all(-len(row) <= slot < len(row) for slot in slots):
+                raise UserError(f"Slots {str(slots)[:40]} reach outside the {len(row)} new tokens.")
+            rows.append([slot % len(row) for slot in slots])
         else:
             rows.append(list(range(len(row))))
-    longest = max(map(len, rows))
+    longest = max(map(len, rows), default=0)
     pick = torch.tensor([row + [0] * (longest - len(row)) for row in rows], dtype=torch.long, device=device)
     lengths = torch.tensor([len(row) for row in rows], device=device)
     return pick, torch.arange(longest, device=device) < lengths[:, None]
 
 
 def _layer(layer: int, n_layers: int) -> int:
-    if not is_whole(layer) or not 0 <= layer < n_layers:
+    if not 0 <= layer < n_layers:
         raise UserError(f"There is no layer {layer}; the model has layers 0 to {n_layers - 1}.")
     return layer

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.cache.entries import entries
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend
@@ -42,6 +43,7 @@ class Agreement:
         return self.difference <= self.allowed
 
 
+@checked_arguments
 def examine(model: Model) -> Iterator[Agreement]:
     """Run the checks, one after the other.
 

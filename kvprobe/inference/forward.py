@@ -13,10 +13,9 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
 from kvprobe.cache.ledger import PADDING, Ledger
 from kvprobe.cache.rotary import Rotation
-from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import differing
-from kvprobe.inference.readable import refuse_unreadable, require_type
+from kvprobe.inference.readable import refuse_unreadable
 from kvprobe.models.hf_cache import CacheLayer, past_key_values
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.unproved import Lane
@@ -170,8 +169,8 @@ def forward_pass(
     warn_of_taken_positions(past, new)
     ledger = new if past is None else past.ledger.append(new)
     shortest = min(map(len, tokens))
-    if not is_whole(logits) or not 1 <= logits <= shortest:
-        raise UserError(f"logits is {str(logits)[:40]}; the shortest row allows a whole number from 1 to {shortest}.")
+    if not 1 <= logits <= shortest:
+        raise UserError(f"logits is {logits}; the shortest row allows a whole number from 1 to {shortest}.")
     # Rows may end at different queries: compute the logits that any row needs, then pick those of each row.
     lengths = torch.tensor([len(row) for row in tokens], device=lanes.device)
     wanted: Any = lengths[:, None] + torch.arange(-logits, 0, device=lanes.device)  # torch gives `unique` no type
@@ -232,7 +231,6 @@ def one_row_each(lanes: Lanes, past: KVCache | None, rows: int) -> KVCache | Non
     """`past` with one row for each of `rows`; a cache that this model cannot read is refused."""
     if past is None:
         return None
-    require_type("The cache", past, KVCache, "a KVCache, such as Model.prefill returns")
     refuse_foreign(lanes, past)
     if past.batch == rows:
         return past

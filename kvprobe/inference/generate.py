@@ -9,11 +9,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief, Table, brief
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.device import pick_device
 from kvprobe.cache.entries import entries
 from kvprobe.cache.ledger import PADDING
-from kvprobe.checks import require_whole, whole_numbers
+from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend
 from kvprobe.inference.readable import require_type
@@ -79,7 +81,7 @@ def generate(
     max_new_tokens: int = 64,
     temperature: float = 0.0,
     top_p: float = 1.0,
-    stop: Sequence[int] | None = None,
+    stop: Collection[int] | None = None,
     generators: Sequence[torch.Generator] | None = None,
     policy: Policy | str | None = None,
     samples: Sequence[int] | None = None,
@@ -104,8 +106,6 @@ def generate(
         UserError: a setting out of range, or sampling without one generator per row.
     """
     _check(max_new_tokens, temperature, top_p, generators, len(prompts))
-    if on_step is not None and not callable(on_step):
-        raise UserError(f"on_step is {str(on_step)[:40]!r}; give a function of the step and the cache.")
     ends, numbers = end_tokens(lanes, stop), sample_numbers(samples)
     tokens: list[list[int]] = [[] for _ in prompts]
     logprobs: list[list[float]] = [[] for _ in prompts]
@@ -154,26 +154,19 @@ def generate(
     )
 
 
+@checked_arguments
 def row_generators(seed: int, rows: int, device: torch.device | str = "cpu") -> list[torch.Generator]:
     """One generator per row, each seeded from `seed` and the row's number."""
     require_whole("row_generators", "seed", seed, 0)
     require_whole("row_generators", "rows", rows, 1)
     seeds = [int(np.random.SeedSequence([seed, row]).generate_state(1, np.uint64)[0] >> 1) for row in range(rows)]
-    return [torch.Generator(device).manual_seed(row_seed) for row_seed in seeds]
+    where = pick_device(device)
+    return [torch.Generator(where).manual_seed(row_seed) for row_seed in seeds]
 
 
-def end_tokens(lanes: Lanes, stop: Sequence[int] | None) -> frozenset[int]:
-    """The ids that end a row: those in `stop`, or else the model's own.
-
-    Raises:
-        UserError: `stop` holds something else than token ids.
-    """
-    if stop is None:
-        return frozenset(stop_tokens(lanes))
-    ids = whole_numbers(stop)
-    if ids is None:
-        raise UserError(f"stop is {str(stop)[:40]!r}; give a list of token ids, whole numbers.")
-    return frozenset(ids)
+def end_tokens(lanes: Lanes, stop: Collection[int] | None) -> frozenset[int]:
+    """The ids that end a row: those in `stop`, or else the model's own."""
+    return frozenset(stop_tokens(lanes) if stop is None else stop)
 
 
 def stop_tokens(lanes: Lanes) -> list[int]:
@@ -219,19 +212,14 @@ def _with_ended_rows_padded(cache: KVCache, rows: Sequence[bool]) -> KVCache:
 
 
 def _check(
-    max_new_tokens: int,
-    temperature: object,
-    top_p: object,
-    generators: Sequence[torch.Generator] | None,
-    rows: int,
+    max_new_tokens: int, temperature: float, top_p: float, generators: Sequence[torch.Generator] | None, rows: int
 ) -> None:
     require_whole("A generation", "max_new_tokens", max_new_tokens, 1)
-    if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
+    if not 0 <= temperature < float("inf"):
         raise UserError(f"temperature is {temperature}; it must be 0 (greedy) or more.")
-    if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
+    if not 0 < top_p <= 1:
         raise UserError(f"top_p is {top_p}; it must be above 0 and at most 1.")
-    given: list[object] = list(generators) if isinstance(generators, Sequence) else []
-    if temperature > 0 and (len(given) != rows or not all(isinstance(one, torch.Generator) for one in given)):
+    if temperature > 0 and len(generators or ()) != rows:
         raise UserError(f"Sampling needs one torch.Generator per row ({rows}); make them with kvprobe.row_generators.")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -20,7 +21,6 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import as_seen, at_slots, extend, new_slots, prefill, refuse_foreign
-from kvprobe.inference.readable import require_type
 from kvprobe.models.hf_cache import CacheLayer, past_key_values
 from kvprobe.models.lanes import Lanes
 from kvprobe.text.tokens import Tokens
@@ -32,12 +32,16 @@ CLOSE = {torch.float32: (1e-3, 2e-4), torch.bfloat16: (3e-2, 0.1), torch.float16
 adds up. Of these in half precision the median vector counts, since a router may choose other experts for a few."""
 
 
+Grid = Tensor | np.ndarray | Sequence[Sequence[int]] | None
+"""A number for each row and slot."""
+
+
 def from_hf(
     lanes: Lanes,
     past: Cache,
     tokens: Sequence[Tokens],
-    attention_mask: object = None,
-    position_ids: object = None,
+    attention_mask: Grid = None,
+    position_ids: Grid = None,
 ) -> KVCache:
     """A transformers cache as kvprobe's, with the slots that the attention mask hides left out.
 
@@ -54,7 +58,6 @@ def from_hf(
         UserError: the cache is of another kind than `DynamicCache` with full and sliding layers, of another model, or
             not of these tokens, read at these positions with all of these slots in view.
     """
-    require_type("The cache", past, Cache, "a cache of transformers")
     if not past.layers:
         raise UserError("The cache has no layer yet; read a text with it first.")
     layers: list[Any] = [*past.layers]  # some kinds of layers, refused below, have no keys
@@ -103,7 +106,6 @@ def to_hf(lanes: Lanes, cache: KVCache) -> DynamicCache:
     Raises:
         UserError: the cache is of another model, or has slots that are not live or not at the position of their index.
     """
-    require_type("The cache", cache, KVCache, "a KVCache, such as Model.prefill returns")
     refuse_foreign(lanes, cache)
     if not cache.ledger.untouched or bool((cache.ledger.following != cache.slots).any()):
         raise UserError(

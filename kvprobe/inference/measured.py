@@ -17,6 +17,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import QuantizedCache
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
@@ -112,6 +113,7 @@ def measurable(budget: Budget) -> None:
         raise UserError("Cross-attention is not measured; leave source out.")
 
 
+@checked_arguments
 def measure(model: Model, budget: Budget) -> Measured:
     """Read a prompt of random tokens and generate, as transformers does, and count the bytes that it takes.
 

@@ -1,7 +1,7 @@
 """The model that users work with: load, prefill, generate, capture, sweep."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -10,15 +10,17 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief, plain_dtype
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.device import pick_device
 from kvprobe.cache.entries import entries
 from kvprobe.errors import UserError
 from kvprobe.faults.fault import Fault
 from kvprobe.inference.capture import Captured, capture
 from kvprobe.inference.forward import as_seen, extend, prefill
 from kvprobe.inference.generate import Generation, OnStep, generate
-from kvprobe.inference.hf import from_hf, to_hf
+from kvprobe.inference.hf import Grid, from_hf, to_hf
 from kvprobe.inference.readable import require_type
 from kvprobe.inference.rows import Readable, rows_of, runs_after, user_turn
 from kvprobe.inference.sweep import ROWS, Question, Sweep, Trial, sweep
@@ -31,9 +33,8 @@ from kvprobe.models.files import refuse_not_finite
 from kvprobe.models.geometry import Geometry
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.lens import Family
-from kvprobe.models.loading import load_folder, pick_device, pick_dtype, resolve_folder
+from kvprobe.models.loading import load_folder, pick_dtype, resolve_folder
 from kvprobe.models.unproved import Lane
-from kvprobe.names import near_keywords
 from kvprobe.policies.policy import Policy, Scene
 from kvprobe.policies.written import as_policy
 from kvprobe.text.chat_template import Tokenizer
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from kvprobe.memory.budget import Budget
 
 
-@near_keywords
+@checked_arguments
 def load(
     source: Any = "smollm2-135m",
     *,
@@ -91,6 +92,7 @@ def load(
     return Model(Lanes(plain, tokenizer or own_tokenizer), name)
 
 
+@checked_arguments
 @dataclass(frozen=True, repr=False)
 class Model(Brief):
     """A loaded model.
@@ -165,7 +167,6 @@ class Model(Brief):
         needed = budget(self.lanes.plain.config.to_dict(), dtype=plain_dtype(self.lanes.dtype), **choices)
         return replace(needed, config=replace(needed.config, name=self.name))
 
-    @near_keywords
     def prefill(
         self,
         text: Readable,
@@ -201,8 +202,6 @@ class Model(Brief):
             past: what `watch` returned before.
             queries: how many of the last queries to record one by one (SnapKV needs its window, TOVA one).
         """
-        if past is not None:
-            require_type("`past`", past, Scene, "what Model.watch returned before")
         return watch(self.lanes, past, self.tokens_after(past and past.cache, text), queries)[0]
 
     def apply(self, policy: Policy | str, start: KVCache | Scene) -> KVCache:
@@ -212,10 +211,8 @@ class Model(Brief):
             start: a cache, or what `watch` returned, for policies that need attention scores.
         """
         policy = as_policy(policy)
-        require_type("The cache", start, (KVCache, Scene), "a KVCache, or what Model.watch returned")
         return apply(self.lanes, policy, Scene(start) if isinstance(start, KVCache) else start).cache
 
-    @near_keywords
     def extend(
         self, cache: KVCache | None, text: Readable, *, lane: Lane = "plain", logits: int = 1
     ) -> tuple[KVCache, Float[Tensor, "batch last vocab"]]:
@@ -227,7 +224,6 @@ class Model(Brief):
         """
         return extend(self.lanes, cache, self.tokens_after(cache, text), lane, logits)
 
-    @near_keywords
     def generate(
         self,
         start: KVCache | Readable,
@@ -236,7 +232,7 @@ class Model(Brief):
         max_new_tokens: int = 64,
         temperature: float = 0.0,
         top_p: float = 1.0,
-        stop: Sequence[int] | None = None,
+        stop: Collection[int] | None = None,
         generators: Sequence[torch.Generator] | None = None,
         policy: Policy | str | None = None,
         samples: Sequence[int] | None = None,
@@ -264,7 +260,9 @@ class Model(Brief):
             lane=lane,
         )
 
-    def from_hf(self, past: Cache, text: Readable, attention_mask: Any = None, *, position_ids: Any = None) -> KVCache:
+    def from_hf(
+        self, past: Cache, text: Readable, attention_mask: Grid = None, *, position_ids: Grid = None
+    ) -> KVCache:
         """A `DynamicCache` of transformers, of which `text` was read, as kvprobe's; see `kvprobe.inference.hf`."""
         return from_hf(self.lanes, past, self.tokens(text), attention_mask, position_ids)
 
@@ -274,10 +272,8 @@ class Model(Brief):
 
     def as_seen(self, cache: KVCache) -> KVCache:
         """The cache with each key rotated to its position, so that re-indexing is done once and for all."""
-        require_type("The cache", cache, KVCache, "a KVCache, such as Model.prefill returns")
         return as_seen(self.lanes, cache)
 
-    @near_keywords
     def sweep(
         self,
         start: KVCache | Readable,
@@ -288,7 +284,7 @@ class Model(Brief):
         seed: int = 0,
         sample: int = 0,
         max_new_tokens: int = 64,
-        stop: Sequence[int] | None = None,
+        stop: Collection[int] | None = None,
         follow: bool = True,
         rows: int = ROWS,
         lane: Lane = "plain",
@@ -307,11 +303,7 @@ class Model(Brief):
         prompts = self.prompts(start, ask)
         if len(prompts) != 1:
             raise UserError(f"A sweep answers one prompt, but there are {len(prompts)}; sweep them one by one.")
-        require_type("The list of faults", faults, Iterable, "a list of kv.faults")
-        require_type("`donors`", donors or {}, Mapping, "caches by name, as a dictionary")
         trials = [fault if isinstance(fault, Trial) else Trial(fault) for fault in faults]
-        for trial in trials:
-            require_type("A fault", trial.fault, Fault, "one of kv.faults")
         caches = {
             name: donor if isinstance(donor, KVCache) else self.prefill(donor) for name, donor in (donors or {}).items()
         }
@@ -327,7 +319,6 @@ class Model(Brief):
             done=done,
         )[0]
 
-    @near_keywords
     def capture(
         self,
         text: Readable,
@@ -359,7 +350,6 @@ class Model(Brief):
         """The tokens of `text`; bare texts or ids, one or one for each row, take the positions after the cache."""
         if cache is None:
             return self.tokens(text)
-        require_type("The cache", cache, KVCache, "a KVCache, such as Model.prefill returns, or None")
         following = runs_after(text, entries(cache.ledger.following, int), self._tokenizer)
         return self.tokens(text) if following is None else following
 

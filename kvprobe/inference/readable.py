@@ -1,7 +1,6 @@
 """What a model can read, checked before memory is taken."""
 
 from collections.abc import Sequence
-from typing import get_args
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
@@ -9,7 +8,6 @@ from kvprobe.models.geometry import embedded_tokens
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.loading import free_bytes
 from kvprobe.models.unproved import Lane
-from kvprobe.names import unknown
 from kvprobe.text.tokens import Tokens
 
 NOTICED = 2**28
@@ -20,11 +18,10 @@ def refuse_unreadable(lanes: Lanes, past: KVCache | None, tokens: Sequence[Token
     """Refuse tokens that the model has no embedding for, or that do not fit into memory.
 
     Raises:
-        UserError: an unknown lane, nothing to read, or an id or position that the model does not have; or the cache,
+        UserError: nothing to read, or an id or position that the model does not have; or the cache,
             one layer's activations, masks if the cache was edited, and on the hooked lane one layer's attention scores
             need more memory than is free.
     """
-    refuse_unknown_lane(lane)
     if not tokens or not all(len(row) for row in tokens):
         raise UserError("There is nothing to read: give at least one token for each row.")
     entries = embedded_tokens(lanes.plain)
@@ -49,12 +46,6 @@ def refuse_unreadable(lanes: Lanes, past: KVCache | None, tokens: Sequence[Token
             f"GiB, but {free / 2**30:.1f} GiB are free on {lanes.device}; read less at once, or in chunks under a "
             "policy."
         )
-
-
-def refuse_unknown_lane(lane: str, known: Sequence[str] = get_args(Lane)) -> None:
-    """Refuse a lane that does not exist."""
-    if lane not in known:
-        raise UserError(unknown("lane", str(lane), known))
 
 
 def require_type(name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 from torch import Tensor
@@ -16,7 +16,12 @@ from kvprobe.text.transcript import Transcript
 
 Messages = Mapping[str, object] | Sequence[Mapping[str, object]]
 Ids = Sequence[int] | Tensor | np.ndarray
-Readable = str | Transcript | Tokens | Messages | Ids | Sequence[str | Transcript | Tokens | Messages | Ids]
+_Row = str | Transcript | Tokens | Messages | Ids
+Readable = Annotated[
+    _Row | Sequence[_Row],
+    "a text, messages, a Transcript, Tokens, ids (whole numbers in a list, an array or a tensor, as tokenizers give "
+    "under 'input_ids'), or a list of such rows",
+]
 """What a model reads: a text, a conversation (a transcript, or `{"role": …, "content": …}` messages), tokens, ids (a
 list, an array or a tensor), or a batch of them."""
 

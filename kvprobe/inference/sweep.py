@@ -4,12 +4,13 @@ Several prompts may share a batch: a step reads all weights once, however many r
 prompt is part of each pass, so rows are compared within one pass of the same kernels.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from kvprobe.arguments import check_fields
 from kvprobe.brief import Brief, Table
 from kvprobe.cache.cache import KVCache
 from kvprobe.checks import require_whole
@@ -45,6 +46,10 @@ class Trial:
 
     fault: Fault
     repeat: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        require_whole("Trial", "repeat", self.repeat, 0)
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,7 +108,7 @@ def sweep(
     *,
     seed: int = 0,
     max_new_tokens: int = 64,
-    stop: Sequence[int] | None = None,
+    stop: Collection[int] | None = None,
     follow: bool = True,
     rows: int = ROWS,
     lane: Lane = "plain",

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,10 +14,10 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
 from kvprobe.cache.ledger import COLUMNS, Ledger
 from kvprobe.cache.visibility import visible_by_layer
-from kvprobe.checks import require_whole, whole_numbers
+from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend, new_slots, one_row_each, prove_reading
-from kvprobe.inference.readable import refuse_unknown_lane, refuse_unreadable
+from kvprobe.inference.readable import refuse_unreadable
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.unproved import Lane
@@ -60,21 +60,13 @@ def sample_numbers(samples: Sequence[int] | None) -> tuple[int, ...] | None:
     Raises:
         UserError: something else than whole numbers from 0 on.
     """
-    if samples is None:
-        return None
-    numbers = whole_numbers(samples)
-    if not numbers or min(numbers) < 0:
-        raise UserError(f"samples is {str(samples)[:40]!r}; give a list of whole numbers from 0 on, one per row.")
-    return numbers
+    if samples is not None and min(samples, default=-1) < 0:
+        raise UserError(f"samples is {str(samples)[:40]}; give a list of whole numbers from 0 on, one per row.")
+    return None if samples is None else tuple(samples)
 
 
 def lane_for(lanes: Lanes, lane: Lane | Literal["auto"], *, watched: bool = False) -> Lane:
-    """The lane to read on: the plain one, unless attention is watched which only the hooked one shows.
-
-    Raises:
-        UserError: an unknown lane.
-    """
-    refuse_unknown_lane(lane, (*get_args(Lane), "auto"))
+    """The lane to read on: the plain one, unless attention is watched which only the hooked one shows."""
     if lane != "auto":
         return lane
     return "hooked" if watched and not lanes.shows_attention else "plain"

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 import pandas as pd
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.cache.cache import KVCache
 from kvprobe.checks import require_whole
 from kvprobe.inference.model import Model
@@ -29,6 +30,7 @@ HeadSets = Mapping[str, Sequence[Sequence[Component]]]
 """Sets of heads by the name of what they are; of random ones several."""
 
 
+@checked_arguments
 def head_sets(maps: Rows, top: int, draws: int, rng: np.random.Generator) -> HeadSets:
     """The `top` heads with the highest and with the lowest mean index (half of all heads at most), and so many draws of
     random heads of the same layers beside each.
@@ -50,6 +52,7 @@ def head_sets(maps: Rows, top: int, draws: int, rng: np.random.Generator) -> Hea
     return sets
 
 
+@checked_arguments
 def restored_sets(
     model: Model, clean: KVCache, damaged: KVCache, suffix: Tokens | str, sets: HeadSets, *, kept: int = 1
 ) -> pd.DataFrame:
@@ -78,6 +81,7 @@ def against_random(table: Rows) -> Rows:
     return rows.assign(beyond=rows["gone"] - usual)
 
 
+@checked_arguments
 def ranked_heads(maps: Rows) -> list[Component]:
     """All heads by their mean index over families of damage, the lowest first; no family decides alone, and a head need
     not have a verdict.
@@ -92,6 +96,7 @@ def ranked_heads(maps: Rows) -> list[Component]:
     return [Component("head", int(layer), int(head)) for layer, head in indices.sort_values().index]
 
 
+@checked_arguments
 def random_heads(
     heads: Sequence[Component], every: Sequence[Component], avoided: Collection[Component], rng: np.random.Generator
 ) -> list[Component]:

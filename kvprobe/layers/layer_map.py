@@ -13,13 +13,14 @@ import pandas as pd
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief, Table, frame_table
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import one_row_each
 from kvprobe.inference.model import Model
 from kvprobe.layers.suffix import Component, Outputs, Replacement, Suffix
-from kvprobe.names import head_name, near_keywords
+from kvprobe.names import head_name
 from kvprobe.patching.grid import even_bands
 from kvprobe.patching.metrics import KL, LEAST
 from kvprobe.patching.reader import suffixes
@@ -73,7 +74,7 @@ class LayerMap(Brief):
         return frame.assign(damage=self.damage, restored=self.restored, noised=self.noised, pi=self.pi)
 
 
-@near_keywords
+@checked_arguments
 def layer_map(
     model: Model,
     clean: KVCache,
@@ -82,7 +83,7 @@ def layer_map(
     *,
     kept: int = 1,
     heads: bool = True,
-    bands: Iterable[range] | None = None,
+    bands: Iterable[Sequence[int]] | None = None,
     progress: bool = True,
 ) -> LayerMap:
     """Restore each attention block, MLP, head and band of layers in turn, while a suffix is read after a damaged cache.
@@ -130,6 +131,7 @@ def layer_map(
     return LayerMap(tuple(groups), tuple(labels), damage, restored, noised, table)
 
 
+@checked_arguments
 def restored_together(
     model: Model,
     clean: KVCache,
@@ -162,6 +164,7 @@ def restored_together(
     return float(kl_from_clean(damaged_suffix.outputs(kept).logits)), restored
 
 
+@checked_arguments
 def states(clean: Outputs, damaged: Outputs, parallel: bool = False) -> pd.DataFrame:
     """How far the residual stream over the suffix deviates, layer by layer, and what each layer does about it.
 
@@ -201,7 +204,7 @@ def _suffixes(model: Model, clean: KVCache, damaged: KVCache, suffix: Tokens | s
 
 
 def _rows(
-    layers: int, heads: int, bands: Iterable[range] | None
+    layers: int, heads: int, bands: Iterable[Sequence[int]] | None
 ) -> Iterable[tuple[tuple[Component, ...], dict[str, int | str]]]:
     for layer in range(layers):
         for kind in ("attn", "mlp"):
@@ -209,8 +212,6 @@ def _rows(
         for head in range(heads):
             yield (Component("head", layer, head),), {"kind": "head", "layer": layer, "head": head}
     for band in even_bands(layers) if bands is None else bands:
-        if not isinstance(band, Sequence):
-            raise UserError(f"A band is a range of layers; got {band!r}, so write it as in range(0, 8).")
         members = tuple(Component(kind, layer) for layer in band for kind in ("attn", "mlp"))
         if not members or not 0 <= min(band) <= max(band) < layers:
             raise UserError(f"A band must be a range of layers 0 to {layers - 1}; got {band}.")

@@ -3,8 +3,9 @@
 import os
 from collections.abc import Mapping
 from html import escape
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.brief import cut
 from kvprobe.cache.slots import SlotPlan
 from kvprobe.checks import require_whole
@@ -23,7 +24,6 @@ from kvprobe.memory.weights import active
 from kvprobe.memory.weights import weights as weights_of
 from kvprobe.memory.widths import widths_of
 from kvprobe.memory.written import plan_of
-from kvprobe.names import near_keywords, unknown
 
 if TYPE_CHECKING:
     from kvprobe.policies import Policy
@@ -46,7 +46,7 @@ class Budget(Needs):
         return "\n".join(lines(self))
 
 
-@near_keywords
+@checked_arguments
 def budget(
     model: str | os.PathLike[str] | Mapping[str, object],
     *,
@@ -95,13 +95,6 @@ def budget(
         require_whole("The budget", name, value, low, FARTHEST)
     for name, value in (("ranks", ranks), ("block", block), ("batched_tokens", batched_tokens)):
         require_whole("The budget", name, value, 1, FARTHEST)
-    for name, chosen, known in (
-        ("engine", engine, EngineName),
-        ("kernel", kernel or "sdpa", Kernel),
-        ("choice of logits", logits, Logits),
-    ):
-        if chosen not in get_args(known):
-            raise UserError(unknown(name, str(chosen), get_args(known)))
     require_prompt(context, new)
     if ranks > 1 and engine != "vllm":
         raise UserError(f"Only vLLM's budget shares a model among ranks; use engine='vllm', or ranks=1 for {engine}.")

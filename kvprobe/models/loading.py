@@ -156,21 +156,6 @@ def _unused_layers(model: PreTrainedModel, unexpected: Iterable[str]) -> list[st
     return sorted(name for name in unexpected if of_first_layer(name) in known or not has_layers)
 
 
-def pick_device(device: str | torch.device) -> torch.device:
-    """The torch device of this name; `auto` is the first GPU that torch sees, else the CPU."""
-    if str(device) != "auto":
-        try:
-            chosen = torch.device(device)
-        except RuntimeError as error:
-            raise UserError(f"There is no device {str(device)!r}; use 'auto', 'cpu' or 'cuda'.") from error
-        if chosen.type == "cuda" and not torch.cuda.is_available():
-            raise UserError(f"There is no device {str(device)!r}, because torch sees no CUDA GPU; use 'cpu'.")
-        return chosen
-    if torch.cuda.is_available():
-        return torch.device("cuda", 0)
-    return torch.device("mps") if torch.backends.mps.is_available() else torch.device("cpu")
-
-
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """The torch dtype of this name; `auto` is float32 on the CPU, bfloat16 elsewhere. Warns of slow ones."""
     if dtype == "auto":

@@ -18,13 +18,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief, Table, brief, frame_table
 from kvprobe.cache.cache import KVCache
 from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.attending import Attending
-from kvprobe.names import near_keywords
 from kvprobe.patching.along import Along
 from kvprobe.patching.donor import Align
 from kvprobe.patching.grid import Cell, Over
@@ -112,7 +112,7 @@ class Attribution(Brief):
         return table.assign(score=self.score, linear=self.linear, effect=effect)
 
 
-@near_keywords
+@checked_arguments
 def attribute(
     model: Model,
     base: KVCache,

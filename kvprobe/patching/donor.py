@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.cache.alike import refuse_other_model
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.rotary import Rotation
@@ -67,6 +68,7 @@ class Aligned:
         return fitted
 
 
+@checked_arguments
 def aligned(lanes: Lanes, base: KVCache, donor: KVCache, align: Align = None) -> Aligned:
     """A donor's K and V on the base's slots, segment by segment: the first slot with the first, and so on.
 

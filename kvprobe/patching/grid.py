@@ -135,8 +135,6 @@ def _refuse_axes(asked: Collection[str]) -> None:
 
 
 def _refuse_parts(parts: Sequence[str]) -> None:
-    if isinstance(parts, str):
-        raise UserError(f"`parts` must be a tuple of parts; got the text {parts!r}, so write ({parts!r},).")
     for part in () if hooked_parts(parts) else parts:
         if part not in (*get_args(Part), *ACTIVATIONS):
             raise UserError(unknown("part", part, (*get_args(Part), *ACTIVATIONS)))

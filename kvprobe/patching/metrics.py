@@ -13,7 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.arguments import check_fields
 from kvprobe.brief import Brief
+from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.inference.outcomes import relative_entropy
 from kvprobe.text.tokens import Tokens
@@ -49,6 +51,7 @@ class LogitDiff:
     wrong: int | str
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.right == self.wrong:
             raise UserError(
                 f"LogitDiff has {self.right!r} twice, so it is zero whatever the model does; give two different tokens."
@@ -76,10 +79,11 @@ class LogProb(Brief):
 
     @classmethod
     def of(cls, tokens: Sequence[int]) -> "LogProb":
-        return cls(tuple(tokens) if isinstance(tokens, str) else tuple(map(int, tokens)))
+        return cls(tuple(tokens))
 
     def __post_init__(self) -> None:
-        if not self.tokens or not all(isinstance(token, int) for token in self.tokens):
+        check_fields(self)
+        if not self.tokens:
             raise UserError(f"LogProb has the tokens {self.tokens!r}; give the ids of all tokens of the answer.")
 
     @property
@@ -117,6 +121,9 @@ class KL:
     """KL(unpatched base ‖ patched) of the next token, in nats; the mean over the last `kept` tokens of the suffix."""
 
     kept: int = 1
+
+    def __post_init__(self) -> None:
+        require_whole("KL", "kept", self.kept, 1)
 
     def to(self, base: Float[Tensor, "kept vocab"]) -> Callable[[Tensor], Tensor]:
         """The metric, once the base's logits are known."""

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from kvprobe.arguments import check_fields, checked_arguments
 from kvprobe.brief import Brief, Table, frame_table
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
-from kvprobe.names import near_keywords
 from kvprobe.patching.along import Along
 from kvprobe.patching.attribution import Attribution
 from kvprobe.patching.donor import Align
@@ -42,6 +42,9 @@ class Pair(Brief):
     suffix: Tokens | str
     metric: Metric | KL
     cluster: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,7 +80,7 @@ class PairMaps(Brief):
         return summarise(self.table, by)
 
 
-@near_keywords
+@checked_arguments
 def patch_pairs(
     model: Model,
     pairs: Sequence[Pair],

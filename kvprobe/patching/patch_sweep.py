@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
-from kvprobe.names import near_keywords
 from kvprobe.patching.along import Along
 from kvprobe.patching.donor import Align
 from kvprobe.patching.grid import Over
@@ -17,7 +17,7 @@ from kvprobe.patching.run import run
 from kvprobe.text.tokens import Tokens
 
 
-@near_keywords
+@checked_arguments
 def patch_sweep(
     model: Model,
     base: KVCache,

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.cache.cache import KVCache
 from kvprobe.inference.model import Model
 from kvprobe.tasks.ordinal import Memo
 from kvprobe.text.tokens import Tokens
 
 
+@checked_arguments
 def payload_or_pointer(model: Model, memos: Sequence[tuple[Memo, Memo]]) -> pd.DataFrame:
     """One row per `memo` (its number) and `arm`: whether the answer is the `payload`, and whether it is what a
     `pointer` finds. The two are one but where the summary was exchanged.

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from jaxtyping import Int
 from torch import Tensor
@@ -11,7 +11,6 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.lanes import Lanes
-from kvprobe.names import unknown
 from kvprobe.patching.along import Along, contents, split
 from kvprobe.patching.donor import Align, aligned
 from kvprobe.patching.grid import ACTIVATIONS, Bounds, Cell, Over, grid
@@ -63,8 +62,6 @@ class Plan:
     ) -> "tuple[Plan, Metric | KL]":
         """The plan of a sweep, and its metric in tokens; see `patch_sweep` for the arguments and for what is
         refused."""
-        if reads not in get_args(Reads):
-            raise UserError(unknown("way to read", reads, get_args(Reads)))
         match = aligned(model.lanes, base, donor, align)
         metric, suffix = fitted(metric, suffix_after(model, base, suffix), model.tokenizer)
         after_base, after_donor = suffixes(model, base, donor, suffix)

@@ -7,6 +7,7 @@ import pandas as pd
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
@@ -18,6 +19,7 @@ from kvprobe.patching.reader import Reader, suffix_after, suffixes
 from kvprobe.text.tokens import Tokens
 
 
+@checked_arguments
 def swap_cells(
     model: Model,
     base: KVCache,
@@ -100,6 +102,7 @@ def _refuse_unknown(model: Model, base: KVCache, queries: int, cells: Sequence[C
                 raise UserError(unknown(kind, given, known))
 
 
+@checked_arguments
 def suffix_logits(model: Model, cache: KVCache, suffix: Tokens, kept: int) -> Float[Tensor, "kept vocab"]:
     """Logits after the last `kept` tokens of a suffix that is read after a cache of one row, computed as patched runs
     are."""

@@ -7,19 +7,20 @@ after the prompt, then after every `every` generated tokens. `A | B` is a policy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from kvprobe.arguments import check_fields
 from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache, PositionMode
 from kvprobe.cache.entries import entries
 from kvprobe.cache.slots import Evicts, Rounds
 from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
-from kvprobe.names import short_repr, unknown
+from kvprobe.names import short_repr
 from kvprobe.policies.attention import Attention
 from kvprobe.policies.share import PromptShare, as_budget
 
@@ -108,12 +109,9 @@ class Policy(ABC):
     """The setting that is a number of slots, or a share of the prompt's."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if name := self.in_slots:
             object.__setattr__(self, name, as_budget(type(self).__name__, name, getattr(self, name)))
-        if self.mode not in get_args(PositionMode):
-            raise UserError(unknown("position mode", self.mode, get_args(PositionMode)))
-        if self.provenance not in get_args(Provenance):
-            raise UserError(unknown("provenance", self.provenance, get_args(Provenance)))
         if self.every is not None:
             self._whole("every", 1)
         repeated = [part for part in self.parts if part.every is not None]

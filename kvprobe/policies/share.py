@@ -1,11 +1,12 @@
 """Budgets as shares of the prompt, as in `SnapKV("50%")`: a number of slots once the prompt has been read."""
 
 import re
+from typing import Annotated
 
 from kvprobe.checks import is_text, is_whole
 from kvprobe.errors import UserError
 
-Budget = int | float | str
+Budget = Annotated[int | float | str, "a whole number of slots, or a share of the prompt's such as 0.5 or '50%'"]
 """Slots; or a share of the prompt's, such as `"50%"` or 0.5."""
 
 

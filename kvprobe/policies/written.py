@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from functools import reduce
 from inspect import isabstract
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from kvprobe import policies
 from kvprobe.checks import is_text
@@ -23,8 +22,6 @@ from kvprobe.policies.policy import Policy
 LONGEST = 500
 """Most characters of a policy that is given as text."""
 
-_EXACT = 1 << 53
-"""Whole numbers below this are exact as floats."""
 _QUOTED_OR_SHARE = re.compile(r"""("[^"]*"|'[^']*')|(\d+(?:\.\d+)?)\s*%(?=\s*[,)])""")
 
 
@@ -114,10 +111,7 @@ def _policy(node: ast.expr, text: str) -> Policy:
     for field in taken:
         if field.default is MISSING and field.default_factory is MISSING and field.name not in settings:
             raise UserError(f"{name} needs its {field.name}, which {_shown(text)} does not give.")
-    hints = get_type_hints(known[name])
-    return known[name](
-        **{setting: _value(name, setting, hints[setting], node, text) for setting, node in settings.items()}
-    )
+    return known[name](**{setting: _value(setting, node, text) for setting, node in settings.items()})
 
 
 def _added(name: str) -> type[Policy]:
@@ -128,40 +122,14 @@ def _added(name: str) -> type[Policy]:
     return kind
 
 
-def _value(name: str, setting: str, hint: Any, node: ast.expr, text: str) -> Any:
-    """A setting's value: a policy, or a literal of the type that the setting is declared with."""
+def _value(setting: str, node: ast.expr, text: str) -> Any:
+    """A setting's value: a policy, or a literal."""
     if setting == "policy":
-        value = _policy(node, text)
-    else:
-        try:
-            value = ast.literal_eval(node)
-        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
-            raise UserError(_unreadable(text)) from error
-    if hint is float and type(value) is int and abs(value) < _EXACT:
-        return float(value)
-    if not _fits(value, hint):
-        expected = "a policy that scores slots, such as TOVA(64)" if setting == "policy" else _words(hint)
-        raise UserError(f"{name} has {setting}={str(value)[:40]}; it must be {expected}.")
-    return value
-
-
-def _fits(value: object, hint: Any) -> bool:
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if get_origin(hint) in (Union, UnionType):
-        return any(_fits(value, option) for option in get_args(hint))
-    return isinstance(value, get_origin(hint) or hint)
-
-
-def _words(hint: Any) -> str:
-    if get_origin(hint) is Literal:
-        return " or ".join(map(repr, get_args(hint)))
-    if get_origin(hint) in (Union, UnionType):
-        return " or ".join(map(_words, get_args(hint)))
-    kind = get_origin(hint) or hint
-    known = {int: "a whole number", float: "a number", NoneType: "None", bool: "True or False", str: "a name"}
-    name: str = kind.__name__
-    return known.get(kind, name)
+        return _policy(node, text)
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
+        raise UserError(_unreadable(text)) from error
 
 
 def _unreadable(text: str) -> str:

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief, Table, brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
@@ -31,6 +32,7 @@ SURE, FEWEST = 0.9, 10
 it."""
 
 
+@checked_arguments
 @dataclass(frozen=True, repr=False)
 class Probe(Brief):
     """A linear probe of one site of one model.

@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief, Table, frame_table
 from kvprobe.cache.cache import KVCache
 from kvprobe.checks import names_of
@@ -23,7 +24,7 @@ from kvprobe.errors import UserError
 from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
-from kvprobe.names import near_keywords, unknown
+from kvprobe.names import unknown
 from kvprobe.probes.card import Card, published_probes
 from kvprobe.probes.probe import Probe
 from kvprobe.text.tokens import Tokens
@@ -104,7 +105,7 @@ class Scan(Brief):
         return f"Of {by}, {len(leaks)} {show} content of {hidden} that is not read without it: {listed}."
 
 
-@near_keywords
+@checked_arguments
 def scan(
     model: Model,
     chat: Transcript,

@@ -5,17 +5,16 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast, get_args
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.checks import names_of
-from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
-from kvprobe.names import near_keywords, unknown
 from kvprobe.probing.claims import FLOOR, Probing
 from kvprobe.probing.controls import random_model
 from kvprobe.probing.features import Features, Site
@@ -26,7 +25,7 @@ from kvprobe.tasks.designs import Design
 from kvprobe.text.tokens import Tokens
 
 
-@near_keywords
+@checked_arguments
 def probe(
     model: Model,
     design: Design,
@@ -72,8 +71,6 @@ def probe(
     """
     check_counts(folds, permutations, seed)
     hide = names_of(hide)
-    if when not in get_args(When):
-        raise UserError(unknown("time to hide segments", str(when), get_args(When)))
     rng = np.random.default_rng(seed)
     asking = Asking(model, design, at, when) if can_be_asked(model, design, at) else None
     read = partial(read_features, at=at, families=families, layers=layers, heads=heads, per_head=per_head)

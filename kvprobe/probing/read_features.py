@@ -10,7 +10,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.checks import whole_numbers
 from kvprobe.errors import UserError
 from kvprobe.inference.capture import Captured, layers_by_family
 from kvprobe.inference.model import Model
@@ -84,10 +83,9 @@ def read_features(
     """
     n_heads, wanted = model.geometry.n_kv_heads, layers_by_family(families, layers, model.geometry.n_layers)
     if heads is not None:
-        chosen = whole_numbers(heads)
-        if not chosen or not all(0 <= head < n_heads for head in chosen):
+        if not heads or not all(0 <= head < n_heads for head in heads):
             raise UserError(f"heads is {str(heads)[:40]!r}; give a list of KV heads, 0 to {n_heads - 1}.")
-        heads = sorted(set(chosen))
+        heads = sorted(set(heads))
     elif per_head:
         heads = range(n_heads)
     groups = _by_context(model, design, at, hide)

@@ -6,11 +6,12 @@ import numpy as np
 import pandas as pd
 import torch
 
-from kvprobe.checks import is_whole
+from kvprobe.arguments import checked_arguments
 from kvprobe.errors import UserError
 from kvprobe.routing.reading import Routing
 
 
+@checked_arguments
 def agreement(one: Routing, other: Routing) -> pd.DataFrame:
     """How alike the routing of the same tokens at the same positions is in two runs.
 
@@ -37,13 +38,14 @@ def agreement(one: Routing, other: Routing) -> pd.DataFrame:
     return table.assign(**{name: values[:, one.present].flatten().tolist() for name, values in measured.items()})
 
 
+@checked_arguments
 def chance_overlap(experts: int, chosen: int) -> float:
     """The mean Jaccard index of two independent choices, each of `chosen` of the experts, all equally likely.
 
     Raises:
         UserError: no such choice exists.
     """
-    if not (is_whole(experts) and is_whole(chosen) and 1 <= chosen <= experts):
+    if not 1 <= chosen <= experts:
         raise UserError(f"A token cannot go to {chosen} of {experts} experts; choose from 1 to all of them.")
     shared = range(max(0, 2 * chosen - experts), chosen + 1)
     ways = [comb(chosen, count) * comb(experts - chosen, chosen - count) for count in shared]
@@ -51,6 +53,7 @@ def chance_overlap(experts: int, chosen: int) -> float:
     return sum(way * index for way, index in zip(ways, jaccard, strict=True)) / comb(experts, chosen)
 
 
+@checked_arguments
 def load(routing: Routing) -> pd.DataFrame:
     """The share of tokens that each expert computes; one row per layer and expert, and `cv`, the coefficient of
     variation of the layer's shares: 0 where all experts are used alike."""

@@ -7,11 +7,11 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.inference.forward import one_row_each
 from kvprobe.inference.model import Model
-from kvprobe.names import near_keywords
 from kvprobe.patching.metrics import KL, LEAST
 from kvprobe.patching.reader import suffixes
 from kvprobe.routing.reading import Routing, read
@@ -58,7 +58,7 @@ class Mediation(Brief):
         return self.caused / self.damage if self.damage >= LEAST else np.nan
 
 
-@near_keywords
+@checked_arguments
 def mediate(
     model: Model,
     clean: KVCache,
@@ -87,6 +87,7 @@ def mediate(
     return mediation
 
 
+@checked_arguments
 def mediate_each(
     model: Model,
     clean: KVCache,

@@ -8,16 +8,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief, Table, frame_table
 from kvprobe.cache.cache import KVCache
-from kvprobe.checks import whole_numbers
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker
 from kvprobe.inference.forward import extend, new_slots, prove_reading
 from kvprobe.inference.model import Model
 from kvprobe.inference.rows import Readable
 from kvprobe.models.routers import Decision
-from kvprobe.names import near_keywords
 from kvprobe.text.tokens import token_texts
 
 
@@ -119,7 +118,7 @@ class Routed(Brief):
     cache: KVCache
 
 
-@near_keywords
+@checked_arguments
 def read(
     model: Model,
     text: Readable,
@@ -192,10 +191,7 @@ def _held(known: Sequence[int], layers: Sequence[int] | None, routing: Routing |
         return set(known)
     if routing is None:
         raise UserError("`layers` says where a given routing holds; give `routing` too, or leave it out.")
-    held = whole_numbers(layers)
-    if held is None:
-        raise UserError(f"layers is {str(layers)[:40]!r}; give a list of layers.")
-    for layer in held:
+    for layer in layers:
         if layer not in known:
             raise UserError(f"Layer {layer} has no router; the layers that have one are {', '.join(map(str, known))}.")
-    return set(held)
+    return set(layers)

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.errors import UserError
 from kvprobe.saes.dictionary import Dictionary
 from kvprobe.saes.shards import Shards
@@ -38,6 +39,7 @@ class Activating:
     examples: tuple[Example, ...]
 
 
+@checked_arguments
 def activating(dictionary: Dictionary, shards: Shards, latents: Sequence[int], examples: int = 6) -> list[Activating]:
     """For each latent the recorded tokens that it is most active in, at most one of each text, and no passage twice.
 

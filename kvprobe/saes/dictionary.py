@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import differing, digest
 from kvprobe.inference.capture import Captured
@@ -32,6 +33,7 @@ FINGERPRINT = "kvprobe_model"
 """The entry of a dictionary's metadata that holds the fingerprint of the weights it was trained on."""
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class Dictionary:
     """A sparse autoencoder at a place.

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.cache.cache import KVCache
 from kvprobe.inference.capture import Captured, Port, editing
 from kvprobe.inference.model import Model
@@ -20,6 +21,7 @@ from kvprobe.saes.places import joined, port_of
 from kvprobe.text.tokens import Tokens
 
 
+@checked_arguments
 def exchange_latents(
     model: Model,
     dictionary: Dictionary,

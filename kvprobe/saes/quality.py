@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.errors import UserError
 from kvprobe.inference.capture import editing
 from kvprobe.inference.model import Model
@@ -55,6 +56,7 @@ class Reconstruction:
         return float(self.texts[column].to_numpy(float).sum())
 
 
+@checked_arguments
 def reconstruction(model: Model, dictionary: Dictionary, texts: Sequence[Tokens]) -> Reconstruction:
     """How much of what the model computes at the dictionary's place is in the reconstruction, and by how many
     latents."""
@@ -75,6 +77,7 @@ def reconstruction(model: Model, dictionary: Dictionary, texts: Sequence[Tokens]
     return Reconstruction(pd.DataFrame(rows), (fired / sum(map(len, by_text))).cpu().numpy())
 
 
+@checked_arguments
 def splice(model: Model, dictionary: Dictionary, texts: Sequence[Tokens]) -> pd.DataFrame:
     """What the model loses when it goes on from the reconstruction.
 
@@ -100,6 +103,7 @@ def splice(model: Model, dictionary: Dictionary, texts: Sequence[Tokens]) -> pd.
     return pd.DataFrame(rows)
 
 
+@checked_arguments
 def judge(model: Model, dictionary: Dictionary, texts: Sequence[Tokens], seed: int, spliced: int) -> Reconstruction:
     """What `reconstruction` gives, with more columns in its table of texts: `turned`, the error of the dictionary
     rotated at random, and, for so many of the first texts, what `splice` gives.

@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.errors import UserError
 from kvprobe.files import read_json, refuse_damaged, replacing, write_whole
 from kvprobe.inference.capture import Port, editing
@@ -125,6 +126,7 @@ class Shards:
                 rest = [pool[whole:]]
 
 
+@checked_arguments
 def record(model: Model, texts: Sequence[Tokens], places: Sequence[Place], folder: Path) -> Shards:
     """Read texts and record what is computed at these places, or resume a recording that was interrupted.
 

@@ -8,14 +8,14 @@ them.
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
+from kvprobe.arguments import check_fields, checked_arguments
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
-from kvprobe.names import unknown
 from kvprobe.progress import Bar
 from kvprobe.saes.dictionary import FINGERPRINT, Dictionary
 from kvprobe.saes.places import Place
@@ -53,8 +53,7 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise UserError(unknown("kind of dictionary", self.kind, get_args(Kind)))
+        check_fields(self)
         if not 1 <= self.active <= self.width:
             raise UserError(f"`active` must lie in 1 to {self.width}, the number of latents; got {self.active}.")
         if not 1 <= self.batch <= self.tokens or self.learning_rate <= 0:
@@ -64,6 +63,7 @@ class Recipe:
             )
 
 
+@checked_arguments
 def train(shards: Shards, place: Place, recipe: Recipe, model_name: str) -> Dictionary:
     """A dictionary trained on what was recorded at a place.
 

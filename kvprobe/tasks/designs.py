@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvprobe.arguments import check_fields
 from kvprobe.brief import Brief
 from kvprobe.errors import UserError
 from kvprobe.text.chat_template import Tokenizer
@@ -33,6 +34,7 @@ class Target(Brief):
     places: tuple[str, ...] = ("",)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if len(self.classes) < 2 or len(set(self.classes)) < len(self.classes):
             raise UserError(
                 f"Target {self.name!r} has the classes {list(self.classes)}; a probe needs at least two, all of them "
@@ -63,6 +65,9 @@ class Sample(Brief):
     context: str
     slot: int | None = None
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclass(frozen=True, repr=False)
 class Design(Brief):
@@ -76,6 +81,7 @@ class Design(Brief):
     target: Target
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.samples:
             raise UserError("A design has no samples; give at least one.")
         places, classes = len(self.target.places), len(self.target.classes)

@@ -14,13 +14,13 @@ random, the text holds nothing about any digit.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from kvprobe.arguments import check_fields
 from kvprobe.errors import UserError
-from kvprobe.names import unknown
 from kvprobe.text.transcript import Transcript
 
 Content = Literal["sum", "copy"]
@@ -56,8 +56,7 @@ class Trace:
     start: int = 0
 
     def __post_init__(self) -> None:
-        if self.content not in get_args(Content):
-            raise UserError(unknown("content of mementos", self.content, get_args(Content)))
+        check_fields(self)
         if not 1 <= len(self.blocks) <= MOST or any(len(block) != DIGITS for block in self.blocks):
             raise UserError(
                 f"A trace has 1 to {MOST} blocks of {DIGITS} digits; got blocks of {[*map(len, self.blocks)]}."

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.checks import is_list, is_mapping, is_text
 from kvprobe.errors import UserError
 from kvprobe.files import expanded
@@ -15,6 +16,7 @@ MAX_FILE_BYTES, MAX_BYTES = 64 * 2**20, 2**20
 MAX_CONVERSATIONS, MAX_MESSAGES = 100_000, 1_000
 
 
+@checked_arguments
 def read_chat(path: Path, conversation: int | str | None = None, **arguments: object) -> Transcript:
     """A conversation of a file; its messages are the segments `m0`, `m1`, ….
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief
 from kvprobe.text.messages import Message
 from kvprobe.text.tokens import ANSWER_HEADER, PREAMBLE, Tokens, common_length
@@ -62,6 +63,7 @@ class CommonPrefix(Brief):
         return f"{reused}; then the first has {where[0]} and the second {where[1]}: {self.cause}."
 
 
+@checked_arguments
 def common_prefix(
     tokenizer: Any,
     first: Transcript | Sequence[Mapping[str, object]],

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import Protocol, runtime_checkable
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief, Table, brief
 from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
@@ -35,6 +36,7 @@ class Decoder(Protocol):
     def decode(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool = ...) -> str: ...
 
 
+@checked_arguments
 @dataclass(frozen=True, repr=False)
 class Tokens(Brief):
     """A run of tokens with what the ledger needs to know of each.
@@ -126,7 +128,7 @@ class Tokens(Brief):
     @property
     def following(self) -> int:
         """The position of the token that comes next."""
-        return self.positions[-1] + 1 if self.end is None else self.end
+        return max(self.positions[-1:], default=-1) + 1 if self.end is None else self.end
 
     def span(self, segment: str) -> slice:
         """Where a segment stands; an unknown or interrupted segment is refused.

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, get_args
+from typing import Literal
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief, Table, brief
-from kvprobe.checks import is_text
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.text.chat_template import Piece, Tokenizer, lay_out, template_arguments
@@ -19,6 +19,7 @@ RestartMode = Literal["gapped", "contiguous", "rendered"]
 other messages."""
 
 
+@checked_arguments
 @dataclass(frozen=True, repr=False)
 class Transcript(Brief):
     """A conversation whose messages belong to named segments.
@@ -60,8 +61,6 @@ class Transcript(Brief):
             raise UserError(
                 f"There are {len(messages)} messages but {len(names)} segment names; give one name for each message."
             )
-        if wrong := [name for name in names if not is_text(name)]:
-            raise UserError(f"A segment is called {str(wrong[0])[:40]!r}; a name must be a text.")
         for reserved, whose in (
             (GENERATED, "tokens of the model are"),
             (PREAMBLE, "what the template writes first is"),
@@ -115,8 +114,6 @@ class Transcript(Brief):
         for name in segments:
             if name not in self.segments:
                 raise UserError(unknown("segment", name, self.segments))
-        if mode not in get_args(RestartMode):
-            raise UserError(unknown("restart mode", mode, get_args(RestartMode)))
         return replace(self, hidden=self.hidden | set(segments), mode=mode)
 
     def tokens(self, tokenizer: Tokenizer, generation_prompt: bool = False) -> Tokens:

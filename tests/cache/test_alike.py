@@ -113,4 +113,4 @@ def test_a_donor_of_unknown_origin_may_be_of_any_model_and_something_else_is_no_
     tokens = random_tokens(0, SPANS)
     base, donor = tiny_llama.prefill(tokens), replace(OTHER.prefill(tokens), made_by=None)
     assert torch.equal(base.patch(donor, "T2").keys[0][:, :, 7:], donor.keys[0][:, :, 7:])
-    refused(lambda: base.patch("T2", "T2"), "The donor is a str ('T2'); give a KVCache")  # pyright: ignore[reportArgumentType]
+    refused(lambda: base.patch("T2", "T2"), "donor='T2', a str; give a KVCache")  # pyright: ignore[reportArgumentType]

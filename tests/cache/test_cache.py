@@ -100,17 +100,17 @@ def test_a_list_of_slots_means_these_slots_in_all_rows(operation: str, indices: 
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda cache: cache.fork(1.5), "forked into 1.5 rows; give a whole number"),
-        (lambda cache: cache.fork("2"), "forked into 2 rows; give a whole number"),
-        (lambda cache: cache.rows("x"), "'x' is not a list of rows"),
-        (lambda cache: cache.rows(0), "'0' is not a list of rows"),
+        (lambda cache: cache.fork(1.5), "rows=1.5, a float; give a whole number"),
+        (lambda cache: cache.fork("2"), "rows='2', a str; give a whole number"),
+        (lambda cache: cache.rows("x"), "index='x', a str; give a list of whole numbers"),
+        (lambda cache: cache.rows(0), "index=0, an int; give a list of whole numbers"),
         (lambda cache: cache.rows([2]), "no row 2; the cache has rows 0 to 1"),
         (lambda cache: cache.mask(slots=[8]), "no slot 8; the cache has slots 0 to 7"),
-        (lambda cache: cache.mask(slots=[0.5]), "'[0.5]' is not a list of slots"),
-        (lambda cache: cache.mask(slots=[[True] * 8] * 2), "is not a list of slots"),
-        (lambda cache: cache.evict(slots="T1"), "'T1' is not a list of slots"),
-        (lambda cache: cache.mask("T1", layers=1), "'1' is not a list of layers"),
-        (lambda cache: cache.mask("T1", heads=["a"]), "is not a list of KV heads"),
+        (lambda cache: cache.mask(slots=[0.5]), "slots=[0.5], a list; give"),
+        (lambda cache: cache.mask(slots=[[True] * 8] * 2), "slots=[[True"),
+        (lambda cache: cache.evict(slots="T1"), "slots='T1', a str; give"),
+        (lambda cache: cache.mask("T1", layers=1), "layers=1, an int; give a list of whole numbers"),
+        (lambda cache: cache.mask("T1", heads=["a"]), "heads=['a'], a list; give a list of whole numbers"),
     ],
 )
 def test_arguments_of_a_wrong_type_are_refused_in_a_sentence(call: Callable[[KVCache], KVCache], sentence: str):

@@ -237,7 +237,7 @@ def test_reindexing_by_the_gapped_mode_changes_nothing():
 @pytest.mark.usefixtures("unchecked")
 def test_an_unknown_position_mode_is_refused_with_the_near_match():
     refused(
-        lambda: random_cache(0).reindex("contigous"), "no position mode called 'contigous'; did you mean 'contiguous'"
+        lambda: random_cache(0).reindex("contigous"), "no choice of mode called 'contigous'; did you mean 'contiguous'"
     )
 
 

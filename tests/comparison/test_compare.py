@@ -161,6 +161,6 @@ def test_what_cannot_be_compared_is_refused(smol: Model):
     refused(lambda: kv.compare(smol, CHAT, ["m1"]), "the user's next message")
     refused(lambda: kv.compare(smol, CHAT, ask=ASK, policies="TOVA(8)"), "give a list")
     refused(lambda: kv.compare(smol, CHAT, ask=ASK, policies=["TOVX(8)"]), "did you mean 'TOVA'")
-    refused(lambda: kv.compare(smol, CHAT, "m1", ASK, when="never"), "time to hide")  # pyright: ignore[reportArgumentType]
+    refused(lambda: kv.compare(smol, CHAT, "m1", ASK, when="never"), "no choice of when")  # pyright: ignore[reportArgumentType]
     refused(lambda: kv.compare(smol, CHAT, [f"m{number}" for number in range(5)], ASK), "at least one stays")
     refused(lambda: kv.compare(smol, CHAT, ["m9"], ASK), "m9")

@@ -153,8 +153,8 @@ def test_a_flip_that_gives_nan_is_reported_with_its_place():
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"dtype": "bf61"}, "There is no dtype called 'bf61'; did you mean 'bf16'"),
-        ({"dtype": "int8"}, "There is no dtype called 'int8'"),
+        ({"dtype": "bf61"}, "There is no choice of dtype called 'bf61'; did you mean 'bf16'"),
+        ({"dtype": "int8"}, "There is no choice of dtype called 'int8'"),
         ({"field": "expnent"}, "did you mean 'exponent'"),
         ({"bit": 32}, "give a bit from 0 to 31, or a field"),
         ({"dtype": "bf16", "bit": 16}, "give a bit from 0 to 15, or a field"),

@@ -141,7 +141,7 @@ def test_a_cache_of_other_tokens_positions_or_kind_is_refused(tiny_llama: Model,
     refused(lambda: tiny_llama.from_hf(past, Tokens.of(tokens[:-1])), f"{COUNT} tokens")
     refused(lambda: tiny_llama.from_hf(past, [Tokens.of(tokens), Tokens.of(tokens)]), "1 rows")
     refused(lambda: tiny_llama.from_hf(DynamicCache(), Tokens.of(tokens)), "no layer")
-    refused(lambda: tiny_llama.from_hf(past.layers, Tokens.of(tokens)), "a cache of transformers")
+    refused(lambda: tiny_llama.from_hf(past.layers, Tokens.of(tokens)), "a list; give a Cache")
     short = DynamicCache()
     short.layers = [DynamicSlidingWindowLayer(WINDOW) for _ in past.layers]
     for layer, whole in zip(short.layers, past.layers, strict=True):

@@ -14,10 +14,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from kvprobe.cache.device import pick_device
 from kvprobe.inference.model import Model, load
 from kvprobe.models import catalogue as catalog
 from kvprobe.models.catalogue import NamedModel, Wheel
-from kvprobe.models.loading import CONVERTED, pick_device, pick_dtype
+from kvprobe.models.loading import CONVERTED, pick_dtype
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
 from tests.models import CHATML, llama, tiny_tokenizer

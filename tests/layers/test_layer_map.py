@@ -169,7 +169,7 @@ def test_damage_that_is_no_number_and_bands_of_single_layers_are_refused(tiny_ll
     clean = cache_of(tiny_llama, 0)
     damaged = clean.corrupt(NotANumber(scope=Scope(count=1)))
     refused(lambda: mapped(tiny_llama, clean, damaged), "holds NaN or infinity")
-    refused(lambda: mapped(tiny_llama, clean, clean, bands=[0, 1]), "A band is a range of layers; got 0")
+    refused(lambda: mapped(tiny_llama, clean, clean, bands=[0, 1]), "bands=[0, 1], a list; give a list")
 
 
 def test_groups_restored_together_are_the_rows_of_the_map(tiny_gemma: Model):

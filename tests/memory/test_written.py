@@ -42,6 +42,8 @@ from kvprobe.text.tokens import Tokens
 from tests.models import llama
 from tests.refusals import refused
 
+pytestmark = pytest.mark.usefixtures("unchecked")  # texts name settings of any type
+
 budgets = st.integers(4, 12)
 paces = st.sampled_from([None, 1, 1, 2, 3, 5])
 
@@ -259,22 +261,22 @@ WRONG = [
     ("SlidingWindow(64)" + " " * 500 + "| os.remove('all')", "has 535 characters; it must have at most 500"),
     ("SlidingWindow(64, 64)", "at most 1"), ("SlidingWindow(windw=64)", "window"), ("TOVA(8, evry=1)", "every"),
     ("SlidingWindow(0)", "window=0"), ("SnapKV(101%)", "budget='101%'"), ("SnapKV(0%)", "or a share"),
-    ("SnapKV(50)%", "cannot be read"), ("Quantise(50%)", "bits=50%"), ("SnapKV(5 0%)", "cannot be read"),
+    ("SnapKV(50)%", "cannot be read"), ("Quantise(50%)", "bits='50%'"), ("SnapKV(5 0%)", "cannot be read"),
     ("SlidingWindow(1.5)", "window=1.5"),
     ("SlidingWindow(True)", "window=True"), ("SlidingWindow('64')", "window"), ("SlidingWindow([64])", "window"),
     ("TOVA(8, every=0)", "every=0"), ("Quantise(9)", "bits=9"), ("LayerBudgets(TOVA(8), 0.5)", "beta=0.5"),
     ("HeadBudgets(TOVA(8), 1.5)", "floor=1.5"), ("HeadBudgets(TOVA(8), True)", "floor=True"),
-    ("RandomEviction(8, 0, 'yes')", "per_head=yes; it must be True or False"),
+    ("RandomEviction(8, 0, 'yes')", "per_head='yes', a str; give True or False"),
 ]  # fmt: skip
 UNFIT = [
     ("SlidingWindow(None)", "window=None"), ("Quantise(4, None)", "group=None"),
-    ("LayerBudgets(Quantise(4))", "policy=Quantise(bits=4); it must be a policy that scores slots"),
-    ("HeadBudgets(SlidingWindow(64))", "policy=SlidingWindow(window=64); it must be a policy that scores slots"),
+    ("LayerBudgets(Quantise(4))", "a policy that scores slots, and Quantise(bits=4) does not"),
+    ("HeadBudgets(SlidingWindow(64))", "a policy that scores slots, and SlidingWindow(window=64) does not"),
     ("LayerBudgets(HeadBudgets(TOVA(8)))", "would ignore the shares"),
     ("LayerBudgets(TOVA(8), every=2)", "no setting called 'every'"), ("H2O(8, 9)", "recent=9"),
     ("RandomEviction(8, 0, mode='contiguous')", "draw old numbers again"),
-    ("SlidingWindow(64, mode='sideways')", "mode=sideways"),
-    ("SlidingWindow(64, provenance='stolen')", "provenance=stolen"),
+    ("SlidingWindow(64, mode='sideways')", "no choice of mode called 'sideways'"),
+    ("SlidingWindow(64, provenance='stolen')", "no choice of provenance called 'stolen'"),
     ("Quantise(4, mode='contiguous')", "Quantise moves and recomputes nothing"),
     ("SlidingWindow(64, window=8)", "given its window twice"),
     ("SlidingWindow(window=64, window=8)", "given its window twice"),

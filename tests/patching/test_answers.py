@@ -84,7 +84,7 @@ def test_tokens_of_a_logit_difference_may_be_texts_that_are_one_token():
     refused(lambda: texts(model.extend(None, "us")[1][0]), "No tokenizer")
     for same in (5, " a"):
         refused(lambda same=same: LogitDiff(same, same), "twice, so it is zero")
-    refused(lambda: LogProb.of(" a"), "ids")  # pyright: ignore[reportArgumentType]
+    refused(lambda: LogProb.of(" a"), "give a list of whole numbers")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("metric", [LogitDiff(5, 9), KL()])

@@ -249,7 +249,7 @@ REFUSED = [
     ({"metric": lambda logits: logits[-1]}, "returned 64 numbers"),
     ({"metric": lambda logits: None}, "returned NoneType"),
     ({"metric": lambda logits: logits.sum() * float("nan")}, "must be a finite number"),
-    ({"reads": "both"}, "no way to read called 'both'"),
+    ({"reads": "both"}, "no choice of reads called 'both'"),
     ({"parts": ("resid_pre",)}, "is not part of a cache"),
 ]
 

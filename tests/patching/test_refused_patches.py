@@ -24,7 +24,7 @@ from tests.refusals import refused
     ("change", "part"),
     [
         ({"over": ("layer", "token")}, "no axis called 'token'"),
-        ({"over": "layer"}, "axis"),
+        ({"over": "layer"}, "over='layer', a str; give a list of texts"),
         ({"over": ("layer", "band")}, "layers or over bands"),
         ({"over": ("slot", "segment")}, "slots or over segments"),
         ({"over": {"layer": [99]}}, "no layer 99"),
@@ -145,7 +145,7 @@ def test_impossible_patches_of_a_cache_are_refused(tiny_llama: Model):
     calls: list[tuple[str, Callable[[], KVCache]]] = [
         ("no layer 3", lambda: base.patch(donor, "T1", layers=[3])),
         ("no KV head 2", lambda: base.patch(donor, "T1", heads=[2])),
-        ("no part called 'Q'", lambda: base.patch(donor, "T1", part="Q")),  # pyright: ignore[reportArgumentType]
+        ("no choice of part called 'Q'", lambda: base.patch(donor, "T1", part="Q")),  # pyright: ignore[reportArgumentType]
         ("no segment called 'T4'", lambda: base.patch(donor, "T4")),
         ("both", lambda: base.patch(donor)),
         ("shape", lambda: base.patch(donor, slots=torch.ones(1, 4, dtype=torch.bool))),

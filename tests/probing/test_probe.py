@@ -254,7 +254,7 @@ def test_what_was_read_in_view_and_then_hidden_still_knows_and_the_answer_is_ask
     expected = tiny_llama.extend(past, tokens[answer - 1 : answer])[1][0, -1].log_softmax(-1)[tokens.ids[answer]]
     row = after.use[(after.use["sample"] == 5) & (after.use["condition"] == "retained")].iloc[0]
     assert row["logprob"] == pytest.approx(float(expected), abs=1e-4)
-    refused(lambda: probe(tiny_llama, design, "T2", hide="T1", when="later"), "time to hide")  # pyright: ignore[reportArgumentType]
+    refused(lambda: probe(tiny_llama, design, "T2", hide="T1", when="later"), "no choice of when")  # pyright: ignore[reportArgumentType]
 
 
 def test_arms_that_are_the_same_bit_for_bit_say_so(tiny_llama: Model):

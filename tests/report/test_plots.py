@@ -156,7 +156,7 @@ def test_a_leak_has_a_curve_for_each_split_and_kv_head():
     def curves(read: str, head: Any, floor: float | None = None) -> dict[Any, int]:
         keys = {"family": ["v"], "split": ["random", "paired"], "head": head, "layer": [0, 1, 2]}
         table = crossed(keys, {}).assign(read=read, accuracy=0.3, low=0.2, high=0.4, floor=floor)
-        probing: Any = SimpleNamespace(df=lambda: table.astype({"head": "Int64"}), chance=0.1)
+        probing: Any = type("Probing", (SimpleNamespace,), {})(df=lambda: table.astype({"head": "Int64"}), chance=0.1)
         return {line.get_label(): len(list(line.get_xdata())) for line in kv.plots.leak(probing).axes[0].lines[:-1]}
 
     whole = {"random": 3, "paired": 3}

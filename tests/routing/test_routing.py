@@ -267,7 +267,7 @@ def test_routings_of_two_models_are_not_compared() -> None:
 @pytest.mark.usefixtures("unchecked")
 def test_a_single_layer_is_no_list_of_layers() -> None:
     recorded = read(mixture("mixtral"), said(IDS)).routing
-    refused(lambda: read(mixture("mixtral"), said(IDS), routing=recorded, layers=1), "give a list of layers")  # type: ignore[arg-type]
+    refused(lambda: read(mixture("mixtral"), said(IDS), routing=recorded, layers=1), "give a list of whole numbers")  # type: ignore[arg-type]
 
 
 def test_results_show_themselves() -> None:

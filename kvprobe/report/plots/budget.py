@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.memory.budget import Budget
 from kvprobe.memory.table import ENGINES
 from kvprobe.memory.units import short
@@ -45,6 +46,7 @@ class Stack:
 Along = Literal["context", "new"]
 
 
+@checked_arguments
 def memory(budget: Budget, along: Along = "context", measured: Sequence[tuple[int, int]] = ()) -> "Figure":
     """Where memory goes as the prompt gets longer (`context`) or as the model generates after it (`new`).
 

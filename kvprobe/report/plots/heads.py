@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.report.plots.style import heat, shown_once, styled
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 
 @shown_once
+@checked_arguments
 def by_head(table: "pd.DataFrame", value: str, label: str | None = None) -> "Figure":
     """A heat map of one column of a table with one row per `layer` and `head`, such as `kvprobe.attention.dangling`
     gives.

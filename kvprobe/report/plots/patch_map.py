@@ -3,6 +3,7 @@
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.report.orientation import is_upward
 from kvprobe.report.plots.style import heat, shown_once, styled
 
@@ -16,6 +17,7 @@ LETTER = 0.075
 
 
 @shown_once
+@checked_arguments
 def patching(patched: "PatchMap", rows: str, columns: str, value: str = "normalised") -> "Figure":
     """Heat maps of a `kvprobe.patch_sweep` result over two axes of its grid: one for each part (K, V), on one
     scale around zero."""

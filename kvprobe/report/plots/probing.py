@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.errors import UserError
 from kvprobe.report.plots.style import shown_once, styled
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 
 @shown_once
+@checked_arguments
 def leak(probing: "Probing") -> "Figure":
     """Accuracy by layer of a `kvprobe.probe` result: families side by side, one line per split and KV head, with
     intervals, and dotted its restart floor, where there is one.

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from kvprobe.arguments import checked_arguments
 from kvprobe.report.plots.style import shown_once, styled
 
 if TYPE_CHECKING:
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
 
 
 @shown_once
+@checked_arguments
 def replies(comparison: "Comparison") -> "Figure":
     """The probability of each token of the reply that is given with everything in view, under each cache of a
     `kvprobe.compare` result."""

@@ -6,6 +6,8 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
+from kvprobe.arguments import checked_arguments
+
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
@@ -59,6 +61,7 @@ def shown_once(draw: "Callable[Arguments, Figure]") -> "Callable[Arguments, Figu
     return drawn
 
 
+@checked_arguments
 def save(figure: "Figure", path: Path) -> None:
     """Write `path`.png and `path`.svg without the date, so that the same numbers give the same files."""
     import matplotlib.pyplot as plt
@@ -80,6 +83,7 @@ def save_or_remove(figure: "Figure | None", path: Path) -> None:
         path.with_name(f"{path.name}.{ending}").unlink(missing_ok=True)
 
 
+@checked_arguments
 def heat(
     axis: "Axes",
     table: "pd.DataFrame",

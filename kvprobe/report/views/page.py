@@ -27,6 +27,7 @@ from markupsafe import Markup
 from torch import Tensor
 
 from kvprobe import wording
+from kvprobe.arguments import checked_arguments
 from kvprobe.report.document import AttentionView, HeatMap, TokenView
 from kvprobe.report.views.grids import heat_map, token_view
 from kvprobe.report.views.patterns import attention_view, heads_view, patterns_view
@@ -70,6 +71,7 @@ class Page:
         return f'<iframe sandbox="allow-scripts allow-downloads" srcdoc="{document}" style="{style}"></iframe>'
 
 
+@checked_arguments
 def tokens(texts: Sequence[str], values: Mapping[str, Iterable[SupportsFloat]], title: str = "") -> Page:
     """A text coloured by values of its tokens: one value for each token under each label of `values`.
 
@@ -82,6 +84,7 @@ def tokens(texts: Sequence[str], values: Mapping[str, Iterable[SupportsFloat]], 
     return Page([view], title)
 
 
+@checked_arguments
 def attention(
     patterns: "Patterns",
     after: "Patterns | None" = None,
@@ -103,6 +106,7 @@ def attention(
     return Page([view], title)
 
 
+@checked_arguments
 def heads(
     weights: Float[Tensor, "layers heads queries slots"],
     tokens: Sequence[str],
@@ -131,6 +135,7 @@ def written(path: str | Path, document: str) -> Path:
     return path
 
 
+@checked_arguments
 def page(parts: Sequence[Part], title: str) -> str:
     """A whole HTML page with these views, which needs no network.
 
