@@ -1,7 +1,7 @@
-"""Gaussian noise, matched in scale to the numbers that it replaces in one of four ways, or unmatched."""
+"""Gaussian noise, matched to the numbers that it replaces: to their layer, head, channels, effect, or some of these."""
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import torch
 from jaxtyping import Float
@@ -9,19 +9,30 @@ from torch import Tensor
 
 from kvprobe.cache.attention import scores_of
 from kvprobe.errors import UserError
-from kvprobe.faults.context import FaultContext
+from kvprobe.faults.context import FaultContext, SlotMoments
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault, Need
 from kvprobe.faults.scope import Part
 from kvprobe.faults.struck import Struck
 
-Matched = Literal["raw", "layer", "head", "channel", "effect"]
+Factor = Literal["mean", "spread", "covariance"]
+FACTORS: tuple[Factor, ...] = get_args(Factor)
+Matched = Literal[
+    "raw", "layer", "head", "channel", "effect",
+    "mean", "spread", "covariance", "mean+spread", "mean+covariance", "spread+covariance",
+]  # fmt: skip
 MATCHED_LABELS: dict[Matched, str] = {
     "raw": "one deviation everywhere",
     "layer": "the layer's scale",
     "head": "each head's scale",
     "channel": "channel covariance",
     "effect": "equal effect",
+    "mean": "channel means",
+    "spread": "channel spreads",
+    "covariance": "channel correlations",
+    "mean+spread": "channel means and spreads",
+    "mean+covariance": "channel means and correlations",
+    "spread+covariance": "channel covariance, layer's mean",
 }
 """What noise is matched to, in a few words."""
 MATCHED_MEANINGS: dict[Matched, str] = {
@@ -34,8 +45,14 @@ MATCHED_MEANINGS: dict[Matched, str] = {
     "effect": "noise at the layer's scale mixed into what stands there, in the share at which striking one slot moves "
     "the layer's attention output as far, relative to its norm, in every layer; K and V each have a share and a target "
     "of their own",
+    **{
+        partly: f"the {partly.replace('+', ' and ')} of each head's channels, and the layer's for the rest; covariance "
+        "without spread is correlation"
+        for partly in get_args(Matched)[5:]
+    },
 }
-"""The same at length; the article is "KV Cache is More Robust Than You Think in Large Language Models"."""
+"""The same at length. Eight of them are a factorial of what a channel has for itself: from `layer` (nothing) to
+`channel` (all three of `FACTORS`). The article is "KV Cache is More Robust Than You Think in Large Language Models"."""
 
 _NOISE, _TRIAL = 61, 67
 _WIDEST = 2.0**12
@@ -54,7 +71,8 @@ class Gaussian(Fault):
         matched: `raw` has mean 0 and deviation `scale`. `layer` has the mean and deviation of all numbers of the
             layer's K (or V), `head` those of each KV head, `channel` the mean and covariance of each head's channels.
             `effect` mixes `layer` noise into the numbers, with a share for K and one for V at which striking one slot
-            moves the attention output equally far in every layer (see `shares`).
+            moves the attention output equally far in every layer (see `shares`). The others are between `layer` and
+            `channel`: what they name is each channel's own.
         scale: times the deviation; with `effect`, times the share.
     """
 
@@ -78,14 +96,23 @@ class Gaussian(Fault):
             share = self.scale * shares(struck.context, part)[struck.layer]
             replacement = _like_layer(struck.context, struck.layer, part, noise)
             return torch.lerp(struck.of(part).float(), replacement, share)
-        if self.matched == "layer":
-            return _like_layer(struck.context, struck.layer, part, noise, self.scale)
         moments = struck.context.moments(struck.layer, part)
         if self.matched == "head":
             mean, deviation = _pooled(moments.mean, moments.deviation, dim=1)
             return mean[struck.heads] + noise * deviation[struck.heads] * self.scale
-        coloured = struck.chosen(struck.drawn(part, _NOISE) @ moments.root.transpose(1, 2))
-        return moments.mean[struck.heads] + coloured * self.scale
+        own, (mean, deviation) = factors_of(self.matched), _of_layer(moments)
+        if "covariance" in own:
+            noise = struck.chosen(struck.drawn(part, _NOISE) @ moments.root.transpose(1, 2))
+            if "spread" not in own:
+                noise = noise / moments.deviation[struck.heads].clamp(min=1e-12) * deviation
+        else:
+            noise = noise * (moments.deviation[struck.heads] if "spread" in own else deviation)
+        return (moments.mean[struck.heads] if "mean" in own else mean) + noise * self.scale
+
+
+def factors_of(matched: Matched) -> tuple[Factor, ...]:
+    """What each channel has for itself under this noise; the rest is the layer's."""
+    return FACTORS if matched == "channel" else tuple(factor for factor in FACTORS if factor in matched.split("+"))
 
 
 def shares(context: FaultContext, part: Part) -> tuple[float, ...]:
@@ -168,9 +195,13 @@ def _like_layer(
     context: FaultContext, layer: int, part: Part, noise: Float[Tensor, "*axes d"], scale: float = 1.0
 ) -> Float[Tensor, "*axes d"]:
     """Noise with the mean and deviation of all numbers of a layer's K or V."""
-    moments = context.moments(layer, part)
-    mean, deviation = _pooled(moments.mean.flatten(), moments.deviation.flatten(), dim=0)
+    mean, deviation = _of_layer(context.moments(layer, part))
     return mean + noise * deviation * scale
+
+
+def _of_layer(moments: SlotMoments) -> tuple[Float[Tensor, "1"], Float[Tensor, "1"]]:
+    """Mean and deviation of all numbers of a layer's K or V."""
+    return _pooled(moments.mean.flatten(), moments.deviation.flatten(), dim=0)
 
 
 def _pooled(

@@ -169,3 +169,20 @@ def test_rows_of_one_operator_struck_together_are_rows_struck_alone_at_real_widt
     together, _ = after(faults, cache, context=context)
     for row, fault in enumerate(faults):
         assert same_bits(together.rows([row]), after(fault, cache, context=context)[0]), fault
+
+
+@pytest.mark.parametrize("matched", ["mean", "spread", "covariance", "mean+covariance"])
+def test_what_noise_names_is_each_channels_own_and_the_rest_the_layers(matched: Any):
+    cache = outlying(6000)
+    damaged, _ = after(Gaussian(matched), cache)
+    for (_, _, now), (_, _, before) in zip(both(damaged), both(cache), strict=True):
+        mean, deviation = moments_of(before)
+        for head in range(HEADS):
+            means, deviations = before[head].mean(0), before[head].std(0)
+            means = means if "mean" in matched else mean.expand_as(means)
+            deviations = deviations if "spread" in matched else deviation.expand_as(deviations)
+            assert ((now[head].mean(0) - means).abs() < 5 * deviations / 6000**0.5).all()
+            assert (now[head].std(0) / deviations - 1).abs().max() < 5 / 6000**0.5
+            alike = torch.corrcoef(before[head].T.double())
+            alike = alike if "covariance" in matched else torch.eye(len(alike), dtype=torch.float64)
+            assert (torch.corrcoef(now[head].T.double()) - alike).abs().max() < 5 * (2 / 6000) ** 0.5

@@ -16,11 +16,12 @@ from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.faults import Gaussian
+from kvprobe.faults.gaussian import factors_of
 from kvprobe.inference.model import Model
 from kvprobe.stats import Estimate, binomial
 from kvprobe.studies.bands import Config
 from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, cases
-from kvprobe.studies.bands.conclude import conclude
+from kvprobe.studies.bands.conclude import FACTORIAL, conclude
 from kvprobe.studies.bands.study import STUDY
 from kvprobe.text.transcript import Transcript
 from tests.experiments.made_up import page_of
@@ -128,6 +129,23 @@ def noise(rng: np.random.Generator) -> Conclusion:
         right=lambda labels, item: float(rng.random() < able[item]),
         clean=lambda item: float(rng.random() < able[item]),
     )
+
+
+def test_each_factor_of_noise_multiplies_kl_by_what_it_does():
+    times = {"mean": 0.5, "spread": 0.2, "covariance": 1.0}
+
+    def kl(labels: dict[str, Any], item: int) -> float:
+        own = factors_of(labels["noise"])
+        joint = 0.1 if {"mean", "spread"} <= set(own) else 1.0
+        return (1 + item) * joint * float(np.prod([times[factor] for factor in own]))
+
+    config = replace(MADE_UP, noises=FACTORIAL, bands=("all",), single=0.0)
+    findings = numbers(config, kl=kl).findings
+    for factor, alone in times.items():
+        both = 0.1**0.5 if factor != "covariance" else 1.0
+        assert findings.at("alone", task="retrieve", parts="k", factor=factor).mean == pytest.approx(alone)
+        assert findings.at("factor", task="retrieve", parts="k", factor=factor).mean == pytest.approx(alone * both)
+    assert not numbers(replace(config, noises=FACTORIAL[:-1]), kl=kl).findings.where("factor")
 
 
 def at(conclusion: Conclusion, name: str, **keys: Any) -> Estimate:

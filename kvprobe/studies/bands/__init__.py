@@ -10,7 +10,10 @@ from kvprobe.studies import STUDIES
 from kvprobe.studies.settings import AnswerSettings, Timing, UnitName, require_rates
 
 Cut = Literal["all", "halves", "quarters"]
-Noise = Literal["layer", "head", "channel", "effect"]
+Noise = Literal[
+    "layer", "head", "channel", "effect",
+    "mean", "spread", "covariance", "mean+spread", "mean+covariance", "spread+covariance",
+]  # fmt: skip
 Part = Literal["kv", "k", "v"]
 
 BANDS: dict[Cut, int] = {"all": 1, "halves": 2, "quarters": 4}
@@ -27,7 +30,8 @@ class Config(AnswerSettings):
         bands: which cuts of the layers to strike.
         rates: share of the slots that is struck in a band, in percent.
         single: rate in percent at which every single layer is struck; 0 leaves that out.
-        noises: what Gaussian noise is matched to; channel includes the covariance.
+        noises: what Gaussian noise is matched to; channel includes the covariance. What lies between layer and channel
+            names what each channel has for itself: mean, spread, covariance, or two of them.
         parts: K and V together, or one of them.
         timing: fresh (drawn anew before each token, and undone after it), once (after the prompt, and left there), or
             piling (anew before each token, and left there).
@@ -39,7 +43,7 @@ class Config(AnswerSettings):
     bands: tuple[Cut, ...] = ("quarters", "halves", "all")
     rates: tuple[float, ...] = (1.0, 2.0, 4.0)
     single: float = ranged(10.0, 0, 100)
-    noises: tuple[Noise, ...] = NOISES
+    noises: tuple[Noise, ...] = NOISES[:4]
     parts: tuple[Part, ...] = PARTS
     timing: Timing = "fresh"
     unit: UnitName = "slot"

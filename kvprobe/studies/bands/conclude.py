@@ -1,6 +1,7 @@
 """From answers to findings: what noise costs in each band and layer, which bands differ, and whether scales agree."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations, product
 from math import inf
 from typing import Any
@@ -10,16 +11,17 @@ from jaxtyping import Float
 
 from kvprobe.experiments.estimands import Difference, Estimand, Mean, Share, Total, measure
 from kvprobe.experiments.study import Conclusion
+from kvprobe.faults.gaussian import FACTORS, factors_of
 from kvprobe.inference.model import Model
 from kvprobe.ranks import halves_agree, spearman
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.published import add_published, published_facts
 from kvprobe.report.reported import reported
-from kvprobe.stats import DIFFERENCE, UNBOUNDED, Estimate, newcombe, statistic
+from kvprobe.stats import DIFFERENCE, UNBOUNDED, Estimate, estimate, newcombe, statistic
 from kvprobe.studies import answers
 from kvprobe.studies.answers import NATS, SOUND
-from kvprobe.studies.bands import NOISES, PARTS, Config, Cut
+from kvprobe.studies.bands import NOISES, PARTS, Config, Cut, Noise
 from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, names_of
 from kvprobe.studies.bands.order import Ranking
 from kvprobe.tasks.task import Task
@@ -30,6 +32,8 @@ LAST, BUFFER = "quarter 4", "quarter 3"
 COMPARED: tuple[Cut, ...] = ("quarters", "halves")
 UNCHANGED = 1e-6
 """Nats of KL that a row in which nothing is struck may be from the clean one."""
+FACTORIAL: tuple[Noise, ...] = ("layer", "channel", *NOISES[4:])
+"""Noise in which each factor of a channel is the layer's or its own."""
 PUBLISHED: dict[str, Key] = {"noise": "layer", "parts": "kv"}
 """How the article strikes."""
 
@@ -101,6 +105,7 @@ def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
         findings.number("chance", task.chance, task=task.name)
     add_leads(findings, rows)
     add_agreement(findings, rows, config)
+    add_factors(findings, rows)
     published = reported(config.reported) if config.reported else None
     if published is not None:
         add_published(findings, tasks, published, "band", PUBLISHED)
@@ -193,6 +198,31 @@ def add_agreement(findings: Findings, rows: Rows, config: Config) -> None:
     for place, layers in single.items():
         rho = halves_agree(layers, draws[place[0]])
         _add(findings, "self_agreement", place, None if rho is None else Estimate(rho))
+
+
+def add_factors(findings: Findings, rows: Rows) -> None:
+    """By how many times KL grows with noise in all layers if each channel has a factor for itself, in place of the
+    layer's: the geometric mean over items and the settings of the other factors. Alone: the others are the layer's."""
+    whole = by_noise(rows, "kl_all", "band", {"band": "all"})
+    cells: dict[tuple[Key, Key], dict[Noise, Float[np.ndarray, items]]] = {}
+    for (task, noise, parts), (kl,) in whole.items():
+        if noise in FACTORIAL:
+            cells.setdefault((task, parts), {})[noise] = np.log(np.maximum(kl, UNCHANGED))
+    full = {place: logs for place, logs in cells.items() if len(logs) == len(FACTORIAL)}
+    for (task, parts), logs in full.items():
+        for factor in FACTORS:
+            signs = {noise: 1 if factor in factors_of(noise) else -1 for noise in logs}
+            steps = {
+                "factor": sum(sign * logs[noise] for noise, sign in signs.items()) * 2 / len(signs),
+                "alone": logs[factor] - logs["layer"],
+            }
+            for name, step in steps.items():
+                times = estimate(step[np.isfinite(step)], comparisons=len(FACTORS) * len(full))
+                ends = {
+                    end: float(np.exp(getattr(times, end))) for end in ("mean", "low", "high", "smallest", "largest")
+                }
+                keys = {"task": task, "parts": parts, "factor": factor}
+                findings.add(Finding(name, keys, replace(times, **ends), "", len(FACTORS) * len(full)))
 
 
 def _add(
