@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvprobe.errors import UserError
 from kvprobe.models.files import bounded
-from kvprobe.models.gguf_config import ROPE, config_of
+from kvprobe.models.gguf_config import ROPE, alike, config_of
 from kvprobe.models.gguf_header import Header
 from kvprobe.models.gguf_tokens import end_ids, tokenizer_of
 from kvprobe.names import one_line
@@ -157,9 +157,9 @@ def _as_kept(header: Header, key: str) -> Tensor:
     weight, name = header.floats(key), header.metadata["general.architecture"]
     if name == "llama" and re.search(r"\.attn_[qk]\.", key):
         # llama.cpp rotates neighbouring dimensions, transformers those half a head apart.
-        heads: Any = header.metadata["llama.attention.head_count"]
+        heads = alike(header.metadata["llama.attention.head_count"])
         if ".attn_k." in key:
-            heads = header.metadata.get("llama.attention.head_count_kv", heads)
+            heads = alike(header.metadata.get("llama.attention.head_count_kv", heads))
         return weight.reshape(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
     if name in ("gemma2", "gemma3") and key.endswith("norm.weight"):
         return weight - 1
