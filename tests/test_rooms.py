@@ -6,7 +6,11 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "kvprobe").rglob("*.py"))}
+TREES = {
+    path: ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted((ROOT / "kvprobe").rglob("*.py*"))
+    if path.suffix in (".py", ".pyi")
+}
 
 
 def dotted(path: Path) -> str:
