@@ -1,10 +1,11 @@
 """A GGUF file as a folder of transformers: each of its tensors and settings is used, or refused by name."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 import transformers
 from safetensors.torch import save_file
@@ -12,78 +13,14 @@ from torch import Tensor
 
 from kvprobe.errors import UserError
 from kvprobe.models.files import bounded
-from kvprobe.models.gguf_config import ROPE, alike, config_of
+from kvprobe.models.gguf_config import ROPE, config_of
 from kvprobe.models.gguf_header import Header
 from kvprobe.models.gguf_tokens import end_ids, tokenizer_of
 from kvprobe.names import one_line
 
-# Any, because its annotations are incomplete.
+# Any, because the annotations of these libraries are incomplete.
 _TRANSFORMERS: Any = transformers
-
-_TENSORS = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "blk.{}.attn_norm": "model.layers.{}.input_layernorm",
-    "blk.{}.attn_q": "model.layers.{}.self_attn.q_proj",
-    "blk.{}.attn_k": "model.layers.{}.self_attn.k_proj",
-    "blk.{}.attn_v": "model.layers.{}.self_attn.v_proj",
-    "blk.{}.attn_output": "model.layers.{}.self_attn.o_proj",
-    "blk.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
-    "blk.{}.ffn_gate": "model.layers.{}.mlp.gate_proj",
-    "blk.{}.ffn_up": "model.layers.{}.mlp.up_proj",
-    "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
-}
-_NORMED_HEADS = {
-    "blk.{}.attn_q_norm": "model.layers.{}.self_attn.q_norm",
-    "blk.{}.attn_k_norm": "model.layers.{}.self_attn.k_norm",
-}
-_GEMMA = {
-    "blk.{}.ffn_norm": "model.layers.{}.pre_feedforward_layernorm",
-    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
-    "blk.{}.post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
-}
-_PACKED = "model.layers.{}.mlp.experts.gate_up_proj"
-_EXPERTS = {
-    "blk.{}.ffn_gate_inp": "model.layers.{}.mlp.gate",
-    "blk.{}.ffn_gate_exps": _PACKED,
-    "blk.{}.ffn_up_exps": _PACKED,
-    "blk.{}.ffn_down_exps": "model.layers.{}.mlp.experts.down_proj",
-}
-_SHARED_EXPERT = {
-    "blk.{}.ffn_gate_inp_shexp": "model.layers.{}.mlp.shared_expert_gate",
-    "blk.{}.ffn_gate_shexp": "model.layers.{}.mlp.shared_expert.gate_proj",
-    "blk.{}.ffn_up_shexp": "model.layers.{}.mlp.shared_expert.up_proj",
-    "blk.{}.ffn_down_shexp": "model.layers.{}.mlp.shared_expert.down_proj",
-}
-_PHI3 = {
-    "blk.{}.attn_qkv": "model.layers.{}.self_attn.qkv_proj",
-    "blk.{}.ffn_up": "model.layers.{}.mlp.gate_up_proj",
-}
-_GPT2 = {
-    "token_embd": "transformer.wte",
-    "position_embd": "transformer.wpe",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-    "blk.{}.attn_norm": "transformer.h.{}.ln_1",
-    "blk.{}.attn_qkv": "transformer.h.{}.attn.c_attn",
-    "blk.{}.attn_output": "transformer.h.{}.attn.c_proj",
-    "blk.{}.ffn_norm": "transformer.h.{}.ln_2",
-    "blk.{}.ffn_up": "transformer.h.{}.mlp.c_fc",
-    "blk.{}.ffn_down": "transformer.h.{}.mlp.c_proj",
-}
-
-_BY_ARCHITECTURE = {
-    "llama": _TENSORS,
-    "qwen2": _TENSORS,
-    "qwen3": _TENSORS | _NORMED_HEADS,
-    "qwen2moe": _TENSORS | _EXPERTS | _SHARED_EXPERT,
-    "qwen3moe": _TENSORS | _EXPERTS | _NORMED_HEADS,
-    "gemma2": _TENSORS | _GEMMA,
-    "gemma3": _TENSORS | _GEMMA | _NORMED_HEADS,
-    "phi3": _TENSORS | _PHI3,
-    "gpt2": _GPT2,
-}
+_GGUF: Any = gguf
 
 
 def write_folder(header: Header, folder: Path) -> None:
@@ -99,7 +36,7 @@ def write_folder(header: Header, folder: Path) -> None:
         expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
         if config.tie_word_embeddings:
             del expected["lm_head.weight"]
-        weights = _weights(header, expected)
+        weights = _weights(header, expected, config.num_hidden_layers)
     except UserError:
         raise
     except Exception as error:  # settings of untrusted files may be anything
@@ -118,17 +55,15 @@ def write_folder(header: Header, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-def _weights(header: Header, expected: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def _weights(header: Header, expected: Mapping[str, tuple[int, ...]], layers: int) -> dict[str, Tensor]:
     """The weights by their names in transformers, in the shapes that are expected."""
     name = str(header.metadata["general.architecture"])
+    targets = _targets(expected, name, layers)
     sources: dict[str, list[str]] = {}
     for key in header.tensors:
         if key in ROPE and name != "gpt2":
             continue  # used by the config
-        stem, _, end = re.sub(r"^blk\.\d+", "blk.{}", key).rpartition(".")
-        target = _BY_ARCHITECTURE[name].get(stem, "").format(*re.findall(r"^blk\.(\d+)", key))
-        target += "" if ".experts." in target else f".{end}"
-        if target not in expected:
+        if (target := targets.get(key)) is None:
             raise UserError(
                 f"{header.path.name} has the tensor {key[:60]!r}, which kvprobe cannot use in this model of "
                 f"architecture {name}; give the model's folder of safetensors instead."
@@ -152,14 +87,27 @@ def _weights(header: Header, expected: Mapping[str, tuple[int, ...]]) -> dict[st
     return weights
 
 
+def _targets(expected: Iterable[str], architecture: str, layers: int) -> dict[str, str]:
+    """By the names of llama.cpp, of which some tensors in transformers have two, those that are expected."""
+    known = next(number for number, name in _GGUF.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = _GGUF.get_tensor_name_map(known, layers)
+    targets: dict[str, str] = {}
+    for target in expected:
+        packed = target.endswith(".experts.gate_up_proj")
+        for part in [target.replace("gate_up", half) for half in ("gate", "up")] if packed else [target]:
+            key: str = names.get_name(part, (".weight", ".bias")) or part.replace("lm_head", "output")
+            targets[key if key.endswith((".weight", ".bias")) else f"{key}.weight"] = target
+    return targets
+
+
 def _as_kept(header: Header, key: str) -> Tensor:
     """A tensor as transformers keeps it."""
     weight, name = header.floats(key), header.metadata["general.architecture"]
     if name == "llama" and re.search(r"\.attn_[qk]\.", key):
         # llama.cpp rotates neighbouring dimensions, transformers those half a head apart.
-        heads = alike(header.metadata["llama.attention.head_count"])
+        heads: Any = header.metadata["llama.attention.head_count"]
         if ".attn_k." in key:
-            heads = alike(header.metadata.get("llama.attention.head_count_kv", heads))
+            heads = header.metadata.get("llama.attention.head_count_kv", heads)
         return weight.reshape(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
     if name in ("gemma2", "gemma3") and key.endswith("norm.weight"):
         return weight - 1
