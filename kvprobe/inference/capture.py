@@ -13,7 +13,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvprobe.brief import Brief, brief
 from kvprobe.cache.cache import KVCache
@@ -192,25 +192,17 @@ def _observing(
     """Call `observe` with the input or output of modules of the plain model; one that is never called is an error."""
     called: set[tuple[Family, int]] = set()
 
-    def note(key: tuple[Family, int], tensor: Tensor | tuple[Tensor, *tuple[object, ...]]) -> None:
+    def note(key: tuple[Family, int], tensor: Tensor) -> Tensor:
         called.add(key)
-        observe(*key, tensor[0] if isinstance(tensor, tuple) else tensor)
+        observe(*key, tensor)
+        return tensor
 
-    def before(key: tuple[Family, int], module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        note(key, args[0] if args else kwargs["hidden_states"])
-
-    def after(
-        key: tuple[Family, int], module: object, args: object, output: Tensor | tuple[Tensor, *tuple[object, ...]]
-    ) -> None:
-        note(key, output)
-
-    hooks: list[Hook] = []
+    edits: list[tuple[Port, Edit]] = []
     for key, port in ports.items():
         if port is None:
             raise UserError(f"The plain lane cannot show {key[0]!r} of this model; use lane='hooked'.")
-        path, end = port
-        hooks.append((lanes.plain.get_submodule(path), end, partial(before if end == "input" else after, key)))
-    with claimed(lanes.plain), hooked(hooks):
+        edits.append((port, partial(note, key)))
+    with editing(lanes, edits):
         yield
     if silent := set(ports) - called:
         never = ", ".join(f"{family} of layer {layer}" for family, layer in sorted(silent))
@@ -219,10 +211,20 @@ def _observing(
         )
 
 
+Edit = Callable[[Tensor], Tensor]
+"""Gives what stands in place of the hidden states at a port."""
+
+
 @contextmanager
-def editing(lanes: Lanes, port: Port, edit: Callable[[Tensor], Tensor]) -> Generator[None]:
-    """While this lasts, `edit` replaces what the plain model computes at a port (see `plain_ports`)."""
-    path, end = port
+def editing(lanes: Lanes, edits: Iterable[tuple[Port, Edit]]) -> Generator[None]:
+    """While this lasts, edits replace what the plain model computes at their ports (see `plain_ports`)."""
+    hooks = [editing_hook(lanes.plain.get_submodule(path), end, edit) for (path, end), edit in edits]
+    with claimed(lanes.plain), hooked(hooks):
+        yield
+
+
+def editing_hook(module: nn.Module, end: Literal["input", "output"], edit: Edit) -> Hook:
+    """A hook by which `edit` replaces the hidden states that a module reads or computes."""
 
     def before(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if args:
@@ -234,9 +236,7 @@ def editing(lanes: Lanes, port: Port, edit: Callable[[Tensor], Tensor]) -> Gener
     ) -> Tensor | tuple[Tensor, *tuple[object, ...]]:
         return (edit(output[0]), *output[1:]) if isinstance(output, tuple) else edit(output)
 
-    hook: Hook = (lanes.plain.get_submodule(path), end, before if end == "input" else after)
-    with claimed(lanes.plain), hooked([hook]):
-        yield
+    return module, end, before if end == "input" else after
 
 
 def _picked(

@@ -5,9 +5,9 @@ at which they differ from the run without replacements (see `kvprobe.patching.ro
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
-from kvprobe.inference.capture import Port, editing, plain_ports
+from kvprobe.inference.capture import Edit, Port, editing, plain_ports
 from kvprobe.inference.forward import as_seen
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
@@ -59,12 +59,7 @@ class Outputs:
     @property
     def silent(self) -> "Outputs":
         """The same with components that add nothing."""
-        return replace(
-            self,
-            attn=torch.zeros_like(self.attn),
-            mlp=torch.zeros_like(self.mlp),
-            heads=torch.zeros_like(self.heads),
-        )
+        return replace(self, **{name: torch.zeros_like(getattr(self, name)) for name in ("attn", "mlp", "heads")})
 
 
 @dataclass(frozen=True)
@@ -73,10 +68,6 @@ class Replacement:
 
     components: tuple[Component, ...]
     outputs: Outputs = field(repr=False)
-
-    @property
-    def first(self) -> int:
-        return min(component.layer for component in self.components)
 
 
 class Suffix:
@@ -111,19 +102,13 @@ class Suffix:
             heads[attending.layer] = output[0]
             return output
 
-        def recording(key: tuple[Family, int]) -> Callable[[Tensor], Tensor]:
-            def record(tensor: Tensor) -> Tensor:
-                recorded[key] = tensor[0].clone()
-                return tensor
-
-            return record
+        def record(key: tuple[Family, int], tensor: Tensor) -> Tensor:
+            recorded[key] = tensor[0].clone()
+            return tensor
 
         ordinary = self.reader.ordinary(kept)
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(lanes.attention_replaced_by(attend))
-            for key, port in self.ports.items():
-                stack.enter_context(editing(lanes, port, recording(key)))
+        records = [(port, partial(record, key)) for key, port in self.ports.items()]
+        with torch.no_grad(), lanes.attention_replaced_by(attend), editing(lanes, records):
             logits = forward(lanes, self.reader.new.tokens, self.reader.new.positions, ordinary)[0]
         before = [recorded["resid_pre", layer] for layer in layers]
         hidden = torch.stack([*before, recorded["resid_post", layers[-1]]])
@@ -155,7 +140,7 @@ class Suffix:
             yield from self._pass(rows[start : start + at_once], kept)
 
     def _pass(self, rows: Sequence[Replacement], kept: int) -> Float[Tensor, "rows kept vocab"]:
-        places = Rows([replacement.first for replacement in rows])
+        places = Rows([min(component.layer for component in replacement.components) for replacement in rows])
         present: dict[tuple[Kind, int], list[tuple[int, Component, Outputs]]] = defaultdict(list)
         for row, replacement in zip(places.numbers, rows, strict=True):
             for component in replacement.components:
@@ -168,20 +153,18 @@ class Suffix:
             return output
 
         ordinary = self.reader.ordinary(kept)
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(self.lanes.attention_replaced_by(attend))
-            stack.enter_context(joining(self.lanes.blocks, places.joining))
-            for kind in BLOCKS:
-                for layer in range(self.lanes.geometry.n_layers):
-                    if entries := present.get((kind, layer)):
-                        stack.enter_context(self._writing(kind, layer, entries))
+        writes = [self._writing(kind, layer, present[kind, layer]) for kind, layer in present if kind in BLOCKS]
+        with (
+            torch.no_grad(),
+            self.lanes.attention_replaced_by(attend),
+            joining(self.lanes.blocks, places.joining),
+            editing(self.lanes, writes),
+        ):
             logits = forward(self.lanes, self.reader.new.tokens, self.reader.new.positions, ordinary)
         return places.in_order(logits)[1:]
 
-    @contextmanager
-    def _writing(self, kind: Kind, layer: int, entries: Sequence[tuple[int, Component, Outputs]]) -> Iterator[None]:
-        """While this lasts, rows that replace this block's output have the other run's."""
+    def _writing(self, kind: Kind, layer: int, entries: Sequence[tuple[int, Component, Outputs]]) -> tuple[Port, Edit]:
+        """For `editing`: rows that replace this block's output have the other run's."""
         rows = torch.tensor([row for row, _, _ in entries], device=self.lanes.device)
         outputs = torch.stack([(other.attn if kind == "attn" else other.mlp)[layer] for _, _, other in entries])
 
@@ -190,8 +173,7 @@ class Suffix:
             tensor[rows] = outputs
             return tensor
 
-        with editing(self.lanes, self.ports[BLOCKS[kind], layer], write):
-            yield
+        return self.ports[BLOCKS[kind], layer], write
 
     def _attention(self, attending: Attending) -> Float[Tensor, "rows heads queries d_value"]:
         base, layer = self.reader.base, attending.layer

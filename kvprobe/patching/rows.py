@@ -6,9 +6,9 @@ the clean row's residual stream: below that layer the two are the same.
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
+from kvprobe.inference.capture import editing_hook
 from kvprobe.inference.forward import forward_pass, taps
 from kvprobe.models.hooks import hooked
 from kvprobe.models.lanes import Lanes
@@ -114,15 +115,8 @@ def forward(
 def joining(blocks: Sequence[nn.Module], counts: Mapping[int, int]) -> Iterator[None]:
     """While this lasts, this many copies of the first row join the batch before each layer."""
 
-    def joiner(count: int) -> Callable[..., tuple[Any, dict[str, Any]]]:
-        def join(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            grown = torch.cat([hidden, hidden[:1].expand(count, -1, -1)])
-            if args:
-                return (grown, *args[1:]), kwargs
-            return args, {**kwargs, "hidden_states": grown}
+    def joined(count: int, hidden: Tensor) -> Tensor:
+        return torch.cat([hidden, hidden[:1].expand(count, -1, -1)])
 
-        return join
-
-    with hooked((blocks[layer], "input", joiner(count)) for layer, count in counts.items()):
+    with hooked(editing_hook(blocks[layer], "input", partial(joined, count)) for layer, count in counts.items()):
         yield

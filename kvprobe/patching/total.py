@@ -7,8 +7,8 @@ layer at which they differ (`kvprobe.patching.rows`).
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.errors import UserError
-from kvprobe.inference.capture import capture, editing, plain_ports
+from kvprobe.inference.capture import Edit, Port, capture, editing, plain_ports
 from kvprobe.inference.forward import new_slots
 from kvprobe.inference.under_policy import tokens_at
 from kvprobe.models.attending import Attending
@@ -127,8 +127,7 @@ class _Pass:
         keys, values = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (keys, values))
         return scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=attending.scale)
 
-    @contextmanager
-    def swapping(self) -> Iterator[None]:
+    def swapping(self) -> AbstractContextManager[None]:
         """While this lasts, activations of the rows that swap them are the donor's at their slots."""
         by_place: dict[tuple[Family, int], list[tuple[int, Cell]]] = defaultdict(list)
         for layer, patched in self.by_layer.items():
@@ -136,14 +135,12 @@ class _Pass:
                 for family in ACTIVATIONS:
                     if cell.part == family:
                         by_place[family, layer].append((row, cell))
-        with ExitStack() as stack:
-            for place, patched in by_place.items():
-                port = self.total.ports[place]
-                assert port is not None
-                stack.enter_context(
-                    editing(self.total.lanes, port, self._writing(self.total.activations[place], patched))
-                )
-            yield
+        edits: list[tuple[Port, Edit]] = []
+        for place, patched in by_place.items():
+            port = self.total.ports[place]
+            assert port is not None
+            edits.append((port, self._writing(self.total.activations[place], patched)))
+        return editing(self.total.lanes, edits)
 
     def _refuse_changed_base(self, attending: Attending) -> None:
         """Refuse a base whose slots from `start` on, read again by the clean row, are not those that it holds."""
@@ -169,9 +166,7 @@ class _Pass:
             tensor[where] = donor[heads][:, slots]
         return tensor
 
-    def _writing(
-        self, activations: Float[Tensor, "slots d_model"], patched: Sequence[tuple[int, Cell]]
-    ) -> Callable[[Tensor], Tensor]:
+    def _writing(self, activations: Float[Tensor, "slots d_model"], patched: Sequence[tuple[int, Cell]]) -> Edit:
         """For `editing`: the donor's activations in the rows and slots of these cells."""
 
         def write(tensor: Tensor) -> Tensor:

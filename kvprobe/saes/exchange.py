@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from kvprobe.arguments import checked_arguments
 from kvprobe.cache.cache import KVCache
-from kvprobe.inference.capture import Captured, Port, editing
+from kvprobe.inference.capture import Captured, editing
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import relative_entropy
 from kvprobe.saes.dictionary import Dictionary
@@ -46,16 +44,11 @@ def exchange_latents(
     for name, latents in sets.items():
         columns = torch.tensor(list(latents), dtype=torch.long, device=moved.device)
         shifts[name] = moved[:, columns] @ directions[columns]
-    predicted = _shifted(model, past, asked, port_of(model.lanes, place), torch.stack(list(shifts.values())))
+    shift = torch.stack(list(shifts.values()))
+    edit = (port_of(model.lanes, place), lambda tensor: tensor + shift.to(tensor).view(tensor.shape))
+    with editing(model.lanes, [edit]):
+        _, logits = model.extend(past, [asked] * len(shifts), logits=len(asked))
+    predicted = logits.float().log_softmax(-1)
     target = other.logits[0].float().log_softmax(-1)
     kl = relative_entropy(target.expand_as(predicted), predicted).mean(1)
     return pd.DataFrame({"set": shifts.keys(), "kl": kl.tolist()})
-
-
-def _shifted(
-    model: Model, past: KVCache, asked: Tokens, port: Port, shifts: Float[Tensor, "rows slots dim"]
-) -> Float[Tensor, "rows slots vocab"]:
-    """Log-probabilities after each token with these added to what is computed at a port, row by row."""
-    with editing(model.lanes, port, lambda tensor: tensor + shifts.to(tensor).view(tensor.shape)):
-        _, logits = model.extend(past, [asked] * len(shifts), logits=len(asked))
-    return logits.float().log_softmax(-1)

@@ -95,7 +95,7 @@ def splice(model: Model, dictionary: Dictionary, texts: Sequence[Tokens]) -> pd.
         clean = _predictions(model, text)
         row = {"predicted": len(targets), "clean": -float(clean.gather(1, targets).sum())}
         for name, edit in edits.items():
-            with editing(model.lanes, port, edit):
+            with editing(model.lanes, [(port, edit)]):
                 edited = _predictions(model, text)
             row[name] = -float(edited.gather(1, targets).sum())
             row[f"kl_{name}"] = float(relative_entropy(clean, edited).sum())

@@ -9,9 +9,10 @@ shards.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,18 +170,14 @@ def at_places(lanes: Lanes, tokens: Sequence[Tokens], ports: dict[Place, Port]) 
     """What is computed at each place, `[rows, slots, dim]`; the model stops after the deepest place."""
     recorded: dict[Place, Tensor] = {}
 
-    def recording(place: Place) -> Callable[[Tensor], Tensor]:
-        def record_tensor(tensor: Tensor) -> Tensor:
-            recorded[place] = tensor.flatten(2)
-            if len(recorded) == len(ports):
-                raise _AllRecorded
-            return tensor
+    def record_tensor(place: Place, tensor: Tensor) -> Tensor:
+        recorded[place] = tensor.flatten(2)
+        if len(recorded) == len(ports):
+            raise _AllRecorded
+        return tensor
 
-        return record_tensor
-
-    with ExitStack() as hooks, suppress(_AllRecorded):
-        for place, port in ports.items():
-            hooks.enter_context(editing(lanes, port, recording(place)))
+    records = [(port, partial(record_tensor, place)) for place, port in ports.items()]
+    with suppress(_AllRecorded), editing(lanes, records):
         extend(lanes, None, tokens)
     return recorded
 

@@ -31,14 +31,17 @@ def test_a_window_that_is_switched_off_holds_nowhere():
     assert Geometry.of(config).windows == (None, None)
 
 
-@pytest.mark.parametrize("name", ["DeepseekV3Config", "Qwen3NextConfig", "Llama4TextConfig"])
-def test_models_without_a_plain_cache_in_every_layer_are_refused(name: str):
-    refused(lambda: Geometry.of(getattr(transformers, name)()), "kvprobe reads full and sliding-window attention")
-
-
-@pytest.mark.parametrize("name", ["Qwen3NextConfig", "FalconH1Config"])
-def test_the_refusal_of_a_hybrid_model_says_what_it_keeps_in_place_of_slots(name: str):
-    refused(lambda: Geometry.of(getattr(transformers, name)()), "a state in place of slots")
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("DeepseekV3Config", "latent attention"),
+        ("Qwen3NextConfig", "a state in place of slots"),
+        ("FalconH1Config", "a state in place of slots"),
+        ("Llama4TextConfig", "chunked_attention"),
+    ],
+)
+def test_models_without_a_plain_cache_in_every_layer_are_refused(name: str, kept: str):
+    refused(lambda: Geometry.of(getattr(transformers, name)()), kept, "full and sliding-window attention")
 
 
 def test_the_fingerprint_depends_on_the_weights_and_not_on_the_tokenizer_object():
@@ -83,7 +86,7 @@ def test_a_proof_that_comes_due_amid_hooks_is_of_the_model_without_them(tokens: 
     assert port is not None
     with (
         lanes.observing_attention(counting("seen", lambda _: None)),
-        editing(lanes, port, counting("edited", torch.zeros_like)),
+        editing(lanes, [(port, counting("edited", torch.zeros_like))]),
         lanes.routers.replaced_by(counting("routed", lambda decision: decision)),
     ):
         model.prefill(text)
