@@ -9,6 +9,7 @@ Fewer than `FEWEST` clusters give a range and no interval. docs/results/coverage
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isfinite, isnan, nan
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int, Num, Shaped
@@ -23,6 +24,7 @@ SHARE = (0.0, 1.0)
 DIFFERENCE = (-1.0, 1.0)
 """The natural range of a difference between shares, and of a correlation."""
 UNBOUNDED = (-np.inf, np.inf)
+_ENDS = ("low", "high", "smallest", "largest")
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,14 @@ class Estimate:
     def __neg__(self) -> "Estimate":
         return Estimate(-self.mean, -self.high, -self.low, self.clusters, -self.largest, -self.smallest)
 
-    def complement(self) -> "Estimate":
-        """1 minus this share."""
-        return Estimate(1 - self.mean, 1 - self.high, 1 - self.low, self.clusters, 1 - self.largest, 1 - self.smallest)
+    def columns(self, name: str) -> dict[str, float]:
+        """As columns of a table, `name`, `name_low` and so on, from which `of_columns` makes it again."""
+        return {name: self.mean} | {f"{name}_{end}": getattr(self, end) for end in _ENDS}
+
+    @classmethod
+    def of_columns(cls, row: Any, name: str, clusters: int) -> "Estimate":
+        ends = {end: float(row[f"{name}_{end}"]) for end in _ENDS}
+        return cls(float(row[name]), clusters=clusters, **ends)
 
     def record(self) -> dict[str, float | None]:
         """The fields for strict JSON: NaN and infinity become None."""

@@ -80,8 +80,6 @@ def test_claims_and_intervals_agree():
     estimated = Estimate(0.5, 0.2, 0.8)
     assert (estimated.above(0.1), estimated.differs(0.1), estimated.above(0.2)) == (True, True, False)
     assert (estimated.below(0.9), estimated.below(0.8), estimated.differs(0.5)) == (True, False, False)
-    rest = estimated.complement()
-    assert (rest.low, rest.high) == pytest.approx((0.2, 0.8))
     assert ((-estimated).low, (-estimated).high) == pytest.approx((-0.8, -0.2))
 
 

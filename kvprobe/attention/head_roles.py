@@ -18,6 +18,7 @@ from kvprobe.inference.model import Model
 from kvprobe.tasks.needle import Needle
 from kvprobe.tasks.task import prompt
 from kvprobe.text.tokens import Tokens
+from kvprobe.tidy import crossed
 
 THRESHOLDS: Mapping[str, float] = {"sink": 0.3, "previous": 0.4, "duplicate": 0.4, "induction": 0.4, "retrieval": 0.1}
 """The least score at which a head has a role: sink, Gu et al. 2024 (arXiv 2410.10781); retrieval, Wu et al. 2024 (arXiv
@@ -61,9 +62,8 @@ def roles(
     drawn = [_repeated(model, length, copies, rng) for _ in range(sequences)]
     scores = torch.stack([_scores(model, tokens) for tokens in drawn]).mean(0)
     table = torch.cat([scores, _retrieval(model, needles, seed)[None]]).permute(1, 2, 0).numpy()
-    axes = [range(table.shape[0]), range(table.shape[1]), THRESHOLDS]
-    index = pd.MultiIndex.from_product(axes, names=["layer", "head", "role"])
-    frame = pd.DataFrame({"score": table.ravel()}, index).reset_index()
+    axes = {"layer": range(table.shape[0]), "head": range(table.shape[1]), "role": list(THRESHOLDS)}
+    frame = crossed(axes, {"score": table})
     thresholds = [THRESHOLDS[role] for role in frame["role"]]
     return named_by_head(frame.assign(threshold=thresholds, has=frame["score"] >= thresholds))
 

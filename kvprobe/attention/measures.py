@@ -14,6 +14,7 @@ from kvprobe.attention.patterns import Patterns, named_by_head, refuse_missing
 from kvprobe.cache.alike import refuse_other_model
 from kvprobe.checks import names_of
 from kvprobe.errors import UserError
+from kvprobe.tidy import crossed
 
 LOCAL = 32
 """Slots that count as local: the query's own and those right before it."""
@@ -149,7 +150,5 @@ def _refuse_others(one: Patterns, other: Patterns, queries: Int[Tensor, "queries
 
 def _table(patterns: Patterns, columns: dict[str, Float[Tensor, "layers heads"]]) -> pd.DataFrame:
     """One row per layer and head, named by its head (L8H0)."""
-    axes = [list(patterns.layers), range(patterns.weights.shape[1])]
-    index = pd.MultiIndex.from_product(axes, names=["layer", "head"])
-    table = pd.DataFrame({name: values.flatten().cpu().numpy() for name, values in columns.items()}, index)
-    return named_by_head(table.reset_index())
+    axes = {"layer": patterns.layers, "head": range(patterns.weights.shape[1])}
+    return named_by_head(crossed(axes, {name: values.cpu().numpy() for name, values in columns.items()}))

@@ -27,6 +27,7 @@ from kvprobe.models.lanes import Lanes
 from kvprobe.models.unproved import Lane
 from kvprobe.names import head_name, unknown
 from kvprobe.text.tokens import Decoder, Tokens, token_texts
+from kvprobe.tidy import crossed
 
 CHUNK = 256
 """Tokens read at a time: enough to fill a matrix product, and few enough that a pass takes little memory."""
@@ -108,9 +109,8 @@ class Patterns(Brief):
         that the query spends there; each named by its head (L8H0)."""
         names = self.cache.ledger.names
         mass = torch.stack([self.mass(name) for name in names], -1).cpu()
-        axes = [list(self.layers), range(mass.shape[1]), self.queries.tolist(), names]
-        index = pd.MultiIndex.from_product(axes, names=["layer", "head", "query", "segment"])
-        table = pd.DataFrame({"mass": mass.flatten().numpy()}, index=index).reset_index()
+        axes = {"layer": self.layers, "head": range(mass.shape[1]), "query": self.queries.tolist(), "segment": names}
+        table = crossed(axes, {"mass": mass.numpy()})
         if self.tokenizer is not None:
             texts = token_texts(self.cache.ledger.tokens[0].tolist(), self.tokenizer)
             table.insert(3, "text", [texts[query] for query in table["query"]])

@@ -171,7 +171,7 @@ class KVCache(Brief):
         """
         refuse_overlap(self, other)
         ledger = self.ledger.append(replace(other.ledger, recomputed=~other.ledger.padding))
-        return _combined((self, other), lambda pair: torch.cat(pair, 2), ledger)
+        return combined((self, other), lambda pair: torch.cat(pair, 2), ledger)
 
     def reindex(self, mode: PositionMode = "contiguous") -> "KVCache":
         """Give the slots that are live other positions, and what comes next the one after them.
@@ -233,7 +233,7 @@ class KVCache(Brief):
         def joined(tensors: tuple[Tensor, ...]) -> Tensor:
             return torch.cat([functional.pad(tensor, (0, 0, 0, slots - tensor.shape[2])) for tensor in tensors])
 
-        return _combined(caches, joined, Ledger.join([cache.ledger.padded(slots) for cache in caches]))
+        return combined(caches, joined, Ledger.join([cache.ledger.padded(slots) for cache in caches]))
 
     def corrupt(
         self,
@@ -393,7 +393,7 @@ class KVCache(Brief):
         return replace(self, keys=tuple(map(edit, self.keys)), values=tuple(map(edit, self.values)), ledger=ledger)
 
 
-def _combined(caches: Sequence[KVCache], combine: Callable[[tuple[Tensor, ...]], Tensor], ledger: Ledger) -> KVCache:
+def combined(caches: Sequence[KVCache], combine: Callable[[tuple[Tensor, ...]], Tensor], ledger: Ledger) -> KVCache:
     """One cache of several of one model, each of its tensors combined from theirs."""
     keys = tuple(map(combine, zip(*(cache.keys for cache in caches), strict=True)))
     values = tuple(map(combine, zip(*(cache.values for cache in caches), strict=True)))

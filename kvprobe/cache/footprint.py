@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvprobe.cache.ledger import Ledger, QuantisationFormat
+from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.slots import Rounds
 
 
@@ -26,19 +26,11 @@ def footprint(ledger: Ledger, shape: tuple[int, int, int, int], number_bytes: in
     fine_slots = int((live & ~coarse[None, :, None, :]).sum())
     total = fine_slots * (d_key + d_value) * number_bytes
     if ledger.quantisation is not None:
-        total += _quantised(live & coarse[None, :, None, :], ledger.quantised, ledger.quantisation, d_key, d_value)
+        price = Rounds(ledger.quantisation.bits, ledger.quantisation.group)
+        coarse_slots = live & coarse[None, :, None, :]
+        total += int(coarse_slots.sum()) * price.slot_bytes(d_key, d_value)
+        total += _groups_held(coarse_slots, ledger.quantised) * price.group_bytes(d_key)
     return total
-
-
-def _quantised(
-    live: Bool[Tensor, "layers batch kv_heads slots"],
-    groups: Int[Tensor, "batch slots"],
-    quantisation: QuantisationFormat,
-    d_key: int,
-    d_value: int,
-) -> int:
-    price = Rounds(quantisation.bits, quantisation.group)
-    return int(live.sum()) * price.slot_bytes(d_key, d_value) + _groups_held(live, groups) * price.group_bytes(d_key)
 
 
 def _groups_held(live: Bool[Tensor, "layers batch kv_heads slots"], groups: Int[Tensor, "batch slots"]) -> int:

@@ -7,7 +7,7 @@ import pandas as pd
 
 from kvprobe.arguments import checked_arguments
 from kvprobe.attention import attend, dangling
-from kvprobe.brief import Brief, Table, brief, frame_table
+from kvprobe.brief import Brief, brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.checks import names_of
 from kvprobe.errors import UserError
@@ -98,9 +98,6 @@ class Comparison(Brief):
         yield f"{self.model}, hidden: {', '.join(self.hidden)}, asked {brief(self.question)}"
         yield f"{len(self.replies)} replies"
 
-    def _table(self) -> Table:
-        return frame_table(self.df())
-
     def df(self) -> pd.DataFrame:
         """One row per arm."""
         columns = ("arm", "text", "logprob", "kl", "slots", "nbytes")
@@ -179,7 +176,7 @@ def compare(
         )
     acting = policies_of(policies)
     full = model.prefill(chat)
-    hiding, left_out = _hiding(model, chat, full, hide, when) if hide else ({}, "")
+    hiding, left_out, reused = _hiding(model, chat, full, hide, when) if hide else ({}, "", None)
     caches = {"full": full, **hiding, **_under_policies(model, chat, full, acting)}
 
     rows = KVCache.join(list(caches.values()))
@@ -202,21 +199,13 @@ def compare(
     }
     tokens = token_texts(expected, model.tokenizer)
     attention = _attention(model, caches, asked[0], hide) if hide else pd.DataFrame()
-    reused = _reused(model, chat, hide)
     return Comparison(model.name, chat, hide, ask, tokens, replies, attention, left_out, reused, when)
-
-
-def _reused(model: Model, chat: Transcript, hide: Sequence[str]) -> CommonPrefix | None:
-    try:
-        return common_prefix(model.tokenizer, chat, chat.without(*hide, mode="rendered")) if hide else None
-    except UserError:
-        return None
 
 
 def _hiding(
     model: Model, chat: Transcript, full: KVCache, hide: Sequence[str], when: When
-) -> tuple[dict[str, KVCache], str]:
-    """The caches in which messages are hidden, and why one is missing."""
+) -> tuple[dict[str, KVCache], str, CommonPrefix | None]:
+    """The caches in which messages are hidden, why one is missing, and `Comparison.reused`."""
     masked = full.mask(*hide) if when == "after" else model.prefill(chat.without(*hide))
     caches, left_out = {"masked": masked}, ""
     if model.lanes.can_reindex:
@@ -225,14 +214,14 @@ def _hiding(
         left_out = f"Keys of {model.name} cannot be rotated to other positions, so there is no re-indexed cache."
     restart = chat.without(*hide, mode="contiguous")
     caches["restarted"] = model.prefill(restart)
+    anew = chat.without(*hide, mode="rendered")
     try:
-        anew = chat.without(*hide, mode="rendered").tokens(model.tokenizer)
+        reused = common_prefix(model.tokenizer, chat, anew)
     except UserError as error:
-        left_out = f"{left_out} There is no rendered cache: {error}".strip()
-    else:
-        if anew.ids != restart.tokens(model.tokenizer).ids:
-            caches["rendered"] = model.prefill(anew)
-    return caches, left_out
+        return caches, f"{left_out} There is no rendered cache: {error}".strip(), None
+    if (tokens := anew.tokens(model.tokenizer)).ids != restart.tokens(model.tokenizer).ids:
+        caches["rendered"] = model.prefill(tokens)
+    return caches, left_out, reused
 
 
 def _under_policies(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvprobe.arguments import checked_arguments
 from kvprobe.cache.alike import refuse_other_slots
-from kvprobe.cache.cache import KVCache, Slots
+from kvprobe.cache.cache import KVCache, Slots, combined
 from kvprobe.erasing.subspace import Eraser, Subspace
 from kvprobe.errors import UserError
 
@@ -104,11 +104,7 @@ def mix(
         UserError: as `KVCache.patch`.
     """
     moved = base.patch(donor, *segments, slots=slots, layers=layers)
-    keys, values = (
-        tuple(torch.lerp(held, other, strength) for held, other in zip(own, patched, strict=True))
-        for own, patched in ((base.keys, moved.keys), (base.values, moved.values))
-    )
-    return replace(base, keys=keys, values=values)
+    return combined((base, moved), lambda pair: pair[0].lerp(pair[1], strength), base.ledger)
 
 
 def _refuse_unfit(cache: KVCache, subspaces: Mapping[LayerPart, Subspace]) -> None:

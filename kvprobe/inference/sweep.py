@@ -29,7 +29,7 @@ from kvprobe.models.lanes import Lanes
 from kvprobe.models.packed import packed_if_faster
 from kvprobe.models.unproved import Lane
 from kvprobe.names import unknown
-from kvprobe.text.tokens import GENERATED, Tokens
+from kvprobe.text.tokens import GENERATED, Tokens, common_length
 
 ROWS = 64
 """Rows per batch: with more, a CPU hardly takes less time per row."""
@@ -79,10 +79,8 @@ class Sweep(Brief):
 
 def first_divergence(clean: Sequence[int], other: Sequence[int]) -> int | None:
     """The first place where two answers differ; None if they are the same."""
-    for place, (clean_token, other_token) in enumerate(zip(clean, other, strict=False)):
-        if clean_token != other_token:
-            return place
-    return None if len(clean) == len(other) else min(len(clean), len(other))
+    place = common_length(clean, other)
+    return None if place == len(clean) == len(other) else place
 
 
 @dataclass(frozen=True, eq=False)

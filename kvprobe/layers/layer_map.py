@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.arguments import checked_arguments
-from kvprobe.brief import Brief, Table, frame_table
+from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import one_row_each
@@ -61,9 +61,6 @@ class LayerMap(Brief):
     def pi(self) -> Float[np.ndarray, "rows"]:
         """The causal index; NaN where the damage is below `LEAST`."""
         return 1 - self.restored / self.damage if self.damage >= LEAST else np.full(len(self.restored), np.nan)
-
-    def _table(self) -> Table:
-        return frame_table(self.df())
 
     def df(self) -> pd.DataFrame:
         """One row per component or band, named by it (`L8H0`, `L3 attn`): kind, layer, head, band; damage, restored and

@@ -101,10 +101,7 @@ def config_of(header: Header) -> Any:
     if missing := next((key for key in required if key not in given), None):
         raise UserError(f"{header.path.name} does not say its {name}.{missing}; fetch it again.")
     settings = dict(architecture.fixed)
-    settings |= {ours: alike(given.pop(key)) for key, ours in (required | optional).items() if key in given}
-    windowed = bool(settings.get("sliding_window"))
-    if not windowed and settings.pop("sliding_window", None) == 0 and name == "gemma2":
-        given["attention.sliding_window"] = 0  # elsewhere 0 stands for none, as nothing does; in Gemma 2 for 4,096
+    settings |= {ours: _alike(given.pop(key)) for key, ours in (required | optional).items() if key in given}
     layers = {int(number[1]) for key in header.tensors if (number := re.match(r"blk\.(\d{1,9})\.", key))}
     if layers != set(range(len(layers))) or settings["num_hidden_layers"] != len(layers):
         raise UserError(
@@ -123,7 +120,7 @@ def config_of(header: Header) -> Any:
     if name == "gemma3":
         pattern = given.pop("attention.sliding_window_pattern", 6)
         slides: list[Any] = pattern if is_list(pattern) else [(layer + 1) % pattern > 0 for layer in range(len(layers))]
-        settings["layer_types"] = ["sliding_attention" if slide and windowed else "full_attention" for slide in slides]
+        settings["layer_types"] = ["sliding_attention" if slide else "full_attention" for slide in slides]
     rotary = given.get("rope.dimension_count", d_head)
     if name != "gpt2":
         settings["rope_parameters"] = _rope(header, given, settings["max_position_embeddings"], rotary // 2)
@@ -176,8 +173,7 @@ def _rope(header: Header, given: dict[str, Any], context: int, count: int) -> di
             )
         settings |= scaled
     elif kind == "yarn" and factor:
-        for key in ("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"):
-            given.pop(key, None)
+        del given["rope.scaling.type"], given["rope.scaling.factor"]
         settings |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         settings |= {f"beta_{end}": given.pop(f"rope.scaling.yarn_beta_{end}", usual) for end, usual in _BETAS.items()}
         if (more := given.pop("rope.scaling.attn_factor", 1.0)) != 1:
@@ -252,7 +248,7 @@ def _refuse_others(header: Header, given: Mapping[str, Any], implied: Mapping[st
             raise UserError(f"{header.path.name} says {key[:60]}, but its architecture is {name}; fetch it again.")
 
 
-def alike(value: Any) -> Any:
+def _alike(value: Any) -> Any:
     """A setting that may be given layer by layer."""
     if not is_list(value):
         return value

@@ -102,12 +102,6 @@ class Hooked:
         return self.bridge(ids, return_type="logits", **kwargs)
 
     @property
-    def _blocks_path(self) -> str:
-        """Path of the plain model's list of layers."""
-        mapping: Any = self.bridge.adapter.component_mapping
-        return mapping["blocks"].name
-
-    @property
     def attention_modules(self) -> list[nn.Module]:
         """The modules that receive the attention mask, one per layer."""
         return [block.attn for block in self.bridge.blocks]
@@ -131,7 +125,8 @@ class Hooked:
         if hook is None:
             return None
         *components, end = hook.split(".")
-        path, component = f"{self._blocks_path}.{layer}", block
+        mapping: Any = self.bridge.adapter.component_mapping
+        path, component = f"{mapping['blocks'].name}.{layer}", block
         if family in PER_HEAD:
             component = component.attn
             path = f"{path}.{component.name}"

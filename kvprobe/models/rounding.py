@@ -1,7 +1,6 @@
 """How far two computations of one thing may lie apart: by rounding, and by how much of it a model does."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 
 import torch
 from jaxtyping import Int
@@ -9,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvprobe.models.geometry import embedded_tokens
+from kvprobe.models.hooks import hooked
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
@@ -37,9 +37,8 @@ def rounding_of(plain: PreTrainedModel, read: Callable[[], Tensor]) -> float:
         noise = 2 * torch.rand(output.shape, generator=generator, device=output.device) - 1
         return (output.float() * (1 + torch.finfo(output.dtype).eps * noise)).to(output.dtype)
 
-    with torch.no_grad(), ExitStack() as stack:
+    leaves = [module for module in plain.modules() if not any(True for _ in module.children())]
+    with torch.no_grad():
         quiet = read()
-        for module in plain.modules():
-            if not any(True for _ in module.children()):
-                stack.callback(module.register_forward_hook(disturb).remove)
-        return difference(read(), quiet)
+        with hooked((leaf, "output", disturb) for leaf in leaves):
+            return difference(read(), quiet)

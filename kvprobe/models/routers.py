@@ -99,12 +99,10 @@ def _followed(lanes: UnprovedLanes, routers: Routers) -> bool:
         return usual[layer]
 
     def to_other_experts(layer: int, decision: Decision) -> Decision:
-        logits, weights, chosen = usual[layer]
-        return Decision(logits, weights, (chosen + 1) % logits.shape[1])
+        return usual[layer]._replace(chosen=(usual[layer].chosen + 1) % decision.logits.shape[1])
 
     def with_other_weights(layer: int, decision: Decision) -> Decision:
-        logits, weights, chosen = usual[layer]
-        return Decision(logits, weights / 2, chosen)
+        return usual[layer]._replace(weights=usual[layer].weights / 2)
 
     def only_at(layer: int, route: Route) -> Route:
         return lambda other, decision: route(other, decision) if other == layer else decision

@@ -6,13 +6,12 @@ et al. 2023, arXiv 2311.17030: a subspace patch alone can mislead).
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.cache.cache import KVCache
+from kvprobe.cache.cache import KVCache, combined
 from kvprobe.erasing.caches import LayerPart, interchange
 from kvprobe.erasing.subspace import Subspace
 from kvprobe.errors import UserError
@@ -43,12 +42,8 @@ def split(base: KVCache, other: KVCache, along: Along) -> dict[str, KVCache]:
         for name, subspace in along.items()
     }
     inside = interchange(base, other, subspaces, slots=torch.ones_like(base.ledger.padding))
-
-    keys, values = (
-        tuple(at_base + full - along for at_base, full, along in zip(*tensors, strict=True))
-        for tensors in ((base.keys, other.keys, inside.keys), (base.values, other.values, inside.values))
-    )
-    return {"full": other, "along": inside, "rest": replace(base, keys=keys, values=values)}
+    rest = combined((base, other, inside), lambda held: held[0] + held[1] - held[2], base.ledger)
+    return {"full": other, "along": inside, "rest": rest}
 
 
 def _layer_part(name: LayerPart | str) -> LayerPart:

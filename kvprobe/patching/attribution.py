@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.arguments import checked_arguments
-from kvprobe.brief import Brief, Table, brief, frame_table
+from kvprobe.brief import Brief, brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
@@ -100,9 +100,6 @@ class Attribution(Brief):
         """Each score of the cells that were checked."""
         sample = list(self.sample)
         return {"score": self.score[sample], "linear": self.linear[sample]}
-
-    def _table(self) -> Table:
-        return frame_table(self.df())
 
     def df(self) -> pd.DataFrame:
         """One row per cell: as `PatchMap.df`, with `score`, `linear`, and the exact `effect` where it was checked."""

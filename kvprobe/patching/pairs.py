@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from kvprobe.arguments import check_fields, checked_arguments
-from kvprobe.brief import Brief, Table, frame_table
+from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
@@ -62,9 +62,6 @@ class PairMaps(Brief):
         yield f"{len(ways)} pairs, {len(self.table)} cells"
         if alike := int((ways <= LEAST_WAY).sum()):
             yield f"in {alike} pairs {UNDEFINED}"
-
-    def _table(self) -> Table:
-        return frame_table(self.df())
 
     def df(self) -> pd.DataFrame:
         return self.table
@@ -162,8 +159,8 @@ def summarise(table: pd.DataFrame, by: Sequence[str], comparisons: int = 1) -> p
                 **{column: cells[column].iloc[0] for column in by},
                 "pairs": cells["pair"].nunique(),
                 "clusters": len(count),
-                **_columns("effect", ratio(effect, count, comparisons=comparisons)),
-                **_columns("normalised", ratio(effect, way, comparisons=comparisons)),
+                **ratio(effect, count, comparisons=comparisons).columns("effect"),
+                **ratio(effect, way, comparisons=comparisons).columns("normalised"),
             }
         )
     return pd.DataFrame(rows)
@@ -171,16 +168,4 @@ def summarise(table: pd.DataFrame, by: Sequence[str], comparisons: int = 1) -> p
 
 def pooled(row: Mapping[Any, Any], column: str = "normalised") -> Estimate:
     """The estimate that a row of `summarise` holds."""
-    ends = (float(row[f"{column}_{name}"]) for name in ("smallest", "largest"))
-    low, high = (float(row[f"{column}_{name}"]) for name in ("low", "high"))
-    return Estimate(float(row[column]), low, high, int(row["clusters"]), *ends)
-
-
-def _columns(name: str, value: Estimate) -> dict[str, float]:
-    return {
-        name: value.mean,
-        f"{name}_low": value.low,
-        f"{name}_high": value.high,
-        f"{name}_smallest": value.smallest,
-        f"{name}_largest": value.largest,
-    }
+    return Estimate.of_columns(row, column, int(row["clusters"]))

@@ -150,7 +150,7 @@ class Reader:
         tensors = torch.stack([(cache.keys if part == "K" else cache.values)[layer][0] for cache in caches])
         which = torch.tensor([names.index(cell.content) for _, cell in entries]).repeat_interleave(lengths).to(device)
         readers = None
-        if any(_has_readers(cell) for _, cell in entries):
+        if any({cell.kv_heads, cell.query_heads, cell.queries} != {None} for _, cell in entries):
             masks = torch.stack([self._readers(cell) for _, cell in entries])
             readers = masks.repeat_interleave(lengths, 0).to(device)
         return Swaps(rows, slots, tensors[which, :, slots].float(), readers)
@@ -234,8 +234,3 @@ def _mask(count: int, chosen: Sequence[int] | None) -> Bool[Tensor, "count"]:
     mask = torch.zeros(count, dtype=torch.bool)
     mask[list(range(count) if chosen is None else chosen)] = True
     return mask
-
-
-def _has_readers(cell: Cell) -> bool:
-    """Whether only some heads or tokens see what the cell swaps."""
-    return cell.kv_heads is not None or cell.query_heads is not None or cell.queries is not None

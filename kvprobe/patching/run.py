@@ -1,13 +1,9 @@
 """Running a plan: the metric of the base, of the donor, and of the base with each cell swapped."""
 
-from collections.abc import Sequence
-
 import numpy as np
-import torch
 from jaxtyping import Float
 
 from kvprobe.models.loading import free_bytes
-from kvprobe.patching.grid import Cell
 from kvprobe.patching.maps import PatchMap
 from kvprobe.patching.metrics import KL, Metric, kept_by, measured
 from kvprobe.patching.plan import Plan
@@ -46,14 +42,12 @@ def _values(
     order = sorted(range(len(cells)), key=lambda number: (plan.reads == "total" and min(cells[number].slots), number))
     with Bar(total=len(cells), desc="Patching", unit="cell", disable=not progress) as bar:
         while order:
-            count = _rows_that_fit(runner, [cells[number] for number in order[:rows]], plan.lanes.device)
+            # As many as a pass has memory for.
+            row_bytes = runner.row_bytes([cells[number] for number in order[:rows]])
+            fitting = int(min(BYTES, free_bytes(plan.lanes.device) / 4) / row_bytes) - 1
+            count = max(1, min(len(order), rows, fitting))
             numbers, order = order[:count], order[count:]
             logits = runner.logits([cells[number] for number in numbers], kept)[1:]
             values[numbers] = [float(measured(metric, patched)) for patched in logits]
             bar.update(count)
     return values
-
-
-def _rows_that_fit(runner: Runner, cells: Sequence[Cell], device: torch.device) -> int:
-    """How many of these cells a pass has memory for."""
-    return max(1, min(len(cells), int(min(BYTES, free_bytes(device) / 4) / runner.row_bytes(cells)) - 1))

@@ -134,8 +134,9 @@ class Probe(Brief):
             power=power,
         )
         kind = "-less-restart" if site.less_restart else ""
+        usual = f"{Path(model.name).name}-{target.name}-{training.segment}{kind}".lower()
         card = Card(
-            name=name or _slug(f"{Path(model.name).name}-{target.name}-{training.segment}{kind}"),
+            name=name or re.sub(r"[^a-z0-9.]+", "-", usual).strip("-.")[:80],
             target=target,
             model=Path(model.name).name,
             weights=model.fingerprint,
@@ -318,7 +319,3 @@ def _gain(fitted: FittedProbe) -> tuple[float | None, float | None]:
         return None, 0.0
     last = int(sure[-1])
     return float(gains[last]), (last + 1) / len(gains)
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.")[:80]

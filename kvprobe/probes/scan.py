@@ -17,7 +17,7 @@ import pandas as pd
 from torch import Tensor
 
 from kvprobe.arguments import checked_arguments
-from kvprobe.brief import Brief, Table, frame_table
+from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.checks import names_of
 from kvprobe.errors import UserError
@@ -74,9 +74,6 @@ class Scan(Brief):
     until: str
     cards: dict[str, Card]
     model: str
-
-    def _table(self) -> Table:
-        return frame_table(self.df())
 
     def df(self) -> pd.DataFrame:
         """The table."""

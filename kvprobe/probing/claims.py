@@ -89,11 +89,11 @@ class Probing(Brief):
     def _html(self) -> str:
         claims = "".join(f"<p>{escape(line)}</p>" for line in str(self).splitlines())
         readings = dict.fromkeys(reading for _, reading in self.right)
-        rows = ([name, *(self._accuracy(split, name) for split in self.picks)] for name in readings)
+        rows = (
+            [name, *(percent(self.reading(split, name)) if (split, name) in self.right else "" for split in self.picks)]
+            for name in readings
+        )
         return claims + table_html(("accuracy", *self.picks), rows)
-
-    def _accuracy(self, split: str, reading: str) -> str:
-        return percent(self.reading(split, reading)) if (split, reading) in self.right else ""
 
     def df(self) -> pd.DataFrame:
         """The table of all sites."""
@@ -118,8 +118,7 @@ class Probing(Brief):
         """`accuracy`, `bits` or `lead` of a row of the summary."""
         summary = self.summary
         row: Any = summary[(summary["split"] == split) & (summary["reading"] == reading)].iloc[0]
-        ends = (float(row[f"{name}_{end}"]) for end in ("smallest", "largest"))
-        return Estimate(row[name], row[f"{name}_low"], row[f"{name}_high"], len(set(self.clusters.tolist())), *ends)
+        return Estimate.of_columns(row, name, len(set(self.clusters.tolist())))
 
     def lead(self, split: str, over: str, comparisons: int = 1) -> Estimate:
         """How much more `retained` reads than another reading.

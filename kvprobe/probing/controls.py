@@ -39,7 +39,7 @@ def hash_control(
         pairs = [f"{seed}\0{target}\0{context}\0{label}" for context, label in zip(contexts, row, strict=True)]
         sizes, ends = Counter(pairs), np.bincount(row, minlength=classes).cumsum()
         # In a random order, pairs fill up the classes; a pair's is where the middle of its samples comes to lie.
-        order = sorted(sizes, key=_hashed)
+        order = sorted(sizes, key=lambda pair: hashlib.blake2b(pair.encode(), digest_size=8).digest())
         middles = np.cumsum([sizes[pair] for pair in order]) - np.array([sizes[pair] for pair in order]) / 2
         given = dict(zip(order, np.searchsorted(ends, middles, side="right").tolist(), strict=True))
         drawn.append([given[pair] for pair in pairs])
@@ -98,8 +98,3 @@ def _numbered(keys: Sequence[Hashable]) -> Int[np.ndarray, "samples"]:
     """Equal keys have equal numbers."""
     names = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     return np.array([names[key] for key in keys])
-
-
-def _hashed(text: str) -> bytes:
-    """Bytes that are the same in every process."""
-    return hashlib.blake2b(text.encode(), digest_size=8).digest()

@@ -9,7 +9,6 @@ uniform code.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import log, log2
 
@@ -20,11 +19,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.errors import UserError
+from kvprobe.probing.gram import one_hot_answers
 from kvprobe.probing.intervals import INFORMATION, held_out_means
 from kvprobe.probing.linear import check_features
 from kvprobe.probing.ridge import PENALTIES, VARIANCE_FLOOR
 from kvprobe.probing.splits import Split
 from kvprobe.threads import one_thread
+from kvprobe.tidy import crossed
 
 BLOCKS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.0625, 0.125, 0.25, 0.5, 1.0)
 """Where blocks end, as shares of the samples (Voita and Titov 2020, section 2.2)."""
@@ -33,25 +34,6 @@ SHARPNESS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Factors between ridge scores, which regress on 0 and 1, and logits."""
 
 _CHUNK_BYTES = 100_000_000
-
-
-@dataclass(frozen=True)
-class Description:
-    """Codelengths of the labels given what each probe reads.
-
-    Attributes:
-        table: one row per probe and target: `bits`, `uniform_bits` and `context_bits` per label, `compression`
-            (uniform bits over bits) with `low` and `high` over contexts, and `saved`, bits per label fewer
-            than the context alone needs, with `saved_low` and `saved_high`.
-        ends: where each block ended, in samples.
-    """
-
-    table: pd.DataFrame
-    ends: tuple[int, ...]
-
-    def df(self) -> pd.DataFrame:
-        """The table."""
-        return self.table
 
 
 @one_thread()
@@ -64,8 +46,12 @@ def description(
     split: Split = "leave-context-out",
     blocks: Sequence[float] = BLOCKS,
     rng: np.random.Generator | None = None,
-) -> Description:
+) -> pd.DataFrame:
     """Online codelength of every target from every probe's features, beside a uniform and a context-only code.
+
+    One row per probe and target: `bits`, `uniform_bits` and `context_bits` per label, `compression` (uniform bits over
+    bits) with `low` and `high` over contexts, and `saved`, bits per label fewer than the context alone needs, with
+    `saved_low` and `saved_high`.
 
     Args:
         features: those of `kvprobe.probing.splits.paired_features`, if the split is `paired`.
@@ -83,7 +69,7 @@ def description(
     units = np.arange(len(clusters)) if split == "random" else clusters
     order = np.argsort(rng.permutation(int(units.max()) + 1)[units], kind="stable")
     features, labels, clusters, units = features[:, order], labels[:, order], clusters[order], units[order]
-    ends = _ends(units, blocks)
+    ends = block_ends(units, blocks)
 
     chunk = max(1, _CHUNK_BYTES // (4 * len(PENALTIES) * len(SHARPNESS) * labels.numel() * classes))
     probes = torch.cat([_bits(part, labels, ends, classes) for part in features.split(chunk)])
@@ -105,9 +91,7 @@ def description(
         "saved_low": saved_low,
         "saved_high": saved_high,
     }
-    index = pd.MultiIndex.from_product([range(mean.shape[0]), range(mean.shape[1])], names=["probe", "target"])
-    table = pd.DataFrame({name: values.ravel() for name, values in columns.items()}, index=index).reset_index()
-    return Description(table, tuple(ends))
+    return crossed({"probe": range(mean.shape[0]), "target": range(mean.shape[1])}, columns)
 
 
 def ridge_log_probs(
@@ -122,8 +106,7 @@ def ridge_log_probs(
     size = train.square().mean((1, 2), keepdim=True).sqrt()
     scale = torch.where(spread > VARIANCE_FLOOR * size, 1 / spread, 0.0)
     seen, asked = (train - mean) * scale, (test - mean) * scale
-    onehot = torch.nn.functional.one_hot(labels, classes).to(train)
-    answers = onehot.permute(1, 0, 2).flatten(1)
+    answers = one_hot_answers(labels, classes, train.dtype)
     # One eigendecomposition serves all penalties. In fp32 the search for repeated eigenvalues may not end.
     gram = seen.mT @ seen
     values, vectors = (part.to(gram.dtype) for part in torch.linalg.eigh(gram.double()))
@@ -147,7 +130,7 @@ def _check(features: Tensor, labels: Tensor, classes: int, blocks: Sequence[floa
     check_features(features)
 
 
-def _ends(units: Int[np.ndarray, "samples"], blocks: Sequence[float]) -> list[int]:
+def block_ends(units: Int[np.ndarray, "samples"], blocks: Sequence[float]) -> list[int]:
     """Where blocks end, at a boundary of units (samples, or whole contexts), in order and without empty blocks."""
     bounds = np.append(np.flatnonzero(np.diff(units)) + 1, len(units))
     wanted = np.ceil(np.asarray(blocks) * len(units))

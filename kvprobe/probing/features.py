@@ -85,23 +85,18 @@ class Features:
         are threads."""
         return 1 if any(tensor.is_cuda for tensor in self.tensors.values()) else None
 
-    def every_batch(self, split: Split) -> "Iterator[Batch]":
-        """`batches` of all families, in the order of `family_sites`."""
-        for family in self.tensors:
-            yield from self.batches(family, split)
-
-    def batches(self, family: Family, split: Split) -> "Iterator[Batch]":
-        """A few sites at a time, to limit memory: their indices, what they read (centred within context for the paired
-        split), and its root mean square before that."""
-        tensor = self.tensors[family]
-        rows = torch.from_numpy(self.rows).to(tensor.device)
-        chunk = max(1, _CHUNK_BYTES // (8 * len(rows) * tensor.shape[2]))
-        for first in range(0, tensor.shape[1], chunk):
-            seen = tensor[:, first : first + chunk][rows]
-            size = seen.square().mean((0, 2)).sqrt()
-            if split == "paired":
-                seen = centred_within(seen, self.contexts)
-            yield slice(first, first + chunk), seen.transpose(0, 1).contiguous(), size
+    def batches(self, split: Split) -> "Iterator[Batch]":
+        """A few sites at a time, to limit memory, in the order of `family_sites`: what they read (centred within
+        context for the paired split), and its root mean square before that."""
+        for tensor in self.tensors.values():
+            rows = torch.from_numpy(self.rows).to(tensor.device)
+            chunk = max(1, _CHUNK_BYTES // (8 * len(rows) * tensor.shape[2]))
+            for part in tensor.split(chunk, 1):
+                seen = part[rows]
+                size = seen.square().mean((0, 2)).sqrt()
+                if split == "paired":
+                    seen = centred_within(seen, self.contexts)
+                yield seen.transpose(0, 1).contiguous(), size
 
     def at(self, family: Family, site: Site, split: Split = "random") -> Float[Tensor, "1 samples dim"]:
         """What the probe at one site reads: centred within context for the paired split, with round-off set to zero."""
@@ -109,8 +104,8 @@ class Features:
         return paired_features(seen, self.contexts) if split == "paired" else seen
 
 
-Batch = tuple[slice, Float[Tensor, "probes samples dim"], Float[Tensor, "probes"]]
-"""Indices of a few sites of a family, what probes read there, and its root mean square."""
+Batch = tuple[Float[Tensor, "probes samples dim"], Float[Tensor, "probes"]]
+"""What probes read at a few sites of a family, and its root mean square."""
 
 
 def read_outs(stacked: Tensor) -> Float[Tensor, "rows layers reads dim"]:

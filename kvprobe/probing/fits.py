@@ -103,12 +103,12 @@ def fit_tasks(
     contexts, classes = None if split == "random" else features.contexts, len(features.target.classes)
 
     def fitted(batch: Batch) -> list[CalibratedResult]:
-        _, seen, size = batch
+        seen, size = batch
         numbers, here = torch.from_numpy(folds).to(seen.device), [labels.to(seen.device) for labels in tasks]
         return calibrated_tasks(seen, here, numbers, classes, contexts=contexts, size=size)
 
     results = []
-    for batch in side_by_side(fitted, features.every_batch(split), features.at_once):
+    for batch in side_by_side(fitted, features.batches(split), features.at_once):
         results.append(batch)
         done(len(tasks) * len(batch[0].predicted))
     whole = [joined(parts) for parts in zip(*results, strict=True)]
@@ -151,12 +151,12 @@ def permuted_scores(
     classes = len(features.target.classes)
 
     def permuted(batch: Batch) -> Float[np.ndarray, "assignments probes"]:
-        _, seen, size = batch
+        seen, size = batch
         labels, numbers = features.labels.to(seen.device), torch.from_numpy(folds).to(seen.device)
         return permuted_hits(seen, labels, numbers, classes, orders, size)
 
     scores = []
-    for batch in side_by_side(permuted, features.every_batch(split), features.at_once):
+    for batch in side_by_side(permuted, features.batches(split), features.at_once):
         scores.append(batch)
         done(batch.shape[1])
     return np.concatenate(scores, 1)

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.probing.gram import one_hot_answers
 from kvprobe.probing.linear import check_features
 from kvprobe.probing.ridge import VARIANCE_FLOOR, divided
 from kvprobe.threads import one_thread
@@ -39,7 +40,7 @@ def fixed_ridge(
     """
     check_features(features)
     size = features.square().mean((1, 2)).sqrt() if size is None else size
-    answers = torch.nn.functional.one_hot(labels, classes).to(features.dtype).permute(1, 0, 2).flatten(1)
+    answers = one_hot_answers(labels, classes, features.dtype)
     predicted = torch.empty(len(features), *labels.shape, dtype=torch.long, device=features.device)
     dim, samples = features.shape[2], features.shape[1]
     chunk = max(1, _CHUNK_BYTES // (features.element_size() * (2 * samples * dim + dim * dim + answers.numel() // 4)))

@@ -130,7 +130,7 @@ def _under(
 
     family, site = best.usual
     seen = features.at(family, site, split)
-    codes = description(seen, labels, features.contexts, classes, split=split, rng=rng).df()
+    codes = description(seen, labels, features.contexts, classes, split=split, rng=rng)
     # From a stream of its own: how much is drawn depends on the sites chosen, and later folds must not.
     curves = chosen_curves(features, split, fold, best.picks, rng.spawn(1)[0])
     part = Probing(

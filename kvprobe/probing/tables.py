@@ -74,8 +74,7 @@ def summary_table(
             estimates["lead"] = held_out(shares["retained"] - share, clusters, DIFFERENCE)
         row: dict[str, str | float] = {"split": split, "reading": reading}
         for name, estimate in estimates.items():
-            row[name] = estimate.mean
-            row |= {f"{name}_{end}": getattr(estimate, end) for end in ("low", "high", "smallest", "largest")}
+            row |= estimate.columns(name)
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -106,7 +105,6 @@ def _mean_eta_squared(features: Features, split: Split) -> Float[np.ndarray, "si
     contexts = features.contexts if split == "paired" else None
     shares = [
         eta_squared(seen, features.labels, len(features.target.classes), contexts=contexts).mean((1, 2))
-        for family in features.tensors
-        for _, seen, _ in features.batches(family, "random")
+        for seen, _ in features.batches("random")
     ]
     return torch.cat(shares).double().cpu().numpy()

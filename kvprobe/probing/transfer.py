@@ -25,6 +25,7 @@ from kvprobe.probing.linear import check_problem
 from kvprobe.probing.ridge import fitted_by_fold
 from kvprobe.probing.splits import Split, centred_within
 from kvprobe.stats import SHARE
+from kvprobe.tidy import crossed
 
 
 def transfer(
@@ -56,15 +57,7 @@ def transfer(
     check_problem(labels, numbers, classes, contexts)
     hits = transferred(features, labels, numbers, classes).eq(labels).double().mean(2).cpu().numpy()
     accuracy, low, high = held_out_means(hits, contexts, SHARE)
-    return pd.DataFrame(
-        {
-            "train": [train for train in names for _ in names],
-            "test": [test for _ in names for test in names],
-            "accuracy": accuracy.ravel(),
-            "low": low.ravel(),
-            "high": high.ravel(),
-        }
-    )
+    return crossed({"train": names, "test": names}, {"accuracy": accuracy, "low": low, "high": high})
 
 
 def transferred(

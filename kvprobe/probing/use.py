@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
+from kvprobe.inference.forced import forced_logits
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import code_measurements, divergence
 from kvprobe.probing.read_features import ROWS, Reading, When
@@ -114,12 +115,8 @@ class Asking:
         samples = [(number, row) for row, members in enumerate(reading.members) for number in members]
         for begin in range(0, len(samples), ROWS):
             numbers, rows = (list(column) for column in zip(*samples[begin : begin + ROWS], strict=True))
-            answers = [_answer(self.model, design.samples[number], self.at)[:-1] for number in numbers]
-            logits = first[rows][:, None]
-            if len(answers[0]):
-                _, rest = self.model.extend(cache.rows(rows), answers, logits=len(answers[0]))
-                logits = torch.cat([logits, rest], 1)
-            yield numbers, logits
+            answers = [_answer(self.model, design.samples[number], self.at) for number in numbers]
+            yield numbers, forced_logits(self.model, cache.rows(rows), first[rows][:, None], answers)
 
     def _note(self, arm: str, numbers: Sequence[int], logits: Float[Tensor, "samples length vocab"]) -> None:
         """What an arm makes of the answers of these samples, which are of one context."""

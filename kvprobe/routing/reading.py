@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvprobe.arguments import checked_arguments
-from kvprobe.brief import Brief, Table, frame_table
+from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker
@@ -98,9 +98,6 @@ class Routing(Brief):
                 for token, text in enumerate(texts)
             ]
         )
-
-    def _table(self) -> Table:
-        return frame_table(self.df())
 
 
 @dataclass(frozen=True, repr=False)

@@ -123,12 +123,9 @@ def test_slots_of_another_shape_are_refused(operation: str):
 
 
 @pytest.mark.parametrize("layer", [3, 99, -1])
-def test_a_layer_out_of_range_is_refused(layer: int):
-    refused(lambda: random_cache(0).mask("T1", layers=[0, layer]), f"no layer {layer}; the cache has layers 0 to 2")
-
-
 @pytest.mark.parametrize("head", [2, -1])
-def test_a_head_out_of_range_is_refused(head: int):
+def test_a_layer_or_head_out_of_range_is_refused(layer: int, head: int):
+    refused(lambda: random_cache(0).mask("T1", layers=[0, layer]), f"no layer {layer}; the cache has layers 0 to 2")
     refused(lambda: random_cache(0).mask("T1", heads=[head]), f"no KV head {head}; the cache has KV heads 0 to 1")
 
 

@@ -31,10 +31,18 @@ _SHAPE: dict[str, Any] = {
 _GQA: dict[str, Any] = _SHAPE | {"num_key_value_heads": 2, "head_dim": 8}
 
 
-def llama(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
-    """Grouped-query attention with rotary positions."""
-    config = transformers.LlamaConfig(**_GQA | changes)
-    return _model(transformers.LlamaForCausalLM, config, seed, tokenizer)
+def _kind(config: str, model: str, shape: dict[str, Any], **fields: Any) -> Callable[..., Model]:
+    """Builds models of these classes of transformers; `changes` are of the config."""
+
+    def build(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
+        made = getattr(transformers, config)(**shape | fields | changes)
+        return _model(getattr(transformers, model), made, seed, tokenizer)
+
+    return build
+
+
+llama = _kind("LlamaConfig", "LlamaForCausalLM", _GQA)
+"""Grouped-query attention with rotary positions."""
 
 
 @cache
@@ -43,64 +51,40 @@ def any_model(layers: int = N_LAYERS) -> Model:
     return llama(tokenizer=tiny_tokenizer(), num_hidden_layers=layers)
 
 
-def qwen3(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
-    """Grouped-query attention with norms on queries and keys."""
-    config = transformers.Qwen3Config(**_GQA | changes)
-    return _model(transformers.Qwen3ForCausalLM, config, seed, tokenizer)
-
-
-def gemma3(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
-    """Two layers with a sliding window, then a full one; norms on queries, keys and around the blocks."""
-    fields = {
-        "sliding_window": WINDOW,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        "query_pre_attn_scalar": 8,
-    }
-    config = transformers.Gemma3TextConfig(**_GQA | fields | changes)
-    return _model(transformers.Gemma3ForCausalLM, config, seed, tokenizer)
-
-
-def gpt2(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
-    """Multi-head attention with a table of learned positions."""
-    fields = {"n_inner": 48, "max_position_embeddings": GPT2_POSITIONS}
-    shape = {name: value for name, value in _SHAPE.items() if name != "intermediate_size"}
-    config = transformers.GPT2Config(**shape | fields | changes)
-    return _model(transformers.GPT2LMHeadModel, config, seed, tokenizer)
-
-
-def gpt_neox(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
-    """Attention and MLP in parallel, a fused QKV projection, and a quarter of each head rotated."""
-    fields = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}}
-    config = transformers.GPTNeoXConfig(**_SHAPE | fields | changes)
-    return _model(transformers.GPTNeoXForCausalLM, config, seed, tokenizer)
-
-
-def mixtral(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
-    """A mixture of four experts, two for each token."""
-    fields = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    config = transformers.MixtralConfig(**_GQA | fields | changes)
-    return _model(transformers.MixtralForCausalLM, config, seed, tokenizer)
-
-
-def olmoe(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
-    """A mixture of eight experts, two for each token, whose weights need not add up to one."""
-    config = transformers.OlmoeConfig(**_GQA | {"num_experts": 8, "num_experts_per_tok": 2} | changes)
-    return _model(transformers.OlmoeForCausalLM, config, seed, tokenizer)
-
-
-def qwen3_moe(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
-    """A dense layer, then two layers of eight experts, three for each token."""
-    fields = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
-    config = transformers.Qwen3MoeConfig(**_GQA | fields | changes)
-    return _model(transformers.Qwen3MoeForCausalLM, config, seed, tokenizer)
-
-
-def gpt_oss(seed: int = 0, tokenizer: Any = None, **changes: Any) -> Model:
-    """A mixture of four experts with a bias in the router; attention sinks, every other layer with a window."""
-    fields = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}
-    fields |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-    config = transformers.GptOssConfig(**_GQA | fields | changes)
-    return _model(transformers.GptOssForCausalLM, config, seed, tokenizer)
+qwen3 = _kind("Qwen3Config", "Qwen3ForCausalLM", _GQA)
+"""Grouped-query attention with norms on queries and keys."""
+gemma3 = _kind(
+    "Gemma3TextConfig",
+    "Gemma3ForCausalLM",
+    _GQA,
+    sliding_window=WINDOW,
+    layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    query_pre_attn_scalar=8,
+)
+"""Two layers with a sliding window, then a full one; norms on queries, keys and around the blocks."""
+_NO_INNER = {name: value for name, value in _SHAPE.items() if name != "intermediate_size"}
+gpt2 = _kind("GPT2Config", "GPT2LMHeadModel", _NO_INNER, n_inner=48, max_position_embeddings=GPT2_POSITIONS)
+"""Multi-head attention with a table of learned positions."""
+_QUARTER = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+gpt_neox = _kind("GPTNeoXConfig", "GPTNeoXForCausalLM", _SHAPE, rope_parameters=_QUARTER)
+"""Attention and MLP in parallel, a fused QKV projection, and a quarter of each head rotated."""
+mixtral = _kind("MixtralConfig", "MixtralForCausalLM", _GQA, num_local_experts=4, num_experts_per_tok=2)
+"""A mixture of four experts, two for each token."""
+olmoe = _kind("OlmoeConfig", "OlmoeForCausalLM", _GQA, num_experts=8, num_experts_per_tok=2)
+"""A mixture of eight experts, two for each token, whose weights need not add up to one."""
+_SPARSE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
+qwen3_moe = _kind("Qwen3MoeConfig", "Qwen3MoeForCausalLM", _GQA, **_SPARSE)
+"""A dense layer, then two layers of eight experts, three for each token."""
+gpt_oss = _kind(
+    "GptOssConfig",
+    "GptOssForCausalLM",
+    _GQA,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=WINDOW,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+)
+"""A mixture of four experts with a bias in the router; attention sinks, every other layer with a window."""
 
 
 MIXTURES: dict[str, Callable[..., Model]] = {

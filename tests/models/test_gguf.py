@@ -138,10 +138,6 @@ _SCALED = {"arch__rope__scaling__type": "yarn", "arch__rope__scaling__factor": 4
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16.0},
             _SCALED | {"arch__rope__scaling__original_context_length": 32, "arch__rope__scaling__yarn_beta_fast": 16.0},
         ),
-        (
-            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
-            _SCALED | {"arch__rope__scaling__factor": None, "arch__rope__scale_linear": 4.0},
-        ),
     ],
 )
 @pytest.mark.parametrize("name", ["Llama", "Qwen2"])
@@ -173,22 +169,6 @@ def test_a_part_of_a_head_is_rotated_and_full_layers_of_gemma_are_scaled_alone(t
     gemma = tiny("Gemma3", **_GEMMA, rope_parameters={"full_attention": full, "sliding_attention": near})
     said: dict[str, Any] = {"arch__rope__scaling__type": "linear", "arch__rope__scaling__factor": 8.0}
     same_numbers(write_gguf(gemma, tmp_path / "gemma.gguf", **said), gemma)
-
-
-def test_a_window_of_zero_or_none_is_none_and_settings_may_be_given_layer_by_layer(tmp_path: Path, model: Model):
-    phi = tiny("Phi3", sliding_window=None)
-    same_numbers(write_gguf(phi, tmp_path / "phi.gguf", arch__attention__sliding_window=0), phi)
-    full = {"rope_type": "default", "rope_theta": 1e6}
-    rope = {"full_attention": full, "sliding_attention": full | {"rope_theta": 1e4}}
-    gemma = tiny("Gemma3", **_GEMMA, layer_types=["full_attention"] * 7, rope_parameters=rope)
-    for number, window in enumerate((None, 0)):
-        same_numbers(write_gguf(gemma, tmp_path / f"{number}.gguf", arch__attention__sliding_window=window), gemma)
-    without = write_gguf(tiny("Gemma2", **_GEMMA), tmp_path / "2.gguf", arch__attention__sliding_window=0)
-    refused(lambda: load(without), "gemma2.attention.sliding_window=0")
-    heads = model.lanes.geometry
-    by_layer = {"arch__attention__head_count": [heads.n_heads] * heads.n_layers}
-    by_layer |= {"arch__attention__head_count_kv": [heads.n_kv_heads] * heads.n_layers}
-    same_numbers(write_gguf(model, tmp_path / "heads.gguf", **by_layer), model)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
 """Online codelength on planted data whose entropy is known."""
 
-from itertools import pairwise
 from math import log, log2
 
 import numpy as np
 import pytest
 import torch
 
-from kvprobe.probing.description import description, ridge_log_probs
+from kvprobe.probing.description import BLOCKS, block_ends, description, ridge_log_probs
 from tests.refusals import refused
 
 CLASSES, CONTEXTS, EACH = 4, 60, 10
@@ -21,7 +20,7 @@ def drawn(seed: int = 0) -> torch.Tensor:
 
 def test_noise_costs_slightly_more_than_the_uniform_code():
     features = torch.randn(3, SAMPLES, 16, generator=torch.Generator().manual_seed(1))
-    table = description(features, drawn(), HOMES, CLASSES).df()
+    table = description(features, drawn(), HOMES, CLASSES)
     assert len(table) == 6
     # The uniform guess is one of 31 candidates.
     assert (table.bits <= 2 + log2(31) / SAMPLES).all()
@@ -35,7 +34,7 @@ def test_noisy_symbols_cost_little_more_than_their_entropy():
     noise = torch.randint(1, CLASSES, labels.shape, generator=generator)
     noise[torch.rand(labels.shape, generator=generator) < rate] = 0
     shown = torch.nn.functional.one_hot((labels + noise) % CLASSES, CLASSES).float()
-    table = description(shown, labels, HOMES, CLASSES).df()
+    table = description(shown, labels, HOMES, CLASSES)
     entropy = -rate * log2(rate) - (1 - rate) * log2((1 - rate) / (CLASSES - 1))
     one_target = table[table.probe == table.target]
     error = (noise > 0).double().mean(1).numpy()
@@ -53,7 +52,7 @@ def test_a_clear_signal_needs_few_bits_and_a_weaker_one_more():
     generator = torch.Generator().manual_seed(3)
     codes, noise = torch.randn(CLASSES, 32, generator=generator), torch.randn(SAMPLES, 32, generator=generator)
     features = torch.stack([noise + signal * codes[labels[0]] for signal in (0.0, 0.3, 0.6, 3.0)])
-    table = description(features, labels, HOMES, CLASSES).df()
+    table = description(features, labels, HOMES, CLASSES)
     assert (np.diff(table.compression) > 0).all()
     assert table.compression[3] > 8
     assert table.saved_low[3] > 1
@@ -65,11 +64,11 @@ def test_what_the_context_gives_away_is_in_the_context_code_and_not_saved_by_a_p
     labels = torch.where(torch.rand(SAMPLES, generator=generator) < 0.8, liked, drawn()[0])[None]
     known = 3 * torch.randn(CONTEXTS, 32, generator=generator)[HOMES]
     features = (known + torch.randn(SAMPLES, 32, generator=generator))[None]
-    seen = description(features, labels, HOMES, CLASSES, split="random").df()
+    seen = description(features, labels, HOMES, CLASSES, split="random")
     assert seen.low[0] > 1.05
     assert seen.context_bits[0] < 1.6
     assert seen.saved_low[0] < 0.1
-    held_out = description(features, labels, HOMES, CLASSES).df()
+    held_out = description(features, labels, HOMES, CLASSES)
     assert held_out.compression[0] < 1.02
     # Whole contexts are sent at once, so that their counts cannot help either.
     assert held_out.context_bits[0] > 1.95
@@ -93,29 +92,27 @@ def test_the_code_is_the_bayesian_mixture_of_its_candidates_and_sees_no_label_ea
 
     monkeypatch.setattr("kvprobe.probing.description.ridge_log_probs", predict)
     result = description(features, labels, np.arange(40), CLASSES, split="random", blocks=(0.1, 0.25, 1.0))
-    assert result.ends == (4, 10, 40)
-    assert asked == [(start, end - start) for start, end in pairwise(result.ends)]
+    assert asked == [(4, 6), (10, 30)]
     order = np.argsort(np.random.default_rng(0).permutation(40), kind="stable")[4:]
     evidence = []
     for sharp in (0.0, 1.0, 4.0, 0.0):
         right = sharp - log(np.exp(sharp) + CLASSES - 1)
         evidence.append(sum(right if sample % 2 == 0 else right - sharp for sample in order))
     expected = 4 * 2 - log2(np.mean(np.exp(evidence)))
-    assert result.df().bits[0] * 40 == pytest.approx(expected, rel=1e-6)
+    assert result.bits[0] * 40 == pytest.approx(expected, rel=1e-6)
 
 
 def test_blocks_keep_contexts_whole():
-    features = torch.randn(1, SAMPLES, 4, generator=torch.Generator().manual_seed(0))
-    ends = description(features, drawn(), HOMES, CLASSES).ends
+    ends = block_ends(HOMES, BLOCKS)
     assert all(end % EACH == 0 for end in ends)
     assert ends[-1] == SAMPLES
-    assert list(ends) == sorted(set(ends))
+    assert ends == sorted(set(ends))
 
 
 def test_a_probe_does_not_depend_on_the_probes_beside_it():
     features = torch.randn(5, SAMPLES, 8, generator=torch.Generator().manual_seed(0))
-    together = description(features, drawn(), HOMES, CLASSES).df()
-    alone = description(features[2:3], drawn(), HOMES, CLASSES).df()
+    together = description(features, drawn(), HOMES, CLASSES)
+    alone = description(features[2:3], drawn(), HOMES, CLASSES)
     np.testing.assert_allclose(together[together.probe == 2].bits, alone.bits, rtol=1e-4)
 
 
