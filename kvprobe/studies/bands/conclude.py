@@ -204,16 +204,16 @@ def add_factors(findings: Findings, rows: Rows) -> None:
     """By how many times KL grows with noise in all layers if each channel has a factor for itself, in place of the
     layer's: the geometric mean over items and the settings of the other factors. Alone: the others are the layer's."""
     whole = by_noise(rows, "kl_all", "band", {"band": "all"})
-    cells: dict[tuple[Key, Key], dict[Noise, Float[np.ndarray, items]]] = {}
+    cells: dict[tuple[Key, Key], dict[Key, Float[np.ndarray, "*items"]]] = {}
     for (task, noise, parts), (kl,) in whole.items():
         if noise in FACTORIAL:
             cells.setdefault((task, parts), {})[noise] = np.log(np.maximum(kl, UNCHANGED))
     full = {place: logs for place, logs in cells.items() if len(logs) == len(FACTORIAL)}
     for (task, parts), logs in full.items():
         for factor in FACTORS:
-            signs = {noise: 1 if factor in factors_of(noise) else -1 for noise in logs}
+            signs = {noise: 1 if factor in factors_of(noise) else -1 for noise in FACTORIAL}
             steps = {
-                "factor": sum(sign * logs[noise] for noise, sign in signs.items()) * 2 / len(signs),
+                "factor": np.sum([sign * logs[noise] for noise, sign in signs.items()], axis=0) * 2 / len(signs),
                 "alone": logs[factor] - logs["layer"],
             }
             for name, step in steps.items():
