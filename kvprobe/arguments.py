@@ -5,10 +5,12 @@ Numbers of NumPy and torch become Python's own, and arrays, tensors and iterator
 True and False are no numbers, nor are NaN and infinity. `Annotated[kind, "words"]` holds the words for what to give.
 """
 
+import builtins
 import math
 import operator
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache, wraps
 from inspect import Parameter, isclass, signature, unwrap
@@ -103,17 +105,30 @@ def _read(owner: str, name: str, value: Any, readers: Mapping[str, tuple[Reader,
     raise UserError(f"{owner} has {name}={shown}, {_a(type(value).__name__)}; give {wanted}.")
 
 
+class _ByName:
+    """A class of which only the name is known."""
+
+    def __class_getitem__(cls, _: object) -> type:
+        return cls
+
+
+class _Names(dict[str, Any]):
+    """The names of a module; one that it imports for type checkers alone stands for the class that is called so."""
+
+    def __missing__(self, name: str) -> Any:
+        known = vars(builtins)
+        return known[name] if name in known else type(name, (_ByName,), {})
+
+
 @cache
 def _readers(source: Callable[..., Any]) -> dict[str, tuple[Reader, Any]]:
     """What reads each argument of a function or field of a class, and its annotation, where that can be resolved."""
     hints: dict[str, Any] = {}
     for owner in reversed(source.__mro__) if isclass(source) else [source]:
         for name, hint in vars(owner).get("__annotations__", owner.__annotations__ if owner is source else {}).items():
-            try:
-                alone = SimpleNamespace(__annotations__={name: hint})
-                hints |= get_type_hints(alone, vars(modules[owner.__module__]), include_extras=True)
-            except Exception:  # such as of a class that is imported for type checkers alone
-                hints |= {name: hint} if isinstance(hint, str) and hint.isidentifier() else {}
+            alone = SimpleNamespace(__annotations__={name: hint})
+            with suppress(Exception):  # an annotation that means something at another time
+                hints |= get_type_hints(alone, {}, _Names(vars(modules[owner.__module__])), include_extras=True)
     return {name: (_reader(hint), hint) for name, hint in hints.items()}
 
 
@@ -122,8 +137,10 @@ def _reader(hint: Any) -> Reader:
     """What reads a value of this type, as far as its type can be seen at once."""
     origin, inner = get_origin(hint), get_args(hint)
     kind = origin or hint
-    if isinstance(hint, str):
-        return lambda value: value if hint in (kind.__name__ for kind in type(value).__mro__) else _MISFIT
+    if isclass(kind) and issubclass(kind, _ByName):
+        return lambda value: value if kind.__name__ in (base.__name__ for base in type(value).__mro__) else _MISFIT
+    if kind is Mapping and inner:
+        return _mapping(*map(_reader, inner))
     if origin is Annotated:
         return _reader(inner[0])
     if origin in (Union, types.UnionType):
@@ -179,6 +196,16 @@ def _listed(kind: Any, readers: list[Reader], fixed: bool) -> Reader:
             return _MISFIT
         same = isinstance(value, kind) and not hasattr(value, "tolist") and all(map(operator.is_, found, entries))
         return value if same else found if kind is list else tuple(found)
+
+    return read
+
+
+def _mapping(key: Reader, entry: Reader) -> Reader:
+    def read(value: Any) -> Any:
+        fits = isinstance(value, Mapping) and all(
+            key(name) is not _MISFIT and entry(held) is not _MISFIT for name, held in value.items()
+        )
+        return value if fits else _MISFIT
 
     return read
 
@@ -241,7 +268,7 @@ def _words(hint: Any) -> list[str]:
     if hasattr(kind, "array_type"):
         return [f"a tensor of {name.partition('[')[0].lower()}s"]
     if isclass(kind) and issubclass(kind, Mapping):
-        return ["a mapping"]
+        return ["a mapping" + (f" to {' or '.join(_words(inner[1]))}" if inner[1:] not in ((Any,), (object,)) else "")]
     if kind in _LISTS:
         of = _words(inner[0])
         one = of[0].removeprefix("a finite ").removeprefix("a ")

@@ -98,12 +98,15 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     """The path with `~` and `~name` as folders.
 
     Raises:
-        UserError: there is no user of that name.
+        UserError: there is no user of that name, or the system lets nobody look there.
     """
     try:
-        return Path(path).expanduser()
+        whole = Path(path).expanduser()
     except RuntimeError as error:
         raise UserError(f"{path} names the home of an unknown user; give the whole path.") from error
+    with told(whole):
+        whole.is_file()
+    return whole
 
 
 def read_json(path: Path, limit: int, advice: str = "it was altered or cut") -> dict[str, Any]:
@@ -134,6 +137,7 @@ def read_yaml(path: Path, limit: int = MAX_BYTES) -> dict[str, Any]:
     Raises:
         UserError: the file is missing, too large, not such YAML, or not a mapping.
     """
+    path = expanded(path)
     if not path.is_file():
         raise UserError(f"There is no file {path}; give the path of a YAML file.")
     with told(path):

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from kvprobe.arguments import checked_arguments
+from kvprobe.arguments import check_fields, checked_arguments
 from kvprobe.brief import Brief, plain_dtype
 from kvprobe.cache import shown
 from kvprobe.cache.alike import refuse_other_model, refuse_other_slots, refuse_overlap
@@ -25,6 +25,7 @@ from kvprobe.cache.footprint import footprint
 from kvprobe.cache.indices import indices
 from kvprobe.cache.ledger import Ledger
 from kvprobe.errors import UserError
+from kvprobe.files import expanded
 from kvprobe.fingerprint import Maker
 
 PositionMode = Literal["gapped", "contiguous", "naive"]
@@ -62,6 +63,8 @@ class KVCache(Brief):
     made_by: Maker | None = None
 
     def __post_init__(self) -> None:
+        if not (type(self.keys) is type(self.values) is tuple and type(self.ledger) is Ledger):
+            check_fields(self)
         if not self.keys or len(self.keys) != len(self.values):
             raise UserError(
                 f"A cache needs as many key as value tensors and at least one of each; "
@@ -315,7 +318,7 @@ class KVCache(Brief):
             UserError: there is no such folder; or the model is no longer in memory or has other weights now, and its
                 fingerprint was not computed before.
         """
-        save_cache(Path(path), self.keys, self.values, self.ledger, self.made_by)
+        save_cache(expanded(path), self.keys, self.values, self.ledger, self.made_by)
 
     @staticmethod
     def load(path: str | Path, *, any_model: bool = False) -> "KVCache":
@@ -327,7 +330,7 @@ class KVCache(Brief):
         Raises:
             UserError: the file is truncated, altered, foreign, inconsistent, or holds a NaN.
         """
-        keys, values, ledger, made_by = load_cache(Path(path))
+        keys, values, ledger, made_by = load_cache(expanded(path))
         cache = KVCache(keys, values, ledger, None if any_model else made_by)
         try:
             cache.refuse_nonfinite()

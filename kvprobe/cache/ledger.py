@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvprobe.brief import Brief
 from kvprobe.cache import shown
-from kvprobe.checks import is_whole, names_of
+from kvprobe.checks import names_of
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.text.tokens import ANSWER_HEADER, GENERATED
@@ -160,9 +160,6 @@ class Ledger(Brief):
         """The slots before a place, and the ledger with that place as what follows; see `KVCache.rewind`."""
         if [segment, slots, position].count(None) != 2:
             raise UserError("Say where to go back to: a segment, or `slots`, or `position`, and only one of them.")
-        for name, number in (("slots", slots), ("position", position)):
-            if number is not None and not is_whole(number):
-                raise UserError(f"`{name}` is {str(number)[:40]!r}; give a whole number.")
         counts, following = (~self.padding).sum(1), self.following
         if segment is not None:
             begins = self.in_segments([segment])

@@ -15,7 +15,18 @@ from kvprobe.arguments import checked_arguments
 from kvprobe.environment import environment
 from kvprobe.errors import UserError
 from kvprobe.experiments.settings import Settings, as_mapping, folder_of
-from kvprobe.files import LOCK, PARTIAL, read_json, read_table, read_yaml, refuse_damaged, replacing, told, write_whole
+from kvprobe.files import (
+    LOCK,
+    PARTIAL,
+    expanded,
+    read_json,
+    read_table,
+    read_yaml,
+    refuse_damaged,
+    replacing,
+    told,
+    write_whole,
+)
 from kvprobe.fingerprint import differing
 from kvprobe.report.findings import Findings
 
@@ -93,7 +104,7 @@ class Run:
         Raises:
             UserError: there is no run at `path`.
         """
-        run = cls(Path(path))
+        run = cls(expanded(path))
         if not (run.path / "config.yaml").is_file():
             raise UserError(f"{run.path} is not a run directory (it has no config.yaml); see `kvprobe run`.")
         return run

@@ -74,9 +74,6 @@ def grid(base: KVCache, bounds: Bounds, over: Over, parts: Sequence[str], conten
         UserError: an axis, layer, slot, segment, head or part that does not exist; or two axes for the same thing.
     """
     asked: dict[str, Iterable[object] | None] = dict(over) if isinstance(over, Mapping) else dict.fromkeys(over)
-    for axis, chosen in asked.items():
-        if chosen is not None and not isinstance(chosen, Iterable):
-            raise UserError(f"The axis {axis!r} goes over {str(chosen)[:40]!r}; give a list, or None for all.")
     _refuse_axes(asked)
     _refuse_parts(parts)
     hooked = hooked_parts(parts)

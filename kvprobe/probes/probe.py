@@ -14,7 +14,7 @@ from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief, Table, brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
-from kvprobe.files import expanded
+from kvprobe.files import expanded, told
 from kvprobe.fingerprint import differing
 from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
@@ -165,10 +165,11 @@ class Probe(Brief):
 
     def save(self, folder: str | Path) -> Path:
         """Write weights, card, and the card in words (README.md) into a folder, which is created."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_weights(self.linear, self.deviation, folder, self.card).write(folder)
-        (folder / "README.md").write_text(card_page(self.card), encoding="utf-8")
+        folder = expanded(folder)
+        with told(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_weights(self.linear, self.deviation, folder, self.card).write(folder)
+            (folder / "README.md").write_text(card_page(self.card), encoding="utf-8")
         return folder
 
     def probabilities(self, features: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows places classes"]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvprobe.arguments import checked_arguments
 from kvprobe.errors import UserError
+from kvprobe.files import expanded, told
 from kvprobe.fingerprint import differing, digest
 from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
@@ -79,6 +80,8 @@ class Dictionary:
 
     def decode(self, latents: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows dim"]:
         """The reconstruction from latents, in the dtype of the dictionary."""
+        if latents.shape[-1] != self.width:
+            raise UserError(f"The SAE has {self.width} latents; give as many for each token, not {latents.shape[-1]}.")
         with torch.no_grad():
             decoded = self.sae.decode(latents)
             if self.rotation is not None:
@@ -111,10 +114,11 @@ class Dictionary:
         Args:
             half: write weights of 16 bits, which are read as 32 again.
         """
-        # A training SAE has both; the first leaves out what only training needs.
-        weights, _ = getattr(self.sae, "save_inference_model", self.sae.save_model)(str(folder))
-        if half:
-            save_file({name: tensor.half() for name, tensor in load_file(weights).items()}, weights)
+        with told(folder):
+            # A training SAE has both; the first leaves out what only training needs.
+            weights, _ = getattr(self.sae, "save_inference_model", self.sae.save_model)(str(folder))
+            if half:
+                save_file({name: tensor.half() for name, tensor in load_file(weights).items()}, weights)
         return folder
 
     @classmethod
@@ -234,14 +238,14 @@ def shipped_dictionaries() -> dict[str, Path]:
 
 def content_digest(source: str | Path) -> str:
     """A hash of the files of a dictionary on disk, by name or folder; that of no bytes where there is none."""
-    folder = shipped_dictionaries().get(str(source)) or Path(source)
+    folder = shipped_dictionaries().get(str(source)) or expanded(source)
     return digest([path.read_bytes() for path in sorted(folder.glob("*")) if path.name in ("cfg.json", WEIGHTS)], 16)
 
 
 def _from_disk(source: str | Path) -> "SAE[Any]":
     from sae_lens import SAE  # takes seconds
 
-    folder = shipped_dictionaries().get(str(source)) or Path(source)
+    folder = shipped_dictionaries().get(str(source)) or expanded(source)
     if not (folder / "cfg.json").is_file():
         if isinstance(source, str) and not Path(source).is_dir():
             raise UserError(unknown("dictionary or sae-lens folder", source, shipped_dictionaries()))

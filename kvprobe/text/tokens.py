@@ -1,6 +1,5 @@
 """Runs of tokens with what a ledger needs to know of each."""
 
-import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +8,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief, Table, brief
-from kvprobe.checks import is_whole
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
 
@@ -69,12 +67,13 @@ class Tokens(Brief):
         """Plain token ids as one segment, at consecutive positions from `start`.
 
         Raises:
-            UserError: an id or the start is not a whole number, or is below zero.
+            UserError: an id or the start is below zero.
         """
-        start, *whole_ids = _whole_numbers([start, *ids])
-        count = len(whole_ids)
+        if wrong := [number for number in (start, *ids) if number < 0]:
+            raise UserError(f"{wrong[0]} is not a token id or position; give whole numbers of at least 0.")
+        count = len(ids)
         return cls(
-            tuple(whole_ids),
+            tuple(ids),
             tuple(range(start, start + count)),
             (segment,) * count,
             (None,) * count,
@@ -209,16 +208,6 @@ def common_length(first: Sequence[object], second: Sequence[object]) -> int:
     """How many of the first characters, ids or whatever else of the two are the same."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
-
-
-def _whole_numbers(numbers: Iterable[object]) -> tuple[int, ...]:
-    """The numbers as Python's own; `True`, `3.0` and anything below zero are refused."""
-    whole: list[int] = []
-    for number in numbers:
-        if not is_whole(number) or number < 0:
-            raise UserError(f"{str(number)[:40]!r} is not a token id or position; give whole numbers of at least 0.")
-        whole.append(operator.index(number))
-    return tuple(whole)
 
 
 def _span(names: Sequence[str | None], kind: str, name: str) -> slice:

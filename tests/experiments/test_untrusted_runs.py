@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from kvprobe.cli import entry, main, runs
+from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
 from kvprobe.inference.model import Model
@@ -132,10 +133,10 @@ def test_a_folder_that_was_altered_is_read_or_refused_in_a_sentence(file: str, k
 
 
 def refusal(do: Callable[[], object]) -> str | None:
-    """What is refused, which is one sentence; None if all is well. What `main` does not expect ends the test."""
+    """What is refused, which is one sentence; None if all is well. Any other exception ends the test."""
     try:
         do()
-    except (ValueError, OSError) as error:
+    except UserError as error:
         return str(error)
     return None
 

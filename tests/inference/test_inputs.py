@@ -82,7 +82,7 @@ def test_what_is_neither_text_nor_ids_is_refused(unchecked: None, model: Model, 
 
 
 def test_ids_that_no_model_has_are_refused(model: Model):
-    refused(lambda: model.prefill([-1]), "'-1' is not a token id")
+    refused(lambda: model.prefill([-1]), "-1 is not a token id")
     refused(lambda: model.prefill([10_000]), "token id 10000")
     refused(lambda: model.prefill(torch.zeros(1, 0).long()), "nothing to read")
 
@@ -165,8 +165,8 @@ REFUSED: list[tuple[str, Callable[[Model], Any]]] = [
     ("There is nothing to read: give at least one token for each row.", lambda model: model.prefill(Tokens.of([]))),
     ("There is nothing to read: give at least one token for each row.", lambda model: model.prefill("")),
     ("A list of this kind cannot be read", lambda model: model.prefill([*OTHER, IDS])),
-    ("'-1' is not a token id or position", lambda model: Tokens.of([-1])),
-    ("'-3' is not a token id or position", lambda model: Tokens.of([1], start=-3)),
+    ("-1 is not a token id or position", lambda model: Tokens.of([-1])),
+    ("-3 is not a token id or position", lambda model: Tokens.of([1], start=-3)),
     ("Row 0 has the token id 64", lambda model: model.prefill(Tokens.of([VOCABULARY]))),
     (
         "There is no policy called 'TOVX'; did you mean 'TOVA'?",

@@ -31,7 +31,7 @@ from tests.refusals import refused
         ({"over": {"layer": [-1]}}, "no layer -1"),
         ({"over": {"layer": [1.5]}}, "1.5"),
         ({"over": {"layer": []}}, "at least one"),
-        ({"over": {"layer": 1}}, "'layer' goes over '1'"),
+        ({"over": {"layer": 1}}, "over={'layer': 1}, a dict; give a list of texts or a mapping to a list or None"),
         ({"over": {"band": [range(2, 4)]}}, "no layer 3"),
         ({"over": {"band": [range(0)]}}, "band"),
         ({"over": {"band": range(2)}}, "band"),
