@@ -272,7 +272,7 @@ def _words(hint: Any) -> list[str]:
     if kind in _LISTS:
         of = _words(inner[0])
         one = of[0].removeprefix("a finite ").removeprefix("a ")
-        return [f"a list of {one}s" if len(of) == 1 and "list" not in one and one[-1] != "s" else "a list"]
+        return [f"a list of {one}s" if len(of) == 1 and inner[0] is not object and "list" not in one else "a list"]
     return [_a(name)]
 
 
