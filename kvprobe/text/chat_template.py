@@ -280,7 +280,7 @@ class _Rendering:
         last = borders.between(spans[-1][0], None, rendered[past:])
         yield from last
         rest = rendered[past + sum(len(written) for _, written in last) :]
-        yield (ANSWER_HEADER if self.answered and not self.continued else last[-1][0]), rest
+        yield (last[-1][0] if self.continued else ANSWER_HEADER), rest
 
 
 def _refuse_unread(messages: Sequence[Message], arguments: Mapping[str, object], source: TemplateSource) -> None:

@@ -2,9 +2,10 @@
 
 What no message owns, such as the start token and a default system prompt, is the preamble. A header belongs to the turn
 that it opens, also where the template folds a system message into the user's turn. Borders are found by rendering the
-beginnings of the conversation: what follows a message when it is the last belongs to it.
+beginnings of the conversation: what follows a message when it is the last belongs to it, up to the tag that closes it.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -20,6 +21,12 @@ Render = Callable[..., str]
 FOLDED = ("system", "developer")
 """Roles whose messages a template may write into a user's turn."""
 _PROBES = "\U00020000\U00020001\U00020002\U00020003"
+_CLOSES = re.compile(
+    r"[<\[](?![^>\]]*(?:header|role|think))[^<>\[\]\s]*(?:/|(?<![a-z])(?:end|eo[tms]))[^<>\[\]\s]*[>\]]\s*",
+    re.IGNORECASE,
+)
+"""A tag that ends a turn, such as `<|end|>` or `[/INST]`: some templates write the next header right after it, whoever
+comes next or if nobody does."""
 
 
 class Headers:
@@ -43,8 +50,8 @@ class Headers:
         if self.messages[first]["role"] == "user":
             preamble = self._before_user(text)
         else:
-            starts = (start for start in (self._default, self.start_token) if text.startswith(start))
-            preamble = max(starts, key=len, default="")
+            starts = [start for start in (self._default, _space(text)) if self._default.startswith(start)]
+            preamble = max((*filter(text.startswith, starts), self._start(text)), key=len)
         return preamble, text[len(preamble) :]
 
     def between(self, before: int, after: int | None, text: str) -> list[tuple[int, str]]:
@@ -60,9 +67,9 @@ class Headers:
         for owner in owners:
             ending = self._after_last_mark(self.messages[: owner + 1])
             end = len(text) if ending is None else _shared(ending, text)
-            if after is not None and end == len(text):
+            if end == len(text):
                 # A template that cannot end here, or that never ends without the header of an answer.
-                header = self._header(str(self.messages[after]["role"]))
+                header = self._header("assistant" if after is None else str(self.messages[after]["role"]))
                 end = text.rindex(header) if header and header in text else end
             ends.append(max(end, ends[-1]))
         pieces = [(owner, text[start:end]) for owner, (start, end) in zip(owners, pairwise(ends), strict=True)]
@@ -98,8 +105,12 @@ class Headers:
     def _before_user(self, text: str) -> str:
         """What stands before the header of a user's turn that opens the conversation; a start token at least, and all
         where no header is known."""
-        start = self.start_token if text.startswith(self.start_token) else ""
-        return (text[: max(text.rfind(self._user), 0)] if self._user else text) or start
+        return (text[: max(text.rfind(self._user), 0)] if self._user else text) or self._start(text)
+
+    def _start(self, text: str) -> str:
+        """The start token, and the space that may stand before it."""
+        start = _space(text) + self.start_token
+        return start if self.start_token and text.startswith(start) else ""
 
     def _header(self, role: str) -> str:
         """What opens a later turn of this role, without space around it; empty where it is not known."""
@@ -110,7 +121,8 @@ class Headers:
         if whole is None or shorter is None or last not in shorter or not whole.find(last) < whole.find(mark):
             return ""
         gap, ending = whole[whole.index(last) + 1 : whole.index(mark)], shorter[shorter.index(last) + 1 :]
-        return gap[_shared(ending, gap) :].strip()
+        header = gap[_shared(ending, gap) :].strip()
+        return header if header or _CLOSES.search(gap) else gap.strip()
 
     def _written(self, messages: Messages, **variables: str) -> str | None:
         """What the template writes; None where it refuses these messages."""
@@ -130,9 +142,15 @@ class Headers:
         return next((place + 1 for place in range(len(rendered) - 1, -1, -1) if rendered[place] in marks), 0)
 
 
+def _space(text: str) -> str:
+    """The white space that it begins with."""
+    return text[: len(text) - len(text.lstrip())]
+
+
 def _shared(ending: str, text: str) -> int:
-    """How much of the text is the ending, or the beginning of it up to a whole word or tag."""
+    """How much of the text is the ending, or the beginning of it up to a whole word or tag; without a header in it."""
     end = common_length(ending, text)
     while 0 < end < min(len(ending), len(text)) and (text[end - 1] in "<[|" or text[end - 1 : end + 1].isalnum()):
         end -= 1
-    return end
+    closed = max((tag.end() for tag in _CLOSES.finditer(text, 0, end)), default=end)
+    return closed if text[closed:end].strip() else end

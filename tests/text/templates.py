@@ -47,6 +47,30 @@ BARE_SYSTEM = (
 )
 """As DeepSeek's: the system message has no header."""
 
+START_BEHIND_SPACE = (
+    "\n{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] }}\n\n{% else %}    "
+    "{{ m['role'] | upper }}: {{ m['content'] }}\n{% endif %}{% endfor %}"
+)
+"""As Vicuna's: the start token stands after a line break."""
+ANSWER_HEADER_WITH_QUESTION = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] }}<|end|>\n{% else %}"
+    "<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% if m['role'] == 'user' %}<|assistant|>\n{% endif %}"
+    "{% endif %}{% endfor %}"
+)
+"""As Phi 3's: a user's message ends with the header of its answer."""
+WORDS_WITH_QUESTION = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}### Instruction:\n{{ m['content'] }}\n\n"
+    "### Response:\n{% else %}{{ m['content'] }}\n\n{% endif %}{% endfor %}"
+)
+"""The same without tags."""
+ANSWER_HEADER_ALWAYS = (
+    "{{ bos_token }}<START_TURN><SYSTEM>{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}"
+    + _WITHOUT_SYSTEM
+    + "<END_TURN>{% for m in messages %}<START_TURN><{{ m['role'] | upper }}>{{ m['content'] }}<END_TURN>{% endfor %}"
+    "<START_TURN><ASSISTANT>"
+)
+"""As Command A's: every conversation ends with the header of an answer."""
+
 OPENINGS = {
     # name: template, then preamble and first turn of a user saying "hello", alone and after a system message.
     "ChatML": (CHATML, "", "<|im_start|>user\nhello<|im_end|>\n", "", "<|im_start|>user\nhello<|im_end|>\n"),
@@ -81,5 +105,33 @@ OPENINGS = {
         "<|start|>user<|message|>hello<|end|>",
     ),
     "a system message without a header": (BARE_SYSTEM, "<s>", "<|User|>hello", "<s>", "<|User|>hello"),
+    "a start token after a line break": (
+        START_BEHIND_SPACE,
+        "\n<s>    ",
+        "USER: hello\n",
+        "\n<s>",
+        "    USER: hello\n",
+    ),
+    "the answer's header with the question": (
+        ANSWER_HEADER_WITH_QUESTION,
+        "<s>",
+        "<|user|>\nhello<|end|>\n",
+        "<s>",
+        "<|user|>\nhello<|end|>\n",
+    ),
+    "the answer's header with the question, in words": (
+        WORDS_WITH_QUESTION,
+        "<s>",
+        "### Instruction:\nhello\n\n",
+        "<s>",
+        "### Instruction:\nhello\n\n",
+    ),
+    "the answer's header always": (
+        ANSWER_HEADER_ALWAYS,
+        "<s><START_TURN><SYSTEM><END_TURN>",
+        "<START_TURN><USER>hello<END_TURN>",
+        "<s>",
+        "<START_TURN><USER>hello<END_TURN>",
+    ),
     "none": (None, "<s>", "User: hello\n", "<s>", "User: hello\n"),
 }

@@ -8,7 +8,14 @@ from kvprobe.text.chat_template import lay_out
 from kvprobe.text.transcript import Transcript
 from tests.models import tiny_tokenizer
 from tests.refusals import refused
-from tests.text.templates import DEFAULT_SYSTEM, GEMMA, OPENINGS
+from tests.text.templates import (
+    ANSWER_HEADER_ALWAYS,
+    ANSWER_HEADER_WITH_QUESTION,
+    DEFAULT_SYSTEM,
+    GEMMA,
+    OPENINGS,
+    WORDS_WITH_QUESTION,
+)
 
 USER, REPLY = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "noted"}
 SYSTEM = {"role": "system", "content": "be brief"}
@@ -42,6 +49,24 @@ def test_hiding_the_system_message_leaves_the_turn_of_the_user_whole(name: str):
     texts = laid_out(tokenizer_of(name), [SYSTEM, USER, REPLY], ["system", "T1", "summary"])
     assert (texts.get("preamble", ""), texts["T1"]) == (preamble, turn)
     assert "be brief" in texts["system"]
+
+
+@pytest.mark.parametrize(
+    ("template", "header"),
+    [
+        (ANSWER_HEADER_WITH_QUESTION, "<|assistant|>\n"),
+        (WORDS_WITH_QUESTION, "### Response:\n"),
+        (ANSWER_HEADER_ALWAYS, "<START_TURN><ASSISTANT>"),
+    ],
+    ids=["with the question", "in words", "always"],
+)
+def test_the_header_of_an_answer_is_not_the_users_where_the_template_writes_it_early(template: str, header: str):
+    tokenizer = tiny_tokenizer(template, bos_token="<s>")
+    texts = laid_out(tokenizer, [USER, REPLY, USER], ["T1", "summary", "T2"])
+    assert texts["summary"].startswith(f"{header}noted")
+    assert texts["generation"] == header
+    assert texts["T1"].strip() == texts["T2"].strip()
+    assert "".join(texts.values()) == tokenizer.apply_chat_template([USER, REPLY, USER], tokenize=False)
 
 
 def test_a_folded_system_message_stands_between_the_header_and_the_text_of_its_turn():
