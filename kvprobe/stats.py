@@ -217,15 +217,30 @@ def estimate(
 ) -> Estimate:
     """The mean over samples with its interval over clusters; each sample is its own cluster by default.
 
-    The interval of a share with one sample a cluster, each 0 or 1, is exact.
+    The interval of a share with one sample a cluster, each 0 or 1, is exact, and so is that of other values of which
+    there are only two. A column of 0 and 1 that nobody called a share may be a difference that has no -1 by chance, so
+    its interval starts at 0 where a difference's holds 0. Other values that are all alike have no interval.
     """
     values = np.asarray(values, float)
     _, members = np.unique(np.arange(len(values)) if clusters is None else clusters, return_inverse=True)
-    sizes = np.bincount(members)
-    within = natural(within, values)
-    if within == SHARE and sizes.max(initial=0) == 1 and np.isin(values, (0, 1)).all():
-        return binomial(float(values.sum()), len(values), comparisons)
-    return _quotient(np.bincount(members, values), sizes, within, comparisons)
+    sizes, levels, limits = np.bincount(members), np.unique(values), natural(within, values)
+    whole = _quotient(np.bincount(members, values), sizes, limits, comparisons)
+    if within is None and limits == UNBOUNDED and len(levels) == 1:
+        return replace(whole, low=nan, high=nan)
+    if sizes.max(initial=0) > 1 or len(levels) > 2 or limits not in (SHARE, UNBOUNDED) or within == UNBOUNDED:
+        return whole
+    least, most = (0.0, 1.0) if limits == SHARE else levels
+    if not np.isin(values, (least, most)).all():
+        return whole
+    share = binomial(float((values == most).sum()), len(values), comparisons)
+    if within is None and limits == SHARE and not _quotient(values, sizes, DIFFERENCE, comparisons).above():
+        share = replace(share, low=min(share.low, 0.0))
+    if limits == SHARE:
+        return share
+    scaled = {
+        end: least + (most - least) * getattr(share, end) for end in ("mean", "low", "high", "smallest", "largest")
+    }
+    return replace(share, **scaled)
 
 
 def _quotient(
@@ -245,12 +260,18 @@ def pooled(
 ) -> Estimate:
     """The mean over samples, all counted alike; or, of two kinds of samples, that of the first less that of the second.
 
-    There is no interval where a kind has fewer than `FEWEST` clusters.
+    There is no interval where a kind has fewer than `FEWEST` clusters. Of shares whose kinds have no cluster in common,
+    it is made of each kind's own (see `newcombe`): a kind whose few clusters are all alike hides how much it varies.
 
     Args:
         kinds: the values of each kind, and the cluster of each value. A cluster may have samples of one kind.
     """
     clusters = np.unique(np.concatenate([members for _, members in kinds]))
+    within = natural(within, *(values for values, _ in kinds))
+    if within == DIFFERENCE and len(clusters) == sum(len(np.unique(members)) for _, members in kinds):
+        limits = (SHARE if (values >= 0).all() else DIFFERENCE for values, _ in kinds)
+        own = [estimate(*kind, limit, comparisons) for kind, limit in zip(kinds, limits, strict=True)]
+        return newcombe(own[0], own[1]) if len(own) == 2 else own[0]
     mean, without, weights = 0.0, np.zeros(len(clusters)), np.zeros(len(clusters))
     for sign, (values, members) in zip((1, -1), kinds, strict=False):
         places = np.searchsorted(clusters, members)
@@ -258,7 +279,6 @@ def pooled(
         mean += sign * sums.sum() / sizes.sum()
         without += sign * (sums.sum() - sums) / (sizes.sum() - sizes)
         weights += sizes / sizes.sum()
-    within = natural(within, *(values for values, _ in kinds))
     whole = jackknife(float(mean), without, within, comparisons, weights)
     least = min(len(np.unique(members)) for _, members in kinds)
     return whole if least >= FEWEST else replace(whole, low=nan, high=nan, clusters=least)

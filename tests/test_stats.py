@@ -214,6 +214,32 @@ def test_a_column_of_0_and_1_is_a_share_without_being_called_one(clusters: int, 
     assert unchanged.high > 0.2
 
 
+@pytest.mark.parametrize(("clusters", "chance"), [(8, 0.1), (16, 0.1), (48, 0.05)])
+def test_a_difference_that_has_no_minus_one_by_chance_is_no_claim(clusters: int, chance: float):
+    rng = np.random.default_rng([3, clusters])
+    drawn = (rng.random((2, 1000, clusters)) < chance).astype(float)
+    assert np.mean([estimate(difference).differs() for difference in drawn[0] - drawn[1]]) < 0.065
+
+
+def test_two_values_are_a_share_in_any_unit_and_one_value_has_no_interval():
+    right = (np.arange(12) < 9).astype(float)
+    percent, share = estimate(100 * right), binomial(9, 12)
+    assert percent.ends == pytest.approx([100 * end for end in share.ends])
+    assert (percent.mean, percent.smallest, percent.largest) == (75.0, 0.0, 100.0)
+    assert not estimate(np.full(12, 100.0)).has_interval
+    assert estimate(right, within=(-np.inf, np.inf)).ends != share.ends
+
+
+@pytest.mark.parametrize("clusters", [(8, 8), (8, 144), (16, 144)])
+def test_shares_of_two_kinds_without_common_clusters_are_compared_by_their_own_intervals(clusters: tuple[int, int]):
+    rng = np.random.default_rng([4, *clusters])
+    members = np.split(np.arange(sum(clusters)), [clusters[0]])
+    claims = [
+        pooled([((rng.random(len(own)) < 0.1).astype(float), own) for own in members]).differs() for _ in range(500)
+    ]
+    assert np.mean(claims) <= 0.05
+
+
 def test_a_share_of_few_trials_has_a_range_and_no_interval():
     for successes, ends in ((0, (0, 0)), (3, (0, 1)), (7, (1, 1))):
         estimated = binomial(successes, 7)
