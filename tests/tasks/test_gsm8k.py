@@ -112,12 +112,30 @@ RIGHT = r"""
 50: 50% | 50\% | 50.0 % | \boxed{50\%} | #### fifty
 3/4: 0.75 | .75 | 3/4 | \frac{3}{4} | \boxed{\dfrac{3}{4}} | ¾ | 6/8
 1.5: 1 1/2 | 1½ | 3/2 | 1,50 €
+-1/2: \boxed{-\frac{1}{2}} | #### minus one half | #### - 1 / 2
+3/4: \boxed{\frac34} | #### 3 / 4 | #### three quarters
+2.5: two and a half | #### 2 1/2
+-5: #### minus 5 | The answer is - 5 | #### – 5
+1234567: #### 1.234.567
+1234.5: The answer is 1.234,50 €
+30: The answer is 29. Wait, the answer is 30.
+203: Answer: $29 per day, i.e. $203 a week. The answer is 203.
+29: The answer is 29 (since x = 7). | The answer is 29, because 58/2 = 29 and y = 3. | \boxed{58/2 = 29}
+29: The answer is twenty-nine apples, 3 more than 26
+1500000000: #### 1.5 billion
+5000: #### $5K | 5k
+5: #### 5 km | 5kg
+100: #### a hundred | #### 10^2
+1500: #### a thousand five hundred
+32: #### 2**5 | #### 2^5
+36: #### 3 dozen | three dozen
+29.5: #### 29 dollars and 50 cents
 125: The answer is one hundred and twenty-five | 10 + 115 = 125 | #### 120 + 5 = 125
 """
 WRONG = r"""
 29: 29.5 | 2.9 | 290 | 29 of 40 | -29 | 2 9 | \boxed{30} not 29 | 29/2 | 29e1 
 29: 029 | x_29^2 = 4 | no number
-5: -5 | 9-5=4 | 5:6 | 50 | m⁵ | #### −5
+5: -5 | 9-5=4 | one of them | 2. a) - 7 | 5:6 | 50 | m⁵ | #### −5
 9500: 9,50 | 95,00 | 9.500 | 9,5000 | 9500,5
 50: 0.50 | .5 | 500%
 """
