@@ -5,6 +5,7 @@ import json
 import os
 import re
 import secrets
+import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,9 +25,13 @@ MAX_BYTES, MAX_DEPTH, MAX_NUMBER = 2**16, 16, 100
 """Of a settings file: its size, its levels, and the characters of a number or date in it."""
 _FULL = "free some space and do the same again, as what was written before is kept"
 _ELSEWHERE = "choose another place"
+_OPEN = ("too many files are open", "close some, or raise the limit (ulimit -n)")
 _REASONS = {
     errno.ENOSPC: ("the disk is full", _FULL),
     errno.EDQUOT: ("the quota of disk space is used up", _FULL),
+    errno.EFBIG: ("it would be larger than files may be here", f"raise the limit (ulimit -f), or {_ELSEWHERE}"),
+    errno.EMFILE: _OPEN,
+    errno.ENFILE: _OPEN,
     errno.EROFS: ("the disk is read-only", _ELSEWHERE),
     errno.EACCES: ("permission is missing", f"change the permission, or {_ELSEWHERE}"),
     errno.EPERM: ("permission is missing", f"change the permission, or {_ELSEWHERE}"),
@@ -39,7 +44,7 @@ _REASONS = {
     errno.EIO: ("the disk fails", _ELSEWHERE),
     errno.ELOOP: ("its links lead in a circle", _ELSEWHERE),
 }
-"""Why the system refuses a file, and what to do."""
+"""Why the system refuses a file, and what to do; of other numbers, what the system itself says."""
 
 
 def refusal(error: BaseException, path: object) -> str | None:
@@ -50,10 +55,12 @@ def refusal(error: BaseException, path: object) -> str | None:
     """
     number = re.search(r"os error (\d+)", str(error))  # as safetensors words it
     code = error.errno if isinstance(error, OSError) else int(number[1]) if number else None
-    if isinstance(error, UserError) or code not in _REASONS:
+    if code is None or isinstance(error, UserError | ConnectionError | TimeoutError):
         return None
-    (reason, advice), names = _REASONS[code], [getattr(error, name, None) for name in ("filename2", "filename")]
-    named = str(names[0] or names[1] or path)
+    reason, advice = _REASONS.get(code, (f"the system says: {os.strerror(code)}", _ELSEWHERE))
+    names = [str(name) for place in ("filename2", "filename") if (name := getattr(error, place, None))]
+    named = next((name for name in names if not name.endswith(PARTIAL)), str(path))
+    named = re.sub(rf"\.\w+{re.escape(PARTIAL)}/", "", named)
     return f"{named[:200]}{'…' * (len(named) > 200)} cannot be used, because {reason}; {advice}."
 
 
@@ -201,6 +208,12 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     if not path.name:
         raise UserError("The path of the file to be written is empty; name a file.")
+    with told(path):
+        if not path.parent.exists():
+            raise UserError(f"There is no folder {path.parent} to write {path.name} into; make it first.")
+        leads_to = path.readlink() if path.is_symlink() else path.absolute()
+        if leads_to.is_relative_to("/proc") or (path.exists() and not (path.is_file() or path.is_dir())):
+            raise UserError(f"{path} is a device or a pipe, which a file would replace; name a file.")
     partial = path.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
     try:
         with told(path):
@@ -211,10 +224,22 @@ def replacing(path: Path) -> Iterator[Path]:
             partial.unlink()
 
 
-def write_whole(path: Path, text: str) -> Path:
-    """Write a text so that no half of it is ever found at `path`."""
-    with replacing(path) as partial, partial.open("x", encoding="utf-8") as file:
-        file.write(text)
+@contextmanager
+def filling(folder: Path) -> Iterator[Path]:
+    """A folder in `folder`, which is made, to write files to, which then move up, replacing those of their names; so
+    that older ones stay unless all are written."""
+    with told(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".", suffix=PARTIAL) as made:
+            yield Path(made)
+            for path in Path(made).iterdir():
+                path.replace(folder / path.name)
+
+
+def write_whole(path: str | Path, content: str | bytes) -> Path:
+    """Write a text or bytes so that no half of it is ever found at `path`, which is returned."""
+    with replacing(path := expanded(path)) as partial, partial.open("xb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
     return path
 
 

@@ -1,8 +1,10 @@
 """Files: what is written is whole or absent, and what a path names is known."""
 
+import ast
 import errno
 import os
 import re
+import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +12,25 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from kvprobe.files import expanded, folder_claimed, read_json, read_yaml, replacing, write_whole
+import kvprobe
+from kvprobe.files import expanded, filling, folder_claimed, read_json, read_yaml, replacing, write_whole
+from kvprobe.probes.card import published_probes
+from kvprobe.probes.probe import Probe
+from kvprobe.report.plots.style import save
+from kvprobe.report.views.page import tokens
 from tests.refusals import refused
+
+ROOM = Path(kvprobe.__file__).parent
+WRITES = {"write_text", "write_bytes", "savefig", "save_file", "save_pretrained", "to_parquet", "to_csv", "touch"}
+"""Names of functions that write files, wherever they are from."""
+LEFT_OUT = {
+    "files.py": "the functions that all others write with",
+    "cli/entry.py": "the traceback of a defect, in a temporary file",
+    "experiments/parts.py": "is given to Run.write_part, which names the file",
+    "studies/compaction/collect.py": "the same",
+    "studies/memento_toy/collect.py": "the same",
+    "inference/measured.py": "silences the standard error of a library",
+}
 
 
 def test_a_write_that_fails_leaves_the_older_file_whole(tmp_path: Path):
@@ -55,6 +74,12 @@ def test_two_writers_of_one_file_leave_one_of_them_whole(tmp_path: Path):
         (errno.EROFS, "the disk is read-only; choose another place"),
         (errno.EACCES, "permission is missing; change the permission"),
         (errno.EIO, "the disk fails"),
+        (errno.EFBIG, "it would be larger than files may be here; raise the limit (ulimit -f)"),
+        (errno.EMFILE, "too many files are open; close some"),
+        (errno.ENFILE, "too many files are open; close some"),
+        (errno.ENAMETOOLONG, "the path is too long; choose a shorter one"),
+        (errno.ELOOP, "its links lead in a circle"),
+        (errno.ESTALE, f"the system says: {os.strerror(errno.ESTALE)}; choose another place"),
     ],
 )
 @pytest.mark.parametrize("where", ["write", "replace"])
@@ -80,11 +105,97 @@ def written(path: Path, write: Callable[[], object]) -> None:
         write()
 
 
-def test_a_full_disk_in_the_words_of_safetensors_is_one_sentence(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [("No space left on device (os error 28)", "the disk is full"), ("File too large (os error 27)", "ulimit -f")],
+)
+def test_what_the_system_refuses_in_the_words_of_safetensors_is_one_sentence(said: str, words: str, tmp_path: Path):
     def fails() -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise SafetensorError(f"Error while serializing: I/O error: {said}")
 
-    refused(lambda: written(tmp_path / "cache", fails), "the disk is full")
+    refused(lambda: written(tmp_path / "cache", fails), words, str(tmp_path / "cache"))
+
+
+def _figure(path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    save(Figure(), path)
+
+
+@pytest.mark.parametrize(
+    ("write", "named"),
+    [
+        (lambda path: tokens(["a"], {"b": [1.0]}).save(path), "old "),
+        (_figure, "old.png"),
+        (lambda path: Probe.load(sorted(published_probes())[0]).save(path.parent), "weights.safetensors"),
+        (lambda path: write_whole(path, "more text than there is room for"), "old "),
+    ],
+    ids=["page", "figure", "probe", "text"],
+)
+def test_what_finds_no_room_leaves_what_was_there_and_is_named(
+    write: Callable[[Path], object], named: str, tmp_path: Path
+):
+    names = ["old", "old.png", "old.svg", "card.yaml", "weights.safetensors", "README.md"]
+    for name in names:
+        (tmp_path / name).write_text(name, encoding="utf-8")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
+    try:
+        refused(lambda: write(tmp_path / "old"), f"{tmp_path}/{named}", "would be larger", "ulimit -f")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} == {
+        name: name for name in names
+    }
+
+
+def test_files_of_a_folder_are_replaced_once_all_are_written(tmp_path: Path):
+    (tmp_path / "other").write_text("stays", encoding="utf-8")
+    write_whole(tmp_path / "one", "old")
+
+    def fails() -> None:
+        with filling(tmp_path) as made:
+            write_whole(made / "one", "new")
+            raise OSError(errno.ENOSPC, "full")
+
+    refused(fails, "the disk is full", str(tmp_path))
+    assert (tmp_path / "one").read_text(encoding="utf-8") == "old"
+    with filling(tmp_path) as made:
+        write_whole(made / "one", "new")
+    assert {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} == {
+        "other": "stays",
+        "one": "new",
+    }
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "link to an open file"])
+def test_what_is_no_file_is_not_replaced_by_one(kind: str, tmp_path: Path):
+    path = tmp_path / "given"
+    os.mkfifo(tmp_path / "pipe" if kind == "link to a pipe" else path) if "pipe" in kind else None
+    if kind != "pipe":
+        path.symlink_to(tmp_path / "pipe" if kind == "link to a pipe" else "/proc/self/fd/1")
+    before = path.lstat()
+    refused(lambda: write_whole(path, "text"), str(path), "is a device or a pipe", "name a file")
+    assert path.lstat() == before
+
+
+def _writes(tree: ast.AST) -> list[int]:
+    """Lines that write a file other than within `replacing` or `filling`."""
+    lines: list[int] = []
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.With) and re.search("id='(replacing|filling)'", str([*map(ast.dump, node.items)])):
+            continue
+        name = getattr(node, "attr", getattr(node, "id", ""))
+        opened = isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "open"
+        modes = ast.dump(node) if opened else ""
+        lines += [getattr(node, "lineno", 0)] if name in WRITES or re.search(r"value='[wax]", modes) else []
+        lines += _writes(node)
+    return lines
+
+
+def test_everything_is_written_with_one_function():
+    found = {str(path.relative_to(ROOM)): _writes(ast.parse(path.read_text("utf-8"))) for path in ROOM.rglob("*.py")}
+    assert {path for path, lines in found.items() if lines} <= LEFT_OUT.keys(), found
 
 
 def test_places_that_take_no_file_are_refused(tmp_path: Path):
@@ -92,7 +203,7 @@ def test_places_that_take_no_file_are_refused(tmp_path: Path):
     write_whole(tmp_path / "file", "text")
     refused(lambda: write_whole(tmp_path / "folder", "text"), "a folder is there")
     refused(lambda: write_whole(tmp_path / "file" / "inside", "text"), "a file stands where a folder is expected")
-    refused(lambda: write_whole(tmp_path / "none" / "inside", "text"), "it is not there")
+    refused(lambda: write_whole(tmp_path / "none" / "inside", "text"), "There is no folder", "make it first")
     refused(lambda: write_whole(tmp_path / ("x" * 300), "text"), "the path is too long")
     for read in (read_yaml, lambda path: read_json(path, 10**6)):
         refused(lambda read=read: read(tmp_path / "folder"), re.compile("a folder is there|There is no file"))

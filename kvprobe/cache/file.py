@@ -30,10 +30,8 @@ def save_cache(
     """Write a cache to `path`; if writing fails, an older file there stays whole.
 
     Raises:
-        UserError: there is no such folder, or the fingerprint of its maker cannot be computed.
+        UserError: the system refuses the file, or the fingerprint of its maker cannot be computed.
     """
-    if not path.parent.is_dir():
-        raise UserError(f"There is no folder {path.parent} to write the cache into; make it first.")
     tensors = {f"keys.{layer}": tensor.contiguous() for layer, tensor in enumerate(keys)}
     tensors |= {f"values.{layer}": tensor.contiguous() for layer, tensor in enumerate(values)}
     # Cloned, because columns may share storage, which safetensors refuses.

@@ -98,7 +98,7 @@ class RunsBeside(Brief):
     def save(self, path: str | Path) -> Path:
         """Write the page as one HTML file that needs no other."""
         page = render("beside.html.j2", [], title=f"{self.study}: two runs", beside=self)
-        return write_whole(Path(path), page)
+        return write_whole(path, page)
 
 
 def beside(one: Run, other: Run) -> RunsBeside:

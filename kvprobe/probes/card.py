@@ -16,7 +16,7 @@ import yaml
 from kvprobe.brief import Brief
 from kvprobe.checks import require
 from kvprobe.errors import UserError
-from kvprobe.files import read_yaml
+from kvprobe.files import read_yaml, write_whole
 from kvprobe.models.lens import Family
 from kvprobe.names import unknown
 from kvprobe.plain_data import Limits, filled
@@ -238,7 +238,7 @@ class Card(Brief):
     def write(self, folder: Path) -> None:
         """Write `card.yaml` into a folder."""
         content = {"format": FORMAT} | {key: _plain(value) for key, value in dataclasses.asdict(self).items()}
-        (folder / CARD).write_text(yaml.safe_dump(content, sort_keys=False, width=120), encoding="utf-8")
+        write_whole(folder / CARD, yaml.safe_dump(content, sort_keys=False, width=120))
 
     @classmethod
     def read(cls, folder: Path) -> "Card":

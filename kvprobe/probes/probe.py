@@ -14,7 +14,7 @@ from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief, Table, brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
-from kvprobe.files import expanded, told
+from kvprobe.files import expanded, filling, write_whole
 from kvprobe.fingerprint import differing
 from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
@@ -166,10 +166,9 @@ class Probe(Brief):
     def save(self, folder: str | Path) -> Path:
         """Write weights, card, and the card in words (README.md) into a folder, which is created."""
         folder = expanded(folder)
-        with told(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            write_weights(self.linear, self.deviation, folder, self.card).write(folder)
-            (folder / "README.md").write_text(card_page(self.card), encoding="utf-8")
+        with filling(folder) as made:
+            write_weights(self.linear, self.deviation, made, self.card).write(made)
+            write_whole(made / "README.md", card_page(self.card))
         return folder
 
     def probabilities(self, features: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows places classes"]:

@@ -1,6 +1,5 @@
 """From a finished run to published probes: the probes of the run, with the command that makes them again."""
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
-from kvprobe.probes.card import CARD, WEIGHTS, Made
+from kvprobe.probes.card import CARD, Made
 from kvprobe.probes.probe import Probe
 
 PROBES = "probes"
@@ -66,7 +65,7 @@ def publish(run: FinishedRun, to: Path, name: str | None = None) -> list[Path]:
                 f"run it again."
             )
         _refuse_other(probe, to / probe.name)
-    return [_saved(replace(probe, card=replace(probe.card, made=made)), to / probe.name) for probe in chosen.values()]
+    return [replace(probe, card=replace(probe.card, made=made)).save(to / probe.name) for probe in chosen.values()]
 
 
 def _refuse_other(probe: Probe, folder: Path) -> None:
@@ -80,16 +79,6 @@ def _refuse_other(probe: Probe, folder: Path) -> None:
         or not there.linear.weights.equal(probe.linear.weights)
     ):
         raise UserError(f"{folder} holds something else; delete it, or publish to another folder with --to.")
-
-
-def _saved(probe: Probe, folder: Path) -> Path:
-    """Write a probe beside its place and move it there file by file, the card last; other files of the folder stay."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as made:
-        probe.save(made)
-        for name in (WEIGHTS, "README.md", CARD):
-            (Path(made) / name).replace(folder / name)
-    return folder
 
 
 def _line(value: object) -> str:

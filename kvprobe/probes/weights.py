@@ -12,6 +12,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from kvprobe.errors import UserError
+from kvprobe.files import write_whole
 from kvprobe.fingerprint import digest
 from kvprobe.names import one_line
 from kvprobe.probes.card import WEIGHTS, Card
@@ -30,7 +31,7 @@ def write_weights(linear: LinearProbes, deviation: Float[Tensor, "dim"], folder:
         "deviation": deviation,
     }
     content = save({name: tensor.float().cpu().contiguous().clone() for name, tensor in tensors.items()})
-    (folder / WEIGHTS).write_bytes(content)
+    write_whole(folder / WEIGHTS, content)
     return replace(card, digest=digest([content], 16))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvprobe.arguments import checked_arguments
 from kvprobe.errors import UserError
-from kvprobe.files import expanded, told
+from kvprobe.files import expanded, filling
 from kvprobe.fingerprint import differing, digest
 from kvprobe.inference.capture import Captured
 from kvprobe.inference.model import Model
@@ -114,9 +114,9 @@ class Dictionary:
         Args:
             half: write weights of 16 bits, which are read as 32 again.
         """
-        with told(folder):
+        with filling(folder) as made:
             # A training SAE has both; the first leaves out what only training needs.
-            weights, _ = getattr(self.sae, "save_inference_model", self.sae.save_model)(str(folder))
+            weights, _ = getattr(self.sae, "save_inference_model", self.sae.save_model)(str(made))
             if half:
                 save_file({name: tensor.half() for name, tensor in load_file(weights).items()}, weights)
         return folder

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from kvprobe.errors import UserError
-from kvprobe.files import folder_claimed, read_json, refuse_damaged, replacing, write_whole
+from kvprobe.files import filling, folder_claimed, read_json, refuse_damaged, replacing, write_whole
 from kvprobe.fingerprint import digest
 from kvprobe.progress import Bar
 from kvprobe.training.schedule import Schedule
@@ -140,8 +140,9 @@ def _measure(recipe: TrainingRecipe, model: PreTrainedModel, folder: Path, recor
 
 def _write(recipe: TrainingRecipe, model: PreTrainedModel, folder: Path) -> None:
     """Write a folder that loads."""
-    recipe.tokenizer().save_pretrained(folder)
-    model.save_pretrained(folder)
+    with filling(folder) as made:
+        recipe.tokenizer().save_pretrained(made)
+        model.save_pretrained(made)
 
 
 def _resumed(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from kvprobe.arguments import checked_arguments
+from kvprobe.files import replacing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,9 +69,10 @@ def save(figure: "Figure", path: Path) -> None:
     import seaborn as sns
 
     sns.despine(figure)
-    figure.savefig(path.with_name(f"{path.name}.png"), dpi=150, metadata={"Software": None})
-    with plt.rc_context({"svg.hashsalt": "kvprobe"}):
-        figure.savefig(path.with_name(f"{path.name}.svg"), metadata={"Date": None})
+    kinds: dict[str, Any] = {"png": {"metadata": {"Software": None}, "dpi": 150}, "svg": {"metadata": {"Date": None}}}
+    for kind, how in kinds.items():
+        with plt.rc_context({"svg.hashsalt": "kvprobe"}), replacing(path.with_name(f"{path.name}.{kind}")) as partial:
+            figure.savefig(partial, format=kind, **how)
     plt.close(figure)
 
 

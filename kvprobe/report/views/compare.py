@@ -3,13 +3,14 @@
 from pathlib import Path
 
 from kvprobe.comparison import ARMS, Comparison
+from kvprobe.files import write_whole
 from kvprobe.report.document import HeatMap, SeenPassage, TokenView
-from kvprobe.report.views.page import render, written
+from kvprobe.report.views.page import render
 
 
 def save_comparison(comparison: Comparison, path: str | Path) -> Path:
     """Write the page as one HTML file that needs no other."""
-    return written(path, comparison_page(comparison))
+    return write_whole(path, comparison_page(comparison))
 
 
 def comparison_page(comparison: Comparison) -> str:

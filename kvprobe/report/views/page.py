@@ -28,6 +28,7 @@ from torch import Tensor
 
 from kvprobe import wording
 from kvprobe.arguments import checked_arguments
+from kvprobe.files import write_whole
 from kvprobe.report.document import AttentionView, HeatMap, TokenView
 from kvprobe.report.views.grids import heat_map, token_view
 from kvprobe.report.views.patterns import attention_view, heads_view, patterns_view
@@ -52,7 +53,7 @@ class Page:
 
     def save(self, path: str | Path) -> Path:
         """Write the page as one HTML file that needs no other."""
-        return written(path, page(self.parts, self.title))
+        return write_whole(path, page(self.parts, self.title))
 
     def show(self) -> None:
         """Show the page in the output of a notebook; elsewhere write it to a temporary file, and print its path."""
@@ -126,13 +127,6 @@ def heads(
         index_name=index_name,
     )  # fmt: skip
     return Page([view], title)
-
-
-def written(path: str | Path, document: str) -> Path:
-    """The path of a page, once it is there."""
-    path = Path(path)
-    path.write_text(document, encoding="utf-8")
-    return path
 
 
 @checked_arguments

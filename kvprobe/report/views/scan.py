@@ -4,11 +4,12 @@ from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvprobe.files import write_whole
 from kvprobe.probes.card import CARD_SPLITS, Card
 from kvprobe.probes.page import ARMS, where
 from kvprobe.probes.scan import LEAK, VERDICTS, Scan
 from kvprobe.report.document import HeatMap, SeenPassage
-from kvprobe.report.views.page import render, written
+from kvprobe.report.views.page import render
 from kvprobe.wording import percent, points
 
 TERMS = {
@@ -31,7 +32,7 @@ TERMS = {
 
 def save_scan(scan: Scan, path: str | Path) -> Path:
     """Write the page as one HTML file that needs no other."""
-    return written(path, scan_page(scan))
+    return write_whole(path, scan_page(scan))
 
 
 def scan_page(scan: Scan) -> str:
