@@ -9,6 +9,7 @@ import pytest
 
 from kvprobe.experiments.study import Conclusion
 from kvprobe.report.findings import Finding, Findings
+from kvprobe.studies.bands import PARTS
 from kvprobe.wording import percent, plain
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
@@ -133,6 +134,39 @@ def test_the_other_numbers_of_poisoned_gsm8k_are_those_of_its_run():
         assert findings_and_cells("poisoning-gsm8k", row, "poisoning")[1] == [
             words(findings.at(name)).replace("-", "−")
         ], name
+
+
+FACTORS = {
+    "the layer's mean and spread (the article's)": "layer",
+    "each channel's mean": "mean",
+    "each channel's spread": "spread",
+    "each channel's correlations": "covariance",
+    "mean and spread": "mean+spread",
+    "mean and correlations": "mean+covariance",
+    "spread and correlations": "spread+covariance",
+    "all three": "channel",
+}
+
+
+@pytest.mark.parametrize("row", FACTORS)
+def test_the_table_of_the_factors_of_noise_is_that_of_its_run(row: str):
+    findings, (right, *kl) = findings_and_cells("bands-factors-smollm2", re.escape(row))
+    assert right == written(findings.where("accuracy", noise=FACTORS[row], parts="kv")[0])
+    for cell, parts in zip(kl, PARTS, strict=True):
+        assert cell == in_nats(findings.where("kl_all", noise=FACTORS[row], parts=parts)[0])
+
+
+@pytest.mark.parametrize(("row", "factor"), [("means", "mean"), ("spreads", "spread"), ("correlations", "covariance")])
+def test_what_each_factor_of_noise_does_is_that_of_its_run(row: str, factor: str):
+    findings, cells = findings_and_cells("bands-factors-smollm2", row)
+    *each, alone = cells
+    assert alone == in_nats(findings.where("alone", factor=factor, parts="kv")[0])
+    assert each == [in_nats(findings.where("factor", factor=factor, parts=parts)[0]) for parts in PARTS]
+
+
+def in_nats(finding: Finding) -> str:
+    value = finding.value
+    return f"{value.mean:.2f} ({value.low:.2f} to {value.high:.2f})"
 
 
 CLAIMS = [line for line in (RESULTS / "claims.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
