@@ -11,7 +11,7 @@ import operator
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cache, wraps
 from inspect import Parameter, isclass, signature, unwrap
 from itertools import chain, repeat
@@ -35,6 +35,22 @@ _LISTS = (list, tuple, Sequence, Collection, Iterable)
 FORMER = {"mask": "hide", "hidden": "hide"}
 """What arguments were called in earlier versions, by which they are no match of what they are called now."""
 _WORDS = {int: "a whole number", float: "a finite number", str: "a text", bool: "True or False", NoneType: "None"}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The least and the most that an annotated number may be."""
+
+    low: int
+    high: int | float = math.inf
+
+    def __str__(self) -> str:
+        return f"of at least {self.low:,}" if self.high == math.inf else f"from {self.low:,} to {self.high:,}"
+
+
+AtLeastZero = Annotated[int, Bounds(0)]
+AtLeastOne = Annotated[int, Bounds(1)]
+Share = Annotated[float, Bounds(0, 1)]
 
 
 def checked_arguments(function: Checked) -> Checked:
@@ -142,7 +158,7 @@ def _reader(hint: Any) -> Reader:
     if kind is Mapping and inner:
         return _mapping(*map(_reader, inner))
     if origin is Annotated:
-        return _reader(inner[0])
+        return _within(_reader(inner[0]), inner[1]) if isinstance(inner[1], Bounds) else _reader(inner[0])
     if origin in (Union, types.UnionType):
         return _either([_reader(one) for one in inner])
     if origin is Literal:
@@ -163,6 +179,14 @@ def _reader(hint: Any) -> Reader:
         fixed = kind is tuple and inner[-1] is not ...
         return _listed(kind, [_reader(one) for one in inner if one is not ...], fixed)
     return lambda value: value if isinstance(value, kind) else _MISFIT
+
+
+def _within(reader: Reader, bounds: Bounds) -> Reader:
+    def read(value: Any) -> Any:
+        number = reader(value)
+        return number if number is not _MISFIT and bounds.low <= number <= bounds.high else _MISFIT
+
+    return read
 
 
 def _either(readers: list[Reader]) -> Reader:
@@ -254,7 +278,7 @@ def _words(hint: Any) -> list[str]:
     """What is expected, in words."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return [inner[1]]
+        return [f"{_words(inner[0])[0]} {inner[1]}" if isinstance(inner[1], Bounds) else inner[1]]
     if origin in (Union, types.UnionType):
         return [word for one in inner for word in _words(one)]
     if origin is Literal:

@@ -46,13 +46,6 @@ def names_of(given: object, what: str = "segment") -> tuple[str, ...]:
     return cast(tuple[str, ...], names)
 
 
-def require_whole(owner: str, name: str, value: object, low: int, high: int | None = None) -> None:
-    """Refuse anything but a whole number in this range."""
-    if not is_whole(value) or value < low or (high is not None and value > high):
-        expected = f"at least {low}" if high is None else f"{low} to {high}"
-        raise UserError(f"{owner} has {name}={repr(value)[:40]}; it must be a whole number, {expected}.")
-
-
 def require_share(owner: str, name: str, value: object) -> None:
     """Refuse anything but a number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:

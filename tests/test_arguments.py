@@ -183,6 +183,11 @@ def test_right_calls_are_right(made: Made, recwarn: pytest.WarningsRecorder):
             lambda made: kvprobe.patch_sweep(made.model, made.cache, made.other, "b", kvprobe.KL),
             "a type; give a function or a KL",
         ),
+        (
+            lambda made: made.model.generate("a", max_new_tokens=0),
+            "max_new_tokens=0, an int; give a whole number of at",
+        ),
+        (lambda made: made.model.generate("a", max_new_tokens=-3), "max_new_tokens=-3, an int; give a whole number of"),
         (lambda made: policies.SnapKV(1.5), "a share of the prompt's"),
         (lambda made: policies.SinkWindow(-1, 4), "at least 0"),
         (lambda made: policies.SnapKV(8, window=True), "window=True, a bool; give a whole number"),

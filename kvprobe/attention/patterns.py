@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvprobe.arguments import checked_arguments
+from kvprobe.arguments import AtLeastOne, checked_arguments
 from kvprobe.brief import Brief, Table, show_page
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.visibility import visible_by_layer
@@ -126,7 +126,7 @@ def attend(
     queries: str | Sequence[str] | Sequence[int] = "last",
     layers: Sequence[int] | None = None,
     lane: Lane = "plain",
-    chunk: int = CHUNK,
+    chunk: AtLeastOne = CHUNK,
 ) -> Patterns:
     """Read a text, after `past` if there is one, and record what some of its tokens attend to.
 
@@ -137,15 +137,13 @@ def attend(
         chunk: tokens to read at a time.
 
     Raises:
-        UserError: the text is empty or several rows, `chunk` is below 1, or there is no such query or layer.
+        UserError: the text is empty or several rows, or there is no such query or layer.
     """
     rows = model.tokens_after(past, text)
     if len(rows) != 1 or not len(rows[0]):
         raise UserError(
             f"Patterns are of one row with at least one token; there are {len(rows)} rows, or nothing to read."
         )
-    if chunk < 1:
-        raise UserError(f"chunk must be at least 1 token; got {chunk}.")
     tokens, wanted = rows[0], _layers(model, layers)
     chosen, before = _chosen(tokens, queries), 0 if past is None else past.slots
     cache, logits = one_row_each(model.lanes, past, 1), torch.empty(0)

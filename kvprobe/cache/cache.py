@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from kvprobe.arguments import check_fields, checked_arguments
+from kvprobe.arguments import AtLeastOne, check_fields, checked_arguments
 from kvprobe.brief import Brief, plain_dtype
 from kvprobe.cache import shown
 from kvprobe.cache.alike import refuse_other_model, refuse_other_slots, refuse_overlap
@@ -196,14 +196,8 @@ class KVCache(Brief):
             ledger = replace(ledger, origins=ledger.positions + self.ledger.origins - self.ledger.positions)
         return replace(self, ledger=ledger)
 
-    def fork(self, rows: int = 1) -> "KVCache":
-        """A cache with `rows` copies of each row; the copies of a single row share its storage.
-
-        Raises:
-            UserError: `rows` is not a whole number of at least 1.
-        """
-        if rows < 1:
-            raise UserError(f"A cache cannot be forked into {rows} rows; give at least 1.")
+    def fork(self, rows: AtLeastOne = 1) -> "KVCache":
+        """A cache with `rows` copies of each row; the copies of a single row share its storage."""
         index = torch.arange(self.batch, device=self.ledger.tokens.device).repeat_interleave(rows)
         return self._each(
             lambda tensor: tensor.expand(rows, -1, -1, -1) if self.batch == 1 else tensor[index],

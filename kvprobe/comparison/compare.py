@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
-from kvprobe.arguments import checked_arguments
+from kvprobe.arguments import AtLeastOne, checked_arguments
 from kvprobe.attention import attend, dangling
 from kvprobe.brief import Brief, brief
 from kvprobe.cache.cache import KVCache
@@ -148,7 +148,7 @@ def compare(
     *,
     when: When = "after",
     policies: Sequence[Policy | str] = (),
-    max_new_tokens: int = 64,
+    max_new_tokens: AtLeastOne = 64,
 ) -> Comparison:
     """Ask one question after a conversation with everything in view, and after messages were hidden in several ways.
 

@@ -12,8 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.arguments import checked_arguments
-from kvprobe.checks import require_whole
+from kvprobe.arguments import AtLeastZero, checked_arguments
 from kvprobe.errors import UserError
 from kvprobe.faults.context import FaultContext
 from kvprobe.faults.fault import Fault
@@ -99,13 +98,9 @@ class Splice(Fault):
     Source: arXiv 2605.30574, which finds that accuracy survives this where zeroing the same slots destroys it.
     """
 
-    above: int
+    above: AtLeastZero
     donor: str = "scaffold"
     scope: Scope = field(default=Scope(among="prompt"), kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_whole("Splice", "above", self.above, 0)
 
     def reaches(self, layer: int) -> bool:
         return layer >= self.above

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.checks import require_whole
+from kvprobe.arguments import AtLeastZero, check_fields
 
 _STREAM = 0x6661
 """Separates faults from everything else that is drawn from the same seed and sample."""
@@ -29,13 +29,12 @@ class Draws:
         repeat: number of the repetition.
     """
 
-    seed: int = 0
-    sample: int = 0
-    repeat: int = 0
+    seed: AtLeastZero = 0
+    sample: AtLeastZero = 0
+    repeat: AtLeastZero = 0
 
     def __post_init__(self) -> None:
-        for name in ("seed", "sample", "repeat"):
-            require_whole("Draws", name, getattr(self, name), 0)
+        check_fields(self)
 
     def uniform(self, shape: tuple[int, ...], *purpose: int) -> Float[Tensor, "..."]:
         """Numbers from 0 to 1 in float64, so that none are equal; on the CPU. Each `purpose` has draws of its own.

@@ -12,9 +12,8 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.arguments import check_fields, checked_arguments
+from kvprobe.arguments import AtLeastZero, check_fields, checked_arguments
 from kvprobe.cache.cache import KVCache
-from kvprobe.errors import UserError
 from kvprobe.faults.context import FaultContext
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.scope import Part, Scope
@@ -22,7 +21,7 @@ from kvprobe.faults.strike import corrupt
 from kvprobe.faults.struck import Struck
 from kvprobe.names import short_repr
 
-When = int | Literal["every"]
+When = AtLeastZero | Literal["every"]
 Need = Literal["rotaries", "queries"]
 
 
@@ -44,8 +43,6 @@ class Fault(ABC):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.at != "every" and self.at < 0:
-            raise UserError(f"{type(self).__name__} has at={self.at!r}; it must be 'every', or a step, 0 or more.")
 
     @property
     def needs(self) -> tuple[Need, ...]:

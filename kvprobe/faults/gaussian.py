@@ -1,12 +1,13 @@
 """Gaussian noise, matched to the numbers that it replaces: to their layer, head, channels, effect, or some of these."""
 
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Annotated, Literal, cast, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.arguments import Bounds
 from kvprobe.cache.attention import scores_of
 from kvprobe.errors import UserError
 from kvprobe.faults.context import FaultContext, SlotMoments
@@ -77,12 +78,7 @@ class Gaussian(Fault):
     """
 
     matched: Matched = "layer"
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.scale < 0:
-            raise UserError(f"Gaussian has scale={self.scale}; it must be 0 or more.")
+    scale: Annotated[float, Bounds(0)] = 1.0
 
     @property
     def needs(self) -> tuple[Need, ...]:

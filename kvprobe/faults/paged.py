@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvprobe.checks import require_whole
+from kvprobe.arguments import AtLeastOne
 from kvprobe.faults.context import FaultContext
 from kvprobe.faults.fault import Fault
 from kvprobe.faults.scope import Part
@@ -26,11 +26,10 @@ class Paged(Fault):
         block: slots in a block; most engines use 16.
     """
 
-    block: int = field(default=16, kw_only=True)
+    block: AtLeastOne = field(default=16, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_whole(type(self).__name__, "block", self.block, 1)
         object.__setattr__(self, "scope", replace(self.scope, block=self.block))
 
 

@@ -1,14 +1,14 @@
 """Numbers stored at too low a precision, or read at the wrong scale."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.arguments import AtLeastOne, Bounds
 from kvprobe.cache.ledger import QuantisationFormat
-from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.faults.fault import Fault
 from kvprobe.faults.scope import Part
@@ -80,13 +80,8 @@ class QuantisationNoise(Fault):
     `policies.Quantise` for the layout of "KIVI".
     """
 
-    bits: int
-    group: int = 32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_whole("QuantisationNoise", "bits", self.bits, 1, 8)
-        require_whole("QuantisationNoise", "group", self.group, 1)
+    bits: Annotated[int, Bounds(1, 8)]
+    group: AtLeastOne = 32
 
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
         vectors = struck.of(part)

@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvprobe.arguments import check_fields, checked_arguments
+from kvprobe.arguments import AtLeastOne, AtLeastZero, Share, check_fields, checked_arguments
 from kvprobe.cache.ledger import Ledger
-from kvprobe.checks import is_text, require_share, require_whole
+from kvprobe.checks import is_text
 from kvprobe.errors import UserError
 from kvprobe.faults.draws import Draws
 from kvprobe.names import short_repr
@@ -59,8 +59,8 @@ class Scope:
         block: number of consecutive slots that are drawn together, as in a paged cache.
     """
 
-    rate: float = 1.0
-    count: int | None = None
+    rate: Share = 1.0
+    count: AtLeastZero | None = None
     layers: Sequence[int] | None = None
     heads: Sequence[int] | None = None
     parts: Parts = "kv"
@@ -68,7 +68,7 @@ class Scope:
     slots: Sequence[int] | None = None
     among: Among = "all"
     unit: Unit = "slot"
-    block: int = 1
+    block: AtLeastOne = 1
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -77,12 +77,8 @@ class Scope:
                 object.__setattr__(self, name, (chosen,) if is_text(chosen) else tuple(chosen))
                 if not len(chosen):
                     raise UserError(f"Scope has no {name}; give at least one in a list, or None for all.")
-        require_share("Scope", "rate", self.rate)
-        if self.count is not None:
-            require_whole("Scope", "count", self.count, 0)
-            if self.rate != 1.0:
-                raise UserError(f"Scope has count={self.count} and rate={self.rate}; give one of the two.")
-        require_whole("Scope", "block", self.block, 1)
+        if self.count is not None and self.rate != 1.0:
+            raise UserError(f"Scope has count={self.count} and rate={self.rate}; give one of the two.")
         if self.block > 1 and self.unit == "number":
             raise UserError(f"Scope has block={self.block} and unit={self.unit!r}; a block is of whole slots.")
 

@@ -9,13 +9,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvprobe.arguments import checked_arguments
+from kvprobe.arguments import AtLeastOne, AtLeastZero, checked_arguments
 from kvprobe.brief import Brief, Table, brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.device import pick_device
 from kvprobe.cache.entries import entries
 from kvprobe.cache.ledger import PADDING
-from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend
 from kvprobe.inference.readable import require_type
@@ -105,7 +104,7 @@ def generate(
     Raises:
         UserError: a setting out of range, or sampling without one generator per row.
     """
-    _check(max_new_tokens, temperature, top_p, generators, len(prompts))
+    _check(temperature, top_p, generators, len(prompts))
     ends, numbers = end_tokens(lanes, stop), sample_numbers(samples)
     tokens: list[list[int]] = [[] for _ in prompts]
     logprobs: list[list[float]] = [[] for _ in prompts]
@@ -155,10 +154,8 @@ def generate(
 
 
 @checked_arguments
-def row_generators(seed: int, rows: int, device: torch.device | str = "cpu") -> list[torch.Generator]:
+def row_generators(seed: AtLeastZero, rows: AtLeastOne, device: torch.device | str = "cpu") -> list[torch.Generator]:
     """One generator per row, each seeded from `seed` and the row's number."""
-    require_whole("row_generators", "seed", seed, 0)
-    require_whole("row_generators", "rows", rows, 1)
     seeds = [int(np.random.SeedSequence([seed, row]).generate_state(1, np.uint64)[0] >> 1) for row in range(rows)]
     where = pick_device(device)
     return [torch.Generator(where).manual_seed(row_seed) for row_seed in seeds]
@@ -211,10 +208,7 @@ def _with_ended_rows_padded(cache: KVCache, rows: Sequence[bool]) -> KVCache:
     return replace(cache, ledger=replace(cache.ledger, segments=segments, live=live, following=following))
 
 
-def _check(
-    max_new_tokens: int, temperature: float, top_p: float, generators: Sequence[torch.Generator] | None, rows: int
-) -> None:
-    require_whole("A generation", "max_new_tokens", max_new_tokens, 1)
+def _check(temperature: float, top_p: float, generators: Sequence[torch.Generator] | None, rows: int) -> None:
     if not 0 <= temperature < float("inf"):
         raise UserError(f"temperature is {temperature}; it must be 0 (greedy) or more.")
     if not 0 < top_p <= 1:

@@ -3,14 +3,14 @@
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvprobe.arguments import checked_arguments
+from kvprobe.arguments import AtLeastOne, AtLeastZero, Bounds, checked_arguments
 from kvprobe.brief import Brief, plain_dtype
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.device import pick_device
@@ -172,7 +172,7 @@ class Model(Brief):
         text: Readable,
         *,
         policy: Policy | str | None = None,
-        chunk: int | None = None,
+        chunk: AtLeastOne | None = None,
         samples: Sequence[int] | None = None,
         lane: Lane | Literal["auto"] = "auto",
     ) -> KVCache:
@@ -195,7 +195,7 @@ class Model(Brief):
         scene, _ = read_for(self.lanes, policy.observes, None, tokens, lane)
         return apply(self.lanes, policy, replace(scene, samples=numbers), lane=lane).cache
 
-    def watch(self, text: Readable, past: Scene | None = None, *, queries: int = 32) -> Scene:
+    def watch(self, text: Readable, past: Scene | None = None, *, queries: AtLeastZero = 32) -> Scene:
         """Read and record the attention that each slot gets, for policies that decide by it.
 
         Args:
@@ -229,7 +229,7 @@ class Model(Brief):
         start: KVCache | Readable,
         ask: str | None = None,
         *,
-        max_new_tokens: int = 64,
+        max_new_tokens: AtLeastOne = 64,
         temperature: float = 0.0,
         top_p: float = 1.0,
         stop: Collection[int] | None = None,
@@ -281,12 +281,12 @@ class Model(Brief):
         ask: str | None = None,
         *,
         donors: Mapping[str, KVCache | Readable] | None = None,
-        seed: int = 0,
-        sample: int = 0,
-        max_new_tokens: int = 64,
+        seed: AtLeastZero = 0,
+        sample: AtLeastZero = 0,
+        max_new_tokens: AtLeastOne = 64,
         stop: Collection[int] | None = None,
         follow: bool = True,
-        rows: int = ROWS,
+        rows: Annotated[int, Bounds(2)] = ROWS,
         lane: Lane = "plain",
         done: Callable[[int], object] = lambda count: None,
     ) -> Sweep:

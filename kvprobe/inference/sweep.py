@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kvprobe.arguments import check_fields
+from kvprobe.arguments import AtLeastZero, check_fields
 from kvprobe.brief import Brief, Table
 from kvprobe.cache.cache import KVCache
-from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.faults.context import FaultContext, Queries
 from kvprobe.faults.draws import Draws
@@ -45,11 +44,10 @@ class Trial:
     """
 
     fault: Fault
-    repeat: int = 0
+    repeat: AtLeastZero = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
-        require_whole("Trial", "repeat", self.repeat, 0)
 
 
 @dataclass(frozen=True, repr=False)
@@ -125,8 +123,6 @@ def sweep(
     Raises:
         UserError: there is no prompt, or a fault lacks what it needs (see `Fault.damaged`).
     """
-    require_whole("A sweep", "max_new_tokens", max_new_tokens, 1)
-    require_whole("A sweep", "rows", rows, 2)
     if not questions:
         return []
     prepared = [_prepared(lanes, question, max_new_tokens, lane) for question in questions]

@@ -14,7 +14,6 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
 from kvprobe.cache.ledger import COLUMNS, Ledger
 from kvprobe.cache.visibility import visible_by_layer
-from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend, new_slots, one_row_each, prove_reading
 from kvprobe.inference.readable import refuse_unreadable
@@ -91,7 +90,6 @@ def watch(
     """
     lane = lane_for(lanes, lane, watched=True)
     refuse_unreadable(lanes, past and past.cache, tokens, "hooked")  # scores take memory on either lane
-    require_whole("Watching", "queries", queries, 0)
     shape = lanes.geometry
     before = one_row_each(lanes, past and past.cache, len(tokens))
     new = new_slots(tokens, lanes.device)
@@ -218,7 +216,6 @@ def read_in_chunks(
     Raises:
         UserError: rows of unequal length, which do not end together.
     """
-    require_whole("Reading", "chunk", chunk, 1)
     if len({len(row) for row in tokens}) != 1:
         raise UserError("Reading in chunks needs rows of equal length; read them one by one.")
     scene: Scene | None = None

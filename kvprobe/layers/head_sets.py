@@ -8,9 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from kvprobe.arguments import checked_arguments
+from kvprobe.arguments import AtLeastOne, checked_arguments
 from kvprobe.cache.cache import KVCache
-from kvprobe.checks import require_whole
 from kvprobe.inference.model import Model
 from kvprobe.layers.layer_map import restored_together
 from kvprobe.layers.suffix import Component
@@ -31,17 +30,13 @@ HeadSets = Mapping[str, Sequence[Sequence[Component]]]
 
 
 @checked_arguments
-def head_sets(maps: Rows, top: int, draws: int, rng: np.random.Generator) -> HeadSets:
+def head_sets(maps: Rows, top: AtLeastOne, draws: int, rng: np.random.Generator) -> HeadSets:
     """The `top` heads with the highest and with the lowest mean index (half of all heads at most), and so many draws of
     random heads of the same layers beside each.
 
     Args:
         maps: see `ranked_heads`.
-
-    Raises:
-        UserError: `top` is not a whole number of at least 1.
     """
-    require_whole("A choice of heads", "top", top, 1)
     ranked = ranked_heads(maps)
     top = min(top, len(ranked) // 2)
     chosen = {POISON: ranked[-top:], FILTER: ranked[:top]}

@@ -3,12 +3,11 @@
 import os
 from collections.abc import Mapping
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from kvprobe.arguments import checked_arguments
+from kvprobe.arguments import Bounds, checked_arguments
 from kvprobe.brief import cut
 from kvprobe.cache.slots import SlotPlan
-from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.memory import hf, vllm
 from kvprobe.memory.caches import layers_of, text_model
@@ -27,6 +26,9 @@ from kvprobe.memory.written import plan_of
 
 if TYPE_CHECKING:
     from kvprobe.policies import Policy
+
+
+Size = Annotated[int, Bounds(1, FARTHEST)]
 
 
 class Budget(Needs):
@@ -50,10 +52,10 @@ class Budget(Needs):
 def budget(
     model: str | os.PathLike[str] | Mapping[str, object],
     *,
-    context: int = 8192,
-    new: int = 0,
-    batch: int = 1,
-    source: int = 0,
+    context: Size = 8192,
+    new: Annotated[int, Bounds(0, FARTHEST)] = 0,
+    batch: Size = 1,
+    source: Annotated[int, Bounds(0, FARTHEST)] = 0,
     dtype: str | None = None,
     cache_dtype: str | None = None,
     engine: EngineName = "hf",
@@ -62,9 +64,9 @@ def budget(
     weights: str | int | None = None,
     kernel: Kernel | None = None,
     logits: Logits = "last",
-    ranks: int = 1,
-    block: int = vllm.BLOCK,
-    batched_tokens: int = 8192,
+    ranks: Size = 1,
+    block: Size = vllm.BLOCK,
+    batched_tokens: Size = 8192,
 ) -> Budget:
     """The memory of a model, from its config alone.
 
@@ -91,10 +93,6 @@ def budget(
         UserError: the model is unknown or of an unknown family, its config lacks a size or has an impossible one, or
             the engine has no such cache.
     """
-    for name, value, low in (("context", context, 1), ("new", new, 0), ("batch", batch, 1), ("source", source, 0)):
-        require_whole("The budget", name, value, low, FARTHEST)
-    for name, value in (("ranks", ranks), ("block", block), ("batched_tokens", batched_tokens)):
-        require_whole("The budget", name, value, 1, FARTHEST)
     require_prompt(context, new)
     if ranks > 1 and engine != "vllm":
         raise UserError(f"Only vLLM's budget shares a model among ranks; use engine='vllm', or ranks=1 for {engine}.")

@@ -18,10 +18,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.arguments import checked_arguments
+from kvprobe.arguments import AtLeastOne, AtLeastZero, checked_arguments
 from kvprobe.brief import Brief, brief
 from kvprobe.cache.cache import KVCache
-from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.attending import Attending
@@ -121,8 +120,8 @@ def attribute(
     parts: Sequence[str] = ("K", "V"),
     align: Align = None,
     along: Along | None = None,
-    check: int = 64,
-    seed: int = 0,
+    check: AtLeastOne = 64,
+    seed: AtLeastZero = 0,
 ) -> Attribution:
     """First-order effects of every cell of a grid, for a reader of the suffix; see `patch_sweep` for the arguments.
 
@@ -134,8 +133,6 @@ def attribute(
     Raises:
         UserError: as `patch_sweep`; or the metric is flat at the base, or `check` is no number of cells.
     """
-    require_whole("The attribution", "check", check, 1)
-    require_whole("The attribution", "seed", seed, 0)
     if isinstance(metric, KL):
         raise UserError(
             "KL from the base is flat at the base, so its gradient is zero; attribute a logit difference or a "

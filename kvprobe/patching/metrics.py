@@ -13,9 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.arguments import check_fields
+from kvprobe.arguments import AtLeastOne, check_fields
 from kvprobe.brief import Brief
-from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.inference.outcomes import relative_entropy
 from kvprobe.text.tokens import Tokens
@@ -120,10 +119,10 @@ class LogProb(Brief):
 class KL:
     """KL(unpatched base ‖ patched) of the next token, in nats; the mean over the last `kept` tokens of the suffix."""
 
-    kept: int = 1
+    kept: AtLeastOne = 1
 
     def __post_init__(self) -> None:
-        require_whole("KL", "kept", self.kept, 1)
+        check_fields(self)
 
     def to(self, base: Float[Tensor, "kept vocab"]) -> Callable[[Tensor], Tensor]:
         """The metric, once the base's logits are known."""

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.arguments import AtLeastZero
 from kvprobe.policies.policy import Scene
 from kvprobe.policies.ranking import age
 from kvprobe.policies.scored import Scored
@@ -20,12 +21,12 @@ class H2O(Scored):
     heads that share a KV head. Half the budget is recent by default, as in the paper.
     """
 
-    recent: int | None = None
+    recent: AtLeastZero | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.recent is not None:
-            self._whole("recent", 0, self.most)
+            self._refuse_beyond_budget("recent")
 
     def within(self, budget: int) -> dict[str, int]:
         return {} if self.recent is None else {"recent": min(self.recent, budget)}

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvprobe.arguments import Share
 from kvprobe.cache.slots import Evicts
-from kvprobe.checks import require_share
 from kvprobe.policies.policy import Live, Scene
 from kvprobe.policies.ranking import highest
 from kvprobe.policies.rebudgeted import Rebudgeted
@@ -31,11 +31,7 @@ class HeadBudgets(Rebudgeted):
     leaves the shares above it as they are; kvpress counts the window as part of them.
     """
 
-    floor: float = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_share("HeadBudgets", "floor", self.floor)
+    floor: Share = 0.2
 
     @property
     def slot_count(self) -> Evicts:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvprobe.arguments import AtLeastOne
 from kvprobe.cache.slots import Evicts
 from kvprobe.policies.policy import Live, Scene
 from kvprobe.policies.ranking import highest
@@ -30,11 +31,7 @@ class LayerBudgets(Rebudgeted):
     another reading: not rounded down, and without the window on top.
     """
 
-    beta: int = 20
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._whole("beta", 1)
+    beta: AtLeastOne = 20
 
     @property
     def slot_count(self) -> Evicts:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvprobe.arguments import AtLeastOne
 from kvprobe.errors import UserError
 from kvprobe.policies.policy import Live, Policy, Scene
 
@@ -20,7 +21,7 @@ class MaskSpans(Policy):
 
     segments: str | tuple[str, ...]
     delimiters: Delimiters = "dropped"
-    every: int | None = field(default=None, kw_only=True)
+    every: AtLeastOne | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,12 +13,11 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvprobe.arguments import check_fields
+from kvprobe.arguments import AtLeastOne, check_fields
 from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache, PositionMode
 from kvprobe.cache.entries import entries
 from kvprobe.cache.slots import Evicts, Rounds
-from kvprobe.checks import require_whole
 from kvprobe.errors import UserError
 from kvprobe.names import short_repr
 from kvprobe.policies.attention import Attention
@@ -103,7 +102,7 @@ class Policy(ABC):
 
     mode: PositionMode = "gapped"
     provenance: Provenance = "retained"
-    every: int | None = 1
+    every: AtLeastOne | None = 1
 
     in_slots: ClassVar[str] = ""
     """The setting that is a number of slots, or a share of the prompt's."""
@@ -112,8 +111,6 @@ class Policy(ABC):
         check_fields(self)
         if name := self.in_slots:
             object.__setattr__(self, name, as_budget(type(self).__name__, name, getattr(self, name)))
-        if self.every is not None:
-            self._whole("every", 1)
         repeated = [part for part in self.parts if part.every is not None]
         drawing = [part for part in repeated if part.draws_by_origin]
         closing = [part for part in repeated if part.mode != "gapped"]
@@ -225,9 +222,6 @@ class Policy(ABC):
             raise UserError(
                 f"{self} would leave layer {layer}, KV head {head} of row {row} without a single slot; keep more."
             )
-
-    def _whole(self, name: str, low: int, high: int | None = None) -> None:
-        require_whole(type(self).__name__, name, getattr(self, name), low, high)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvprobe.arguments import AtLeastOne, AtLeastZero
 from kvprobe.cache.entries import entries
 from kvprobe.cache.ledger import Ledger
 from kvprobe.errors import UserError
@@ -23,14 +24,13 @@ class PruneToolResults(Policy):
     again.
     """
 
-    keep_last: int
+    keep_last: AtLeastZero
     placeholder: str | None = None
     prefix: str = "tool"
-    every: int | None = field(default=None, kw_only=True)
+    every: AtLeastOne | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._whole("keep_last", 0)
         if self.placeholder is not None and not self.placeholder.strip():
             raise UserError("PruneToolResults has an empty placeholder; give a text, or None for none.")
 

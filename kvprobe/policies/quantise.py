@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvprobe.arguments import AtLeastOne, AtLeastZero, Bounds
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import QuantisationFormat
 from kvprobe.cache.slots import Rounds
@@ -27,15 +29,12 @@ class Quantise(Policy):
     packed size.
     """
 
-    bits: int
-    group: int = 32
-    tail: int = 128
+    bits: Annotated[int, Bounds(1, 8)]
+    group: AtLeastOne = 32
+    tail: AtLeastZero = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._whole("bits", 1, 8)
-        self._whole("group", 1)
-        self._whole("tail", 0)
         if self.provenance != "retained" or self.mode != "gapped":
             raise UserError("Quantise moves and recomputes nothing; give mode and provenance to another policy.")
 

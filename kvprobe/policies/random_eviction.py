@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.arguments import AtLeastZero
 from kvprobe.errors import UserError
 from kvprobe.policies.policy import Scene
 from kvprobe.policies.ranking import rank
@@ -28,14 +29,13 @@ class RandomEviction(Scored):
     `gapped`, its own or that of a policy in the same chain, it acts once.
     """
 
-    seed: int
+    seed: AtLeastZero
     per_head: bool = False
-    sinks: int = 0
+    sinks: AtLeastZero = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._whole("seed", 0)
-        self._whole("sinks", 0, self.most)
+        self._refuse_beyond_budget("sinks")
 
     def within(self, budget: int) -> dict[str, int]:
         return {"sinks": min(self.sinks, budget)}

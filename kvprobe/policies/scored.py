@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.slots import Evicts
+from kvprobe.errors import UserError
 from kvprobe.policies.policy import Live, Policy, Scene
 from kvprobe.policies.ranking import highest
 from kvprobe.policies.share import Budget, PromptShare
@@ -35,6 +36,14 @@ class Scored(Policy):
     def most(self) -> int | None:
         """The budget as a limit of other settings; None where it is a share."""
         return self.budget if isinstance(self.budget, int) else None
+
+    def _refuse_beyond_budget(self, name: str) -> None:
+        """Refuse a setting of more slots than the budget has."""
+        if self.most is not None and (slots := getattr(self, name)) > self.most:
+            raise UserError(
+                f"{type(self).__name__} has {name}={slots} and budget={self.most}; give a larger budget, or less of "
+                f"`{name}`."
+            )
 
     @property
     def protected(self) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from kvprobe.arguments import AtLeastZero
 from kvprobe.cache.cache import PositionMode
 from kvprobe.cache.slots import Evicts
 from kvprobe.policies.policy import Live, Policy, Scene
@@ -19,15 +20,11 @@ class SinkWindow(Policy):
     were computed, each time that they are read; the paper does the same by caching them before the rotary embedding.
     """
 
-    sinks: int
+    sinks: AtLeastZero
     window: Budget
     mode: PositionMode = field(default="contiguous", kw_only=True)
 
     in_slots: ClassVar[str] = "window"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._whole("sinks", 0)
 
     @property
     def slot_count(self) -> Evicts:

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.arguments import AtLeastOne
 from kvprobe.errors import UserError
 from kvprobe.policies.policy import Scene
 from kvprobe.policies.ranking import age
@@ -23,16 +24,13 @@ class SnapKV(Scored):
     a budget that is a share of the prompt, the window may take half.
     """
 
-    window: int = 16
-    kernel: int = 7
-    every: int | None = field(default=None, kw_only=True)
+    window: AtLeastOne = 16
+    kernel: AtLeastOne = 7
+    every: AtLeastOne | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._whole("window", 1)
-        if self.most is not None:
-            self._whole("budget", self.window)
-        self._whole("kernel", 1)
+        self._refuse_beyond_budget("window")
         if self.kernel % 2 == 0:
             raise UserError(f"SnapKV has kernel={self.kernel}; it must be odd.")
 

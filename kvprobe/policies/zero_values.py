@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from kvprobe.arguments import AtLeastOne
 from kvprobe.cache.indices import indices
 from kvprobe.cache.slots import Evicts
 from kvprobe.errors import UserError
@@ -21,7 +22,7 @@ class ZeroValues(Policy):
 
     segments: str | tuple[str, ...]
     layers: Sequence[int] | None = None
-    every: int | None = field(default=None, kw_only=True)
+    every: AtLeastOne | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

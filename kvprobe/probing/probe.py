@@ -5,20 +5,20 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Annotated, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvprobe.arguments import checked_arguments
+from kvprobe.arguments import AtLeastZero, Bounds, checked_arguments
 from kvprobe.checks import names_of
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
 from kvprobe.probing.claims import FLOOR, Probing
 from kvprobe.probing.controls import random_model
 from kvprobe.probing.features import Features, Site
-from kvprobe.probing.probe_features import check_counts, probe_features
+from kvprobe.probing.probe_features import probe_features
 from kvprobe.probing.read_features import When, read_features, refuse_order, restarted
 from kvprobe.probing.use import Asking, can_be_asked
 from kvprobe.tasks.designs import Design
@@ -37,10 +37,10 @@ def probe(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     per_head: bool = False,
-    folds: int = 5,
-    permutations: int = 99,
+    folds: Annotated[int, Bounds(3)] = 5,
+    permutations: AtLeastZero = 99,
     untrained: bool = False,
-    seed: int = 0,
+    seed: AtLeastZero = 0,
 ) -> Probing:
     """What each layer's K, V and residual stream at segment `at` contain about the design's target, and whether the
     model uses it.
@@ -69,7 +69,6 @@ def probe(
         UserError: fewer contexts than folds, an unknown segment, answers that cannot be compared (see
             `kvprobe.probing.use.can_be_asked`), or what `probe_features` refuses.
     """
-    check_counts(folds, permutations, seed)
     hide = names_of(hide)
     rng = np.random.default_rng(seed)
     asking = Asking(model, design, at, when) if can_be_asked(model, design, at) else None

@@ -3,6 +3,7 @@ way to ask for less."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import pandas as pd
@@ -10,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvprobe.checks import require_whole
+from kvprobe.arguments import AtLeastZero, Bounds, checked_arguments
 from kvprobe.errors import UserError
 from kvprobe.probing.claims import CONTROL, FLOOR, Probing, doubts
 from kvprobe.probing.controls import hash_control, lookup, permuted_within
@@ -29,12 +30,13 @@ CONTROLS = 4
 _TABLES = ("table", "summary", "floors", "codelength", "sparse")
 
 
+@checked_arguments
 def probe_features(
     features: Features,
     floors: Mapping[str, Features],
     *,
-    folds: int = 5,
-    permutations: int = 99,
+    folds: Annotated[int, Bounds(3)] = 5,
+    permutations: AtLeastZero = 99,
     rng: np.random.Generator,
     note: str = "Fitting probes",
 ) -> Probing:
@@ -49,12 +51,11 @@ def probe_features(
         rng: of folds, control labels and permutations.
 
     Raises:
-        UserError: features of which none varies, fewer than 3 folds, fewer contexts than folds, or what
+        UserError: features of which none varies, fewer contexts than folds, or what
             `check_problem` refuses.
     """
     from scipy.stats import false_discovery_control  # slow to import
 
-    check_counts(folds, permutations)
     _check(features, permutations)
     single = len(np.unique(features.contexts)) == 1
     splits: tuple[Split, ...] = ("random",) if single else SPLITS
@@ -155,13 +156,6 @@ def control_tasks(features: Features, rng: np.random.Generator) -> Int[Tensor, "
         drawn = hash_control(labels, features.contexts.tolist(), classes, int(rng.integers(2**31)))
         tasks.append(drawn[[len(row.unique()) > 1 for row in drawn]])
     return torch.cat(tasks)
-
-
-def check_counts(folds: int, permutations: int, seed: int = 0) -> None:
-    """Refuse folds, permutations or a seed that no probing can have: one fold tests, one chooses the penalty, the
-    others train."""
-    for name, count, least in (("folds", folds, 3), ("permutations", permutations, 0), ("seed", seed, 0)):
-        require_whole("A probing", name, count, least)
 
 
 def _check(features: Features, permutations: int) -> None:

@@ -12,7 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvprobe.checks import require_share, require_whole
+from kvprobe.arguments import AtLeastOne, check_fields
+from kvprobe.checks import require_share
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.tasks.json_lines import read_json_lines, text_of
@@ -36,13 +37,13 @@ class JSONLines:
     """
 
     path: Path
-    max_new_tokens: int = 64
+    max_new_tokens: AtLeastOne = 64
 
     one_line = False
     scorers = ("contains", "exact")
 
     def __post_init__(self) -> None:
-        require_whole("JSONLines", "max_new_tokens", self.max_new_tokens, 1)
+        check_fields(self)
         _ = self._lines  # so that a bad file is refused before a model is loaded for it
 
     @property

@@ -231,7 +231,7 @@ def test_impossible_requests_are_refused(tiny_llama: Model, unchecked: None):
     refused(lambda: attend(tiny_llama, PROMPT, queries=[22]), "22 tokens")
     refused(lambda: attend(tiny_llama, PROMPT, queries=[]), "No query")
     refused(lambda: attend(tiny_llama, PROMPT, layers=[3]), "layers 0 to 2")
-    refused(lambda: attend(tiny_llama, PROMPT, chunk=0), "chunk must be at least 1")
+    refused(lambda: attend(tiny_llama, PROMPT, chunk=0), "chunk=0, an int; give a whole number of at least 1")
     refused(lambda: attend(tiny_llama, "abc", cache.fork(2)), "2 rows")
     refused(lambda: attend(tiny_llama, Tokens.of([])), "nothing to read")
     refused(lambda: patterns.mass(slots=[0, 22]), "once each")

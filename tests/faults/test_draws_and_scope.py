@@ -239,8 +239,8 @@ def test_28_layers_are_cut_into_the_four_reported_bands():
 @pytest.mark.parametrize(
     ("scope", "sentence"),
     [
-        ({"rate": 1.5}, "rate=1.5; it must be a number from 0 to 1"),
-        ({"rate": -0.1}, "rate=-0.1; it must be a number from 0 to 1"),
+        ({"rate": 1.5}, "rate=1.5, a float; give a finite number from 0 to 1"),
+        ({"rate": -0.1}, "rate=-0.1, a float; give a finite number from 0 to 1"),
         ({"rate": float("nan")}, "rate=nan, a float; give a finite number"),
         ({"rate": 0.5, "count": 2}, "count=2 and rate=0.5; give one of the two"),
         ({"count": -1}, "count=-1"),
@@ -296,4 +296,4 @@ def test_a_scope_of_no_segments_is_refused_as_one_of_no_layers_is():
 @pytest.mark.parametrize("name", ["seed", "sample", "repeat"])
 @pytest.mark.parametrize("value", [-1, 1.5, None])
 def test_draws_of_anything_but_whole_numbers_from_0_are_refused(unchecked: None, name: str, value: Any):
-    refused(lambda: Draws(**{name: value}), f"Draws has {name}={value}; it must be a whole number, at least 0.")
+    refused(lambda: Draws(**{name: value}), f"Draws has {name}={value}, a", "give a whole number of at least 0.")

@@ -253,8 +253,6 @@ def test_a_past_of_one_row_is_shared_by_all_prompts_and_unchanged(tiny: Model):
 
 
 BAD_SETTINGS: list[tuple[str, dict[str, Any]]] = [
-    ("max_new_tokens=0;", {"max_new_tokens": 0}),
-    ("max_new_tokens=-3;", {"max_new_tokens": -3}),
     ("temperature is -0.1;", {"temperature": -0.1}),
     ("temperature is nan;", {"temperature": float("nan"), "generators": row_generators(0, 3)}),
     ("top_p is 0.0;", {"top_p": 0.0}),

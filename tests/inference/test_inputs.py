@@ -173,7 +173,7 @@ REFUSED: list[tuple[str, Callable[[Model], Any]]] = [
         lambda model: model.apply("TOVX(3)", model.prefill(IDS)),
     ),
     ("There is no policy called 'TOVX'; did you mean 'TOVA'?", lambda model: model.prefill(IDS, policy="TOVX(3)")),
-    ("Watching has queries=-1", lambda model: model.watch(IDS, queries=-1)),
+    ("Model.watch has queries=-1", lambda model: model.watch(IDS, queries=-1)),
     ("logits is 0", lambda model: model.extend(None, IDS, logits=0)),
     ("max_new_tokens=1.5", lambda model: model.generate(IDS, max_new_tokens=1.5)),
     ("max_new_tokens=True", lambda model: model.generate(IDS, max_new_tokens=True)),

@@ -529,14 +529,14 @@ def sweep_refused(words: str, model: Model, faults: Sequence[Fault], prompt: Tok
 
 
 def test_settings_out_of_range_are_refused(tiny_llama: Model):
-    sweep_refused("max_new_tokens=0; it must be a whole number, at least 1", tiny_llama, [], max_new_tokens=0)
-    sweep_refused("rows=1; it must be a whole number, at least 2", tiny_llama, [], rows=1)
+    refused(lambda: tiny_llama.sweep(PROMPT, [], max_new_tokens=0), "max_new_tokens=0, an int; give", "at least 1")
+    refused(lambda: tiny_llama.sweep(PROMPT, [], rows=1), "rows=1, an int; give", "at least 2")
     sweep_refused("the prompt has no token", tiny_llama, [], Tokens.of([]))
     sweep_refused("A prompt of one token leaves no cache to damage", tiny_llama, [], PROMPT[:1])
     sweep_refused("no donor called 'distractor'; there are none here", tiny_llama, [Distractor()], donors={})
     sweep_refused("There is no layer 99", tiny_llama, [Zeros(scope=Scope(layers=[99]))])
     sweep_refused("There is no segment called 'T3'", tiny_llama, [Zeros(scope=Scope(segments=("T3",)))])
-    refused(lambda: swept(tiny_llama, [Trial(Zeros(), -1)]), "repeat=-1; it must be a whole number, at least 0")
+    refused(lambda: swept(tiny_llama, [Trial(Zeros(), -1)]), "repeat=-1, an int; give a whole number of at least 0")
 
 
 def test_a_segment_of_another_prompt_of_the_batch_is_refused_too(tiny_llama: Model):

@@ -67,7 +67,7 @@ def test_an_attribution_checks_at_least_one_cell_with_a_seed_that_there_is(tiny_
             lambda given={name: value}: kv.attribute(
                 tiny_llama, base.cache, donor.cache, base.suffix(0, 1), LogitDiff(1, 2), ("segment",), **given
             ),
-            f"{name}={value}; it must be a whole number",
+            f"{name}={value}, an int; give a whole number of at least",
         )
 
 

@@ -293,6 +293,8 @@ def test_impossible_probings_are_refused_in_a_sentence():
     refused(lambda: probe_features(uncrossed, {}, rng=rng), "cross contexts with labels")
     alike = features_of(features.tensors["v"][:, ::2], torch.zeros_like(answers))
     refused(lambda: probe_features(alike, {}, permutations=0, rng=rng), "one class")
-    refused(lambda: probe_features(features, {}, folds=2, rng=rng), "folds=2; it must be a whole number, at least 3")
+    refused(
+        lambda: probe_features(features, {}, folds=2, rng=rng), "folds=2, an int; give a whole number of at least 3"
+    )
     refused(lambda: probe_features(features, {}, permutations=-1, rng=rng), "permutations=-1")
     refused(lambda: probe_features(features, {}, folds=30, rng=rng), "needs at least 30 contexts")

@@ -352,8 +352,8 @@ def test_conversations_of_a_context_may_be_of_any_length_before_what_is_read(tin
 
 
 def test_unknown_segments_wrong_orders_and_counts_are_refused(tiny_llama: Model, design: Design):
-    refused(lambda: probe(tiny_llama, design, "T1", permutations=-1), "permutations=-1; it must be a whole number")
-    refused(lambda: probe(tiny_llama, design, "T1", folds=2), "folds=2; it must be a whole number, at least 3")
+    refused(lambda: probe(tiny_llama, design, "T1", permutations=-1), "permutations=-1, an int; give a whole number")
+    refused(lambda: probe(tiny_llama, design, "T1", folds=2), "folds=2, an int; give a whole number of at least 3")
     refused(lambda: probe(tiny_llama, design, "T1", seed=-1), "seed=-1")
     refused(lambda: probe(tiny_llama, design, "T22", folds=3), "'T2'")
     refused(lambda: probe(tiny_llama, design, "T1", hide=["T2"], folds=3), "cannot be hidden")
