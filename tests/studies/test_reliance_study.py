@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
@@ -19,8 +20,8 @@ from kvprobe.inference.forced import given_answer
 from kvprobe.policies import RestartInPlace
 from kvprobe.studies.compaction.arms import HIDDEN_SEGMENTS
 from kvprobe.studies.reliance import Config
-from kvprobe.studies.reliance.collect import EXCHANGED, Source, measure
-from kvprobe.studies.reliance.stated_twice import Word, stated_twice
+from kvprobe.studies.reliance.collect import EXCHANGED, Source, lead_of, measure
+from kvprobe.studies.reliance.stated_twice import LEAD, Word, stated_twice
 from kvprobe.studies.reliance.study import STUDY, conclude
 from tests import models
 from tests.experiments.made_up import answer_of
@@ -49,11 +50,27 @@ def test_retained_summaries_differ_by_what_was_in_view_and_recomputed_ones_do_no
     assert rows["retained", "own", "own"] != pytest.approx(rows["retained", "unrelated", "own"], abs=1e-4)
 
 
+def test_turns_lie_between_and_leads_are_the_models_own_where_it_answers_rightly(monkeypatch: pytest.MonkeyPatch):
+    model, case = models.any_model(), stated_twice(2)[1]
+    config, said = Config(turns=2, lead="model"), f"You said that it is {case.answers['own']}, I think."
+    monkeypatch.setattr(type(model), "generate", lambda *_, **__: SimpleNamespace(text=said))
+    rows = measure(model, {EVERY_LAYER: range(model.geometry.n_layers)}, config, case)
+    assert set(rows["lead"]) == {"You said that it is"}
+    tokens = case.talk("own", "own", 2, "You said that it is").tokens(model.tokenizer)
+    begins, answer = tokens.span("B1").start, tokens.part("answer")
+    retained = model.prefill(tokens[:begins]).mask(*HIDDEN_SEGMENTS)
+    expected = given_answer(model, retained, tokens[begins : answer.start], tokens.ids[answer]).log_prob
+    row = rows.query("source == 'own' and state == 'retained' and word == 'own'").iloc[0]
+    assert row["logprob"] == pytest.approx(expected, abs=1e-5)
+    monkeypatch.setattr(type(model), "generate", lambda *_, **__: SimpleNamespace(text="I do not know."))
+    assert lead_of(model, case, config) == LEAD
+
+
 @pytest.mark.parametrize("bands", [1, 2])
 def test_an_exchange_is_that_of_its_layers_and_part(bands: int):
     model, case = models.any_model(), stated_twice(2)[1]
     named = named_bands(model.geometry.n_layers, bands)
-    rows = measure(model, case, named)
+    rows = measure(model, named, Config(), case)
     tokens = case.talk("own", "own").tokens(model.tokenizer)
     ask, answer = tokens.span("ask").start, tokens.part("answer")
     cache = model.prefill(tokens[:ask])
@@ -104,7 +121,10 @@ def made_up(
                     rows.append({**row, "context": case})
     held = every(context=range(CONVERSATIONS), band=("0–1", "2–3", EVERY_LAYER), part=EXCHANGED)
     parts = (held["part"] != "V").astype(int) * (held["band"] != "2–3") + (held["part"] != "K")
-    return {"samples": pd.DataFrame(rows), "exchanged": held.assign(undone=-parts * held["context"].map(own) / 2)}
+    return {
+        "samples": pd.DataFrame(rows).assign(lead=LEAD),
+        "exchanged": held.assign(undone=-parts * held["context"].map(own) / 2),
+    }
 
 
 ALIKE: dict[str, Number] = {"unrelated": lambda _: 0.0, "lost": lambda _: 0.0}

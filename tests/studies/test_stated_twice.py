@@ -38,3 +38,15 @@ def test_what_is_asked_ends_with_the_answer(tokenizer: Any):
         assert talk.compaction.summary_question in text
         assert text.rstrip().endswith("The answer is")
         assert tokens[word].ids[: part.start] == tokens["own"].ids[: part.start]
+
+
+@pytest.mark.parametrize("between", [1, 4])
+def test_exchanges_between_state_no_answer_and_come_before_the_question(between: int, tokenizer: Any):
+    for talk in ALL:
+        chat = talk.talk("own", "own", between, "You said")
+        segments = list(dict.fromkeys(message.segment for message in chat.messages))
+        assert segments[-between - 1 :] == [*(f"B{number}" for number in range(1, between + 1)), "ask"]
+        texts = [message.text for message in chat.messages if str(message.segment).startswith("B")]
+        assert len(set(texts)) == 2 * between
+        assert not any(talk.is_stated(text) for text in texts)
+    assert ALL[0].talk("own", "own", 1).tokens(tokenizer).ids != ALL[0].talk("own", "own").tokens(tokenizer).ids

@@ -7,6 +7,7 @@ layers at a time.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Literal, get_args
 
@@ -22,10 +23,13 @@ from kvprobe.patching.patch_sweep import patch_sweep
 from kvprobe.policies import RestartInPlace
 from kvprobe.studies.compaction.arms import HIDDEN_SEGMENTS
 from kvprobe.studies.reliance import Config
-from kvprobe.studies.reliance.stated_twice import StatedTwice, Word, stated_twice
+from kvprobe.studies.reliance.stated_twice import LEAD, StatedTwice, Word, stated_twice
 from kvprobe.tasks.compaction import unrelated
 from kvprobe.tasks.passcode import contexts
+from kvprobe.text.transcript import Transcript
 
+LONGEST_LEAD = 32
+"""Tokens of a reply in which the answer is looked for."""
 EXCHANGED = ("K", "V", "KV")
 Source = Literal["own", "other", "unrelated"]
 
@@ -39,21 +43,23 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     """
     bands = named_bands(model.geometry.n_layers, config.bands)
     cases, doing, unit = stated_twice(config.contexts), "Asking after summaries", "conversation"
-    rows = table_of_parts(run, cases, "answers", lambda case: measure(model, case, bands), doing=doing, unit=unit)
+    measured = partial(measure, model, bands, config)
+    rows = table_of_parts(run, cases, "answers", measured, doing=doing, unit=unit)
     whole = rows["band"].isna()
-    samples = rows.loc[whole, ["source", "state", "word", "logprob", "context"]].reset_index(drop=True)
+    samples = rows.loc[whole, ["source", "state", "word", "logprob", "context", "lead"]].reset_index(drop=True)
     return {"samples": samples, "exchanged": rows.loc[~whole, ["band", "part", "undone", "context"]]}
 
 
-def measure(model: Model, case: StatedTwice, bands: Mapping[str, Sequence[int]]) -> pd.DataFrame:
+def measure(model: Model, bands: Mapping[str, Sequence[int]], config: Config, case: StatedTwice) -> pd.DataFrame:
     """The rows of both tables of one conversation."""
+    lead = lead_of(model, case, config)
     number = contexts().index(case.context)
     others = contexts()[number + 1 :] + contexts()[:number]
     rows = []
     for source in get_args(Source):
         turns = "other" if source == "other" else "own"
-        whole = {word: case.talk(turns, word).tokens(model.tokenizer) for word in get_args(Word)}
-        ask, begins = whole["own"].span("ask").start, whole["own"].part("answer").start
+        whole = {word: case.talk(turns, word, config.turns, lead).tokens(model.tokenizer) for word in get_args(Word)}
+        ask, begins = whole["own"].span("B1" if config.turns else "ask").start, whole["own"].part("answer").start
         read = whole["own"][:ask]
         cache = model.prefill(
             unrelated(read, HIDDEN_SEGMENTS, others, model.tokenizer) if source == "unrelated" else read
@@ -75,4 +81,13 @@ def measure(model: Model, case: StatedTwice, bands: Mapping[str, Sequence[int]])
             swept = patch_sweep(model, *caches, asked, metric, over, parts=EXCHANGED, progress=False)
             for (band, part), undone in zip(product(bands, EXCHANGED), swept.effect.tolist(), strict=True):
                 rows.append({"band": band, "part": part, "undone": undone})
-    return pd.DataFrame(rows).assign(context=number)
+    return pd.DataFrame(rows).assign(context=number, lead=lead)
+
+
+def lead_of(model: Model, case: StatedTwice, config: Config) -> str:
+    """The words before the answer: the model's own with everything in view, if it answers rightly then; or ours."""
+    if config.lead == "ours":
+        return LEAD
+    asking = Transcript(case.talk("own", "own", config.turns).messages[:-1])
+    before, answer, _ = model.generate(asking, max_new_tokens=LONGEST_LEAD).text.partition(case.answers["own"])
+    return before.strip() if answer and before.strip() else LEAD

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvprobe.tasks.compaction import Compaction, asked, compactions
+from kvprobe.tasks.exchanges import talk
 from kvprobe.tasks.passcode import Context, contexts, conversation
 from kvprobe.text.transcript import Transcript
 
@@ -11,6 +12,8 @@ Word = Literal["own", "other"]
 """The answer that the summary states, or a wrong one of the same kind."""
 TURNS = ("chat_user", "chat_assistant", "secret_user", "secret_assistant")
 """Of a context, the texts of T1 and T2."""
+BETWEEN = ("B1", "B2", "B3", "B4")
+"""Segments of the exchanges before the question."""
 CODE, LEAD = "48213", "The answer is"
 
 
@@ -34,12 +37,21 @@ class StatedTwice:
         }
         return replace(self.context, **changed)
 
-    def talk(self, turns: Word, answer: Word) -> Transcript:
-        """The conversation up to the second summary, and then in the segment `ask` the question that the summary
-        answers, answered so in the part `answer`."""
+    def talk(self, turns: Word, answer: Word, between: int = 0, lead: str = LEAD) -> Transcript:
+        """The conversation up to the second summary, so many exchanges that state neither answer in segments of their
+        own, and then in the segment `ask` the question that the summary answers, answered so in the part `answer`."""
         messages = conversation(self.turns_stating(turns), CODE).messages
-        before = Transcript(tuple(message for message in messages if message.segment != "T3"))
-        return asked(before, self.compaction.summary_question, self.answers[answer], LEAD)
+        summed_up = (message for message in messages if message.segment != "T3")
+        own_first = sorted(compactions(), key=lambda compaction: compaction != self.compaction)
+        follow = ((each.followup_user, each.followup_assistant) for each in own_first)
+        silent = (texts for texts in follow if not self.is_stated(" ".join(texts)))
+        exchanges = [talk((name, *texts)) for name, texts in zip(BETWEEN[:between], silent, strict=False)]
+        before = Transcript((*summed_up, *(message for chat in exchanges for message in chat.messages)))
+        return asked(before, self.compaction.summary_question, self.answers[answer], lead)
+
+    def is_stated(self, text: str) -> bool:
+        """Whether a text holds one of the answers."""
+        return any(answer.lower() in text.lower() for answer in self.answers.values())
 
 
 def stated_twice(count: int) -> list[StatedTwice]:

@@ -14,7 +14,7 @@ from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies.compaction.arms import HIDDEN_SEGMENTS
 from kvprobe.studies.reliance import Config
 from kvprobe.studies.reliance.collect import collect
-from kvprobe.studies.reliance.stated_twice import stated_twice
+from kvprobe.studies.reliance.stated_twice import LEAD, stated_twice
 from kvprobe.tidy import Rows
 from kvprobe.wording import few_clusters
 
@@ -52,7 +52,8 @@ def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclu
     rows, exchanged = tables["samples"], tables["exchanged"]
     first = stated_twice(config.contexts)[0]
     shown = {
-        "chat": chat_record(first.talk("own", "own"), masked=HIDDEN_SEGMENTS),
+        "chat": chat_record(first.talk("own", "own", config.turns), masked=HIDDEN_SEGMENTS),
+        "own_leads": int(rows.groupby("context")["lead"].first().ne(LEAD).sum()),
         **first.answers,
         "contexts": int(rows["context"].nunique()),
     }
