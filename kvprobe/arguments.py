@@ -38,7 +38,7 @@ _WORDS = {int: "a whole number", float: "a finite number", str: "a text", bool: 
 
 
 @dataclass(frozen=True)
-class Bounds:
+class Within:
     """The least and the most that an annotated number may be."""
 
     low: int
@@ -48,9 +48,9 @@ class Bounds:
         return f"of at least {self.low:,}" if self.high == math.inf else f"from {self.low:,} to {self.high:,}"
 
 
-AtLeastZero = Annotated[int, Bounds(0)]
-AtLeastOne = Annotated[int, Bounds(1)]
-Share = Annotated[float, Bounds(0, 1)]
+AtLeastZero = Annotated[int, Within(0)]
+AtLeastOne = Annotated[int, Within(1)]
+Share = Annotated[float, Within(0, 1)]
 
 
 def checked_arguments(function: Checked) -> Checked:
@@ -158,7 +158,7 @@ def _reader(hint: Any) -> Reader:
     if kind is Mapping and inner:
         return _mapping(*map(_reader, inner))
     if origin is Annotated:
-        return _within(_reader(inner[0]), inner[1]) if isinstance(inner[1], Bounds) else _reader(inner[0])
+        return _within(_reader(inner[0]), inner[1]) if isinstance(inner[1], Within) else _reader(inner[0])
     if origin in (Union, types.UnionType):
         return _either([_reader(one) for one in inner])
     if origin is Literal:
@@ -181,7 +181,7 @@ def _reader(hint: Any) -> Reader:
     return lambda value: value if isinstance(value, kind) else _MISFIT
 
 
-def _within(reader: Reader, bounds: Bounds) -> Reader:
+def _within(reader: Reader, bounds: Within) -> Reader:
     def read(value: Any) -> Any:
         number = reader(value)
         return number if number is not _MISFIT and bounds.low <= number <= bounds.high else _MISFIT
@@ -278,7 +278,7 @@ def _words(hint: Any) -> list[str]:
     """What is expected, in words."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return [f"{_words(inner[0])[0]} {inner[1]}" if isinstance(inner[1], Bounds) else inner[1]]
+        return [f"{_words(inner[0])[0]} {inner[1]}" if isinstance(inner[1], Within) else inner[1]]
     if origin in (Union, types.UnionType):
         return [word for one in inner for word in _words(one)]
     if origin is Literal:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.arguments import Bounds
+from kvprobe.arguments import Within
 from kvprobe.cache.attention import scores_of
 from kvprobe.errors import UserError
 from kvprobe.faults.context import FaultContext, SlotMoments
@@ -78,7 +78,7 @@ class Gaussian(Fault):
     """
 
     matched: Matched = "layer"
-    scale: Annotated[float, Bounds(0)] = 1.0
+    scale: Annotated[float, Within(0)] = 1.0
 
     @property
     def needs(self) -> tuple[Need, ...]:

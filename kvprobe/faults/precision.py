@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.arguments import AtLeastOne, Bounds
+from kvprobe.arguments import AtLeastOne, Within
 from kvprobe.cache.ledger import QuantisationFormat
 from kvprobe.errors import UserError
 from kvprobe.faults.fault import Fault
@@ -80,7 +80,7 @@ class QuantisationNoise(Fault):
     `policies.Quantise` for the layout of "KIVI".
     """
 
-    bits: Annotated[int, Bounds(1, 8)]
+    bits: Annotated[int, Within(1, 8)]
     group: AtLeastOne = 32
 
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvprobe.arguments import AtLeastOne, AtLeastZero, Bounds, checked_arguments
+from kvprobe.arguments import AtLeastOne, AtLeastZero, Within, checked_arguments
 from kvprobe.brief import Brief, plain_dtype
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.device import pick_device
@@ -286,7 +286,7 @@ class Model(Brief):
         max_new_tokens: AtLeastOne = 64,
         stop: Collection[int] | None = None,
         follow: bool = True,
-        rows: Annotated[int, Bounds(2)] = ROWS,
+        rows: Annotated[int, Within(2)] = ROWS,
         lane: Lane = "plain",
         done: Callable[[int], object] = lambda count: None,
     ) -> Sweep:

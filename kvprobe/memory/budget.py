@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING, Annotated
 
-from kvprobe.arguments import Bounds, checked_arguments
+from kvprobe.arguments import Within, checked_arguments
 from kvprobe.brief import cut
 from kvprobe.cache.slots import SlotPlan
 from kvprobe.errors import UserError
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvprobe.policies import Policy
 
 
-Size = Annotated[int, Bounds(1, FARTHEST)]
+Size = Annotated[int, Within(1, FARTHEST)]
 
 
 class Budget(Needs):
@@ -53,9 +53,9 @@ def budget(
     model: str | os.PathLike[str] | Mapping[str, object],
     *,
     context: Size = 8192,
-    new: Annotated[int, Bounds(0, FARTHEST)] = 0,
+    new: Annotated[int, Within(0, FARTHEST)] = 0,
     batch: Size = 1,
-    source: Annotated[int, Bounds(0, FARTHEST)] = 0,
+    source: Annotated[int, Within(0, FARTHEST)] = 0,
     dtype: str | None = None,
     cache_dtype: str | None = None,
     engine: EngineName = "hf",

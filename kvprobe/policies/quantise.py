@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvprobe.arguments import AtLeastOne, AtLeastZero, Bounds
+from kvprobe.arguments import AtLeastOne, AtLeastZero, Within
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import QuantisationFormat
 from kvprobe.cache.slots import Rounds
@@ -29,7 +29,7 @@ class Quantise(Policy):
     packed size.
     """
 
-    bits: Annotated[int, Bounds(1, 8)]
+    bits: Annotated[int, Within(1, 8)]
     group: AtLeastOne = 32
     tail: AtLeastZero = 128
 

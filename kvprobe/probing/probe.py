@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvprobe.arguments import AtLeastZero, Bounds, checked_arguments
+from kvprobe.arguments import AtLeastZero, Within, checked_arguments
 from kvprobe.checks import names_of
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
@@ -37,7 +37,7 @@ def probe(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     per_head: bool = False,
-    folds: Annotated[int, Bounds(3)] = 5,
+    folds: Annotated[int, Within(3)] = 5,
     permutations: AtLeastZero = 99,
     untrained: bool = False,
     seed: AtLeastZero = 0,

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvprobe.arguments import AtLeastZero, Bounds, checked_arguments
+from kvprobe.arguments import AtLeastZero, Within, checked_arguments
 from kvprobe.errors import UserError
 from kvprobe.probing.claims import CONTROL, FLOOR, Probing, doubts
 from kvprobe.probing.controls import hash_control, lookup, permuted_within
@@ -35,7 +35,7 @@ def probe_features(
     features: Features,
     floors: Mapping[str, Features],
     *,
-    folds: Annotated[int, Bounds(3)] = 5,
+    folds: Annotated[int, Within(3)] = 5,
     permutations: AtLeastZero = 99,
     rng: np.random.Generator,
     note: str = "Fitting probes",
