@@ -3,13 +3,16 @@
 Rows stay only while it stays. It covers all modules that were not installed: those that are imported anywhere in the
 code, by name or by importlib, from whatever folder, and those of functions, classes and objects among the values. It
 covers values that no code shows: of functools.partial, defaults, closures, wrapped functions, attributes and module
-globals (of what may be filled meanwhile, such as a dict, as they were when the process first asked), and the files and
-environment variables that the code reads by names that stand in it. It covers neither names that are computed, nor what
-is fetched, nor the inside of objects of other libraries, but for arrays, tables, models and tokenizers.
+globals (of what may be filled meanwhile, such as a dict, as they were when the process first asked), environment
+variables by names that stand in the code, and whatever files and folders a text among code and values names, beside the
+code or in the working folder, whoever opens them, unless the code writes them. It covers neither names that are
+computed, nor what is fetched, nor the inside of objects of other libraries, but for arrays, tables, models and
+tokenizers.
 """
 
 import ast
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Collection, Iterator, Mapping
@@ -32,22 +35,17 @@ SHOWN = {"name", "title", "question", "conclude", "folder", "done", "figures", "
 """Fields of a study that may change while its rows stay."""
 _PLAIN = (bool, int, float, complex, str, bytes, PurePath, type(None), type(...), range)
 _FIXED = (*_PLAIN, tuple, frozenset, FunctionType, type, ModuleType)
-_READS = (
-    "read",
-    "load",
-    "open",
-    "run_path",
-    "spec_from_file_location",
-    "SourceFileLoader",
-    "import_module",
-    "__import__",
-)
-"""Beginnings of names of functions whose arguments are files or modules."""
-_WRITES = {"w", "wt", "wb", "w+", "a", "ab", "at", "a+", "x", "xb", "xt"}
+_WRITING = re.compile(r"(write_|save|mkdir|touch|to_(csv|parquet|json|pickle|feather|excel)$)")
+"""Beginnings of names of functions that write files."""
+_MODES = {"w", "wt", "wb", "w+", "a", "ab", "at", "a+", "x", "xb", "xt"}
+_WHOLE, _WHOLE_INSIDE, _MOST_FILES = 2**26, 2**16, 10_000
+"""The largest file that counts by its bytes, and the largest in a folder; others count by size and time of change. And
+how many files of a folder count."""
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _HERE = Path(__file__).parents[1]
-_at_first: WeakKeyDictionary[ModuleType, dict[str, tuple[object, bytes]]] = WeakKeyDictionary()
-"""Of globals that may be filled meanwhile: their values, and digests of what they held when the process first asked."""
+_at_first: WeakKeyDictionary[ModuleType, dict[str, tuple[object, bytes, list[str]]]] = WeakKeyDictionary()
+"""Of globals that may be filled meanwhile: their values, and digests and texts of what they held when the process first
+asked."""
 
 
 def digest_of_measuring(collect: object, others: Collection[object], without: Collection[str]) -> str:
@@ -63,6 +61,7 @@ def digest_of_measuring(collect: object, others: Collection[object], without: Co
     reached = _Reached(_module_of(collect), without)
     for value in (collect, *others):
         reached.add(value)
+    reached.read()
     return digest(reached.pieces)
 
 
@@ -82,6 +81,10 @@ class _Reached:
         self._seen: dict[int, object] = {}
         self._modules: set[str] = set()
         self._folders: list[str] = []
+        self._beside = {Path().resolve()}
+        self._texts: list[str] = []
+        self._written: set[str] = set()
+        self._joined: set[str] = set()
         self._module(home)
 
     def add(self, value: Any) -> None:
@@ -90,6 +93,8 @@ class _Reached:
         self.pieces.append(f"{kind.__module__}.{kind.__qualname__}".encode())
         if isinstance(value, _PLAIN):
             self.pieces.append(repr(value).encode())
+            if isinstance(value, str | PurePath) and _is_name(str(value)):
+                self._texts.append(str(value))
             return
         if id(value) in self._seen:
             return
@@ -116,6 +121,21 @@ class _Reached:
             self.pieces.append(tokenizer_digest(value).encode())
         else:
             self._object(value)
+
+    def read(self) -> None:
+        """Add what the files and folders hold that texts name, by a part of their path or all of it."""
+        texts = {os.path.expanduser(text) for text in {*self._texts} - self._written}
+        found: set[Path] = set()
+        folders = self._beside
+        for _ in range(3):
+            found |= {(base / text).resolve() for base in folders for text in texts if _exists(base / text)}
+            found -= {path for path in found for base in self._beside if base.is_relative_to(path)}
+            folders = {path for path in found if path.is_dir()}
+        joined = {Path(text).name for text in self._joined}
+        partly = {path for other in found for path in other.parents if path.name in joined}
+        partly |= {Path(folder).resolve() for folder in self._folders}
+        for path in sorted(found - (partly & folders)):
+            self._add_all((path.name, list(_held(path))))
 
     def _add_all(self, values: Any) -> None:
         for value in values:
@@ -177,13 +197,13 @@ class _Reached:
         self._follow(tree, package, Path(str(file)).parent)
         for key, value in sorted(vars(module).items()) if module else ():
             if not key.startswith("__") and not (name == self.home and key in self.without):
-                start = len(self.pieces)
+                start, first = len(self.pieces), len(self._texts)
                 self.add(value)
                 if module and not isinstance(value, _FIXED):
                     known = _at_first.setdefault(module, {})
                     if key not in known or known[key][0] is not value:
-                        known[key] = (value, digest(self.pieces[start:]).encode())
-                    self.pieces[start:] = [known[key][1]]
+                        known[key] = (value, digest(self.pieces[start:]).encode(), self._texts[first:])
+                    self.pieces[start:], self._texts[first:] = [known[key][1]], known[key][2]
 
     def _owns(self, name: str, file: str | None = None) -> bool:
         """Whether a module was not installed, or is of the study's own package."""
@@ -230,7 +250,7 @@ class _Reached:
         return ast.Module([part for part in kept if not is_left_out(part) or getattr(part, "name", "") in used], [])
 
     def _follow(self, tree: ast.Module, package: str | None, folder: Path) -> None:
-        """What code imports, and the files and environment variables that it reads by names that stand in it."""
+        """What code imports, the environment variables that it reads by names that stand in it, and all texts in it."""
         names: list[str] = []
         assigned = {
             name.id: node.value
@@ -239,7 +259,8 @@ class _Reached:
             for name in node.targets
             if isinstance(name, ast.Name)
         }
-        read: list[str] = []
+        self._beside.add(folder.resolve())
+        self._texts += _texts(tree, {})
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 names += [alias.name for alias in node.names]
@@ -249,17 +270,22 @@ class _Reached:
             elif isinstance(node, ast.Attribute | ast.Name) and _called(node) in ("environ", "getenv"):
                 self.add({text: os.environ[text] for text in sorted(_texts(tree, {})) if text in os.environ})
             elif isinstance(node, ast.Call):
-                texts = [*_texts(node, assigned)]
-                if _called(node.func).startswith(_READS) and not _WRITES & set(texts):
-                    read += texts
+                texts, called = [*_texts(node, assigned)], _called(node.func)
+                if called in ("import_module", "__import__"):
+                    names += [text for text in texts if text.replace(".", "").isidentifier()]
+                elif _WRITING.match(called) or (called == "open" and _opens_to_write(node)):
+                    places = [argument for argument in node.args if not isinstance(argument, ast.Call)]
+                    for place in [node.func, *places]:
+                        self._written.update(_texts(place, assigned))
+                elif called in ("join", "joinpath"):
+                    self._joined.update(texts)
                 elif "path" in ast.dump(node.func) and "'sys'" in ast.dump(node.func):
                     self._folders += [str(base / text) for base in (folder, Path()) for text in texts]
                     self._folders.append(str(folder))
-        for name in sorted({*names, *(text for text in read if text.replace(".", "").isidentifier())}):
+            elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+                self._joined.update(_texts(node, assigned))
+        for name in sorted(set(names)):
             self._module(name)
-        folders = [base / text for base in (folder, Path()) for text in ("", *read) if (base / text).is_dir()]
-        for path in sorted({base / text for base in folders for text in read if (base / text).is_file()}):
-            self._add_all((path.name, digest([path.read_bytes()])))
 
 
 def _called(function: ast.expr) -> str:
@@ -267,14 +293,57 @@ def _called(function: ast.expr) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
+def _opens_to_write(call: ast.Call) -> bool:
+    given = [*call.args[isinstance(call.func, ast.Name) :], *(word.value for word in call.keywords)]
+    return any(isinstance(argument, ast.Constant) and argument.value in _MODES for argument in given)
+
+
 def _texts(tree: ast.AST, assigned: Mapping[str, ast.expr]) -> Iterator[str]:
     """Short texts that stand in code, or in what was assigned to a name in it."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and 0 < len(node.value) < 256:
-            if "\0" not in node.value and "\n" not in node.value:
-                yield node.value
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_name(node.value):
+            yield node.value
         elif isinstance(node, ast.Name) and node.id in assigned:
             yield from _texts(assigned[node.id], {})
+
+
+def _is_name(text: str) -> bool:
+    """Whether a text may name a file."""
+    return 0 < len(text) < 256 and "\0" not in text and "\n" not in text
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is such a file or folder, other than of the whole machine, such as /tmp."""
+    try:
+        return path.is_file() or (path.is_dir() and len(path.resolve().parts) > 2)
+    except OSError:
+        return False
+
+
+def _held(path: Path) -> Iterator[tuple[str, object]]:
+    """What a file holds, or each file of a folder but for runs."""
+    if path.is_file():
+        yield "", _contents(path, _WHOLE)
+        return
+    count = 0
+    for place, folders, files in os.walk(path):
+        folders[:] = sorted(
+            name for name in folders if name[0] not in "._" and not (Path(place, name) / "env.json").is_file()
+        )
+        for name in sorted(files)[: _MOST_FILES - count]:
+            yield str(Path(place, name).relative_to(path)), _contents(Path(place, name), _WHOLE_INSIDE)
+        count += len(files)
+        if count >= _MOST_FILES:
+            return
+
+
+def _contents(path: Path, most: int) -> object:
+    """The digest of a file; its size and time of change where it is large or cannot be read."""
+    try:
+        about = path.stat()
+        return digest([path.read_bytes()]) if about.st_size <= most else (about.st_size, about.st_mtime_ns)
+    except OSError:
+        return None
 
 
 def _is_filled(cell: Any) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvprobe.experiments import measuring as measuring_module
 from kvprobe.fingerprint import tokenizer_digest
 from kvprobe.studies import read_study
 from tests.models import tiny_tokenizer
@@ -124,6 +125,78 @@ def test_what_a_study_measures_with_counts_wherever_it_stands(way: str, tmp_path
         assert measuring(tmp_path, code) != before
     finally:
         sys.path[:] = [path for path in sys.path if path != str(folder)]
+
+
+OPENED: dict[str, tuple[str, str]] = {
+    "a task": ("find_task('{file}')", ""),
+    "a default": ("read()", "def read(path='{file}'):\n    return open(path).read()"),
+    "a tuple": ("[open(file) for file in FILES]", "FILES = ('{file}', 'none.txt')"),
+    "a mapping": ("open(FILES['a'])", "FILES = {{'a': '{file}'}}"),
+    "a class attribute": ("Given.path.read_text()", "class Given:\n    path = pathlib.Path('{file}')"),
+    "an instance": (
+        "GIVEN.path",
+        "class Given:\n    def __init__(self, path): self.path = path\nGIVEN = Given('{file}')",
+    ),
+    "a typed constant": ("open(FILE)", "FILE: str = '{file}'"),
+    "a closure": ("READ()", "def made(path):\n    return lambda: open(path)\nREAD = made('{file}')"),
+    "a field": ("open(Given().path)", "@dataclass\nclass Given:\n    path: str = '{file}'"),
+    "a helper": ("read('{file}')", "def read(path):\n    return open(path).read()"),
+    "safetensors": ("safe_open('{file}', 'pt')", ""),
+    "numpy": ("np.genfromtxt('{file}')", ""),
+    "a database": ("sqlite3.connect('{file}')", ""),
+    "an archive": ("zipfile.ZipFile('{file}')", ""),
+    "a command": ("subprocess.run(['cat', '{file}'])", ""),
+    "the working folder": ("open('working.txt')", ""),
+    "a folder": ("kv.load('held')", ""),
+    "a pattern": ("list(pathlib.Path('held').glob('*.txt'))", ""),
+    "a deep path": ("open('held/deep/file.txt')", ""),
+    "a joined path": ("open(os.path.join('held', 'deep', 'file.txt'))", ""),
+    "a large file": ("open('{file}')", "LARGE = 1"),
+}
+
+
+@pytest.mark.parametrize("way", OPENED)
+def test_files_and_folders_that_are_named_count_whoever_opens_them(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    call, code = OPENED[way]
+    (tmp_path / "working").mkdir()
+    monkeypatch.chdir(tmp_path / "working")
+    monkeypatch.setattr(measuring_module, "_WHOLE", 2 if "LARGE" in code else 100)
+    (tmp_path / "held" / "deep").mkdir(parents=True)
+    files = [Path("working.txt"), tmp_path / "given.txt", tmp_path / "held" / "deep" / "file.txt"]
+    for file in files:
+        file.write_text("one")
+    whole = f"{code}\ndef collect(*_):\n    return {call}\n".format(file="given.txt") + TAIL.format(collect="collect")
+    before = measuring(tmp_path, whole)
+    (tmp_path / "unnamed.txt").write_text("one")
+    assert measuring(tmp_path, whole) == before
+    for file in files:
+        file.write_text("other")
+    assert measuring(tmp_path, whole) != before
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "open('log.txt', 'a').write('x')",
+        "pathlib.Path('log.txt').write_text('x')",
+        "np.save('log.txt', [])",
+        "rows.to_csv('log.txt')",
+        "LOG.open('w')",
+        "['.', '/', '/tmp', '..', '']",
+        "(LOG / 'none').mkdir()",
+    ],
+)
+def test_files_that_are_written_and_folders_around_do_not_count(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    body = f"def collect(*_):\n    {code}\n    LOG.touch()\n"
+    whole = f"LOG = pathlib.Path('log.txt')\n{body}{TAIL.format(collect='measure')}"
+    before = measuring(tmp_path, whole)
+    (tmp_path / "log.txt").write_text("measured")
+    assert measuring(tmp_path, whole) == before
 
 
 def test_an_environment_variable_that_is_read_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
