@@ -1,9 +1,9 @@
 """Caches of transformers, in and out. What cannot be proved to be the same is refused.
 
 A transformers cache has no positions, tokens or masks of its own. On the way in, the tokens are given beside it, with
-the attention mask and positions under which they were read, and the model reads some of them again: the keys and
-values of layer 0 depend on token and position alone, those of all layers on what the last tokens could see. On the way
-out, every slot must be live and at the position of its index, because that is what transformers will assume.
+the attention mask and positions under which they were read, and the model reads them all again: every key and value
+that is taken over must be what it reads. On the way out, every slot must be live and at the position of its index,
+because that is what transformers will assume.
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
 from kvprobe.errors import UserError
-from kvprobe.inference.forward import as_seen, at_slots, extend, new_slots, prefill, refuse_foreign
+from kvprobe.inference.forward import as_seen, at_slots, new_slots, prefill, refuse_foreign
 from kvprobe.models.hf_cache import CacheLayer, past_key_values
 from kvprobe.models.lanes import Lanes
 from kvprobe.text.tokens import Tokens
 
-READ_AGAIN = 16
-"""Slots of each row that are read again."""
 CLOSE = {torch.float32: (1e-3, 2e-4), torch.bfloat16: (3e-2, 0.1), torch.float16: (1e-2, 3e-2)}
 """How far a vector that is read again may be off, relative to its length: of layer 0, and of later ones, where rounding
-adds up. Of these in half precision the median vector counts, since a router may choose other experts for a few."""
+adds up. Of these in half precision the median vector of `NEAR` neighbours counts, since a router may choose other
+experts for a few, and any vector may be off by `FAR`."""
+NEAR, FAR = 8, 0.7
 
 
 Grid = Tensor | np.ndarray | Sequence[Sequence[int]] | None
@@ -45,8 +45,8 @@ def from_hf(
 ) -> KVCache:
     """A transformers cache as kvprobe's, with the slots that the attention mask hides left out.
 
-    Slots that a sliding-window layer has dropped are read again, in one pass over the tokens, so that text can be taken
-    back and gaps can be closed up.
+    The tokens are read again, in one pass. Slots that a sliding-window layer has dropped are taken from it, so that
+    text can be taken back and gaps can be closed up.
 
     Args:
         tokens: of its slots, a run for each row; with an attention mask those of all slots, or of the live ones.
@@ -58,6 +58,11 @@ def from_hf(
         UserError: the cache is of another kind than `DynamicCache` with full and sliding layers, of another model, or
             not of these tokens, read at these positions with all of these slots in view.
     """
+    if not isinstance(getattr(past, "layers", None), list):
+        raise UserError(
+            f"{type(past).__name__} has no layers of its own; give a DynamicCache of transformers (of an "
+            "EncoderDecoderCache its self_attention_cache)."
+        )
     if not past.layers:
         raise UserError("The cache has no layer yet; read a text with it first.")
     layers: list[Any] = [*past.layers]  # some kinds of layers, refused below, have no keys
@@ -195,39 +200,23 @@ def _proved(
         pick: the slot of the transformers cache for each of its slots.
         missing: how many of the first of those each layer has dropped.
     """
-    every = torch.ones(cache.n_layers, 1, 1, dtype=torch.bool, device=lanes.device)
-    shortest = min(map(len, tokens))
-    if any(missing) or shortest <= READ_AGAIN:
-        again = prefill(lanes, tokens)
-        held = torch.stack([pick >= lacking for lacking in missing]) & ~cache.ledger.padding
-        _refuse_others(lanes, cache, again, held, pick)
-        keys, values = (
-            tuple(torch.where(kept[:, None, :, None], own, new) for own, new, kept in zip(*both, held, strict=True))
-            for both in ((cache.keys, again.keys), (cache.values, again.values))
-        )
-        return replace(cache, keys=keys, values=values)
-    spread = sorted({*range(0, shortest, shortest // READ_AGAIN), shortest - 1})
-    chosen = torch.tensor([spread] * len(tokens), device=lanes.device)
-    first = prefill(lanes, [row.at(spread) for row in tokens])
-    alone = every & (torch.arange(cache.n_layers, device=lanes.device) == 0)[:, None, None]
-    _refuse_others(lanes, _of(cache, chosen), first, alone, pick.gather(1, chosen))
-    lengths = torch.tensor([len(row) for row in tokens], device=lanes.device)
-    last = lengths[:, None] + torch.arange(-READ_AGAIN, 0, device=lanes.device)
-    again, _ = extend(lanes, cache.rewind(slots=-READ_AGAIN), [row[-READ_AGAIN:] for row in tokens])
-    read = _of(again, torch.arange(-READ_AGAIN, 0, device=lanes.device).expand_as(last) + again.slots)
-    _refuse_others(lanes, _of(cache, last), read, every, pick.gather(1, last))
-    return cache
-
-
-def _of(cache: KVCache, slots: Int[Tensor, "rows slots"]) -> KVCache:
-    return cache.take(slots, torch.zeros_like(slots, dtype=torch.bool))
+    again = prefill(lanes, tokens)
+    held = torch.stack([pick >= lacking for lacking in missing]) & ~cache.ledger.padding
+    _refuse_others(lanes, cache, again, held, pick)
+    if not any(missing):
+        return cache
+    keys, values = (
+        tuple(torch.where(kept[:, None, :, None], own, new) for own, new, kept in zip(*both, held, strict=True))
+        for both in ((cache.keys, again.keys), (cache.values, again.values))
+    )
+    return replace(cache, keys=keys, values=values)
 
 
 def _refuse_others(
     lanes: Lanes,
     cache: KVCache,
     read: KVCache,
-    compared: Bool[Tensor, "layers rows_or_1 slots_or_1"],
+    compared: Bool[Tensor, "layers rows slots"],
     slots: Int[Tensor, "rows slots"],
 ) -> None:
     """Refuse a cache that is not what was read again, slot by slot.
@@ -249,8 +238,8 @@ def _refuse_others(
                     "with padding the attention_mask."
                 )
             share = (error.sum(1) / size.sum(1)).sqrt().masked_fill(~compared[layer], torch.nan)
-            worst = share.nan_to_num().amax(1) if lanes.dtype == torch.float32 else share.nanmedian(1).values
-            if bool((worst > later).any()):
+            near = min(1 if lanes.dtype == torch.float32 else NEAR, cache.slots)
+            if bool((share.unfold(1, near, 1).nanmedian(-1).values > later).any() or (share > FAR).any()):
                 raise UserError(
                     f"The {name} of layer {layer} are not those that the model reads with all slots before them in "
                     "view; give the attention_mask under which the cache was read, and its position_ids if they were "

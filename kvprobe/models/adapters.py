@@ -25,6 +25,9 @@ _IRRELEVANT = {
 }  # fmt: skip
 """Settings for training, or of what the tensors show: where they belong, and their ranks."""
 
+_SOMEWHERE = ("alora_invocation_tokens", "n_tasks", "xlora_depth")
+"""Settings of adapters that depend on what the PeftModel hands in at each call."""
+
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 
@@ -101,6 +104,13 @@ def base_of(source: nn.Module) -> nn.Module:
     Raises:
         UserError: the PeftModel does more than the model within it.
     """
+    for settings in dict(getattr(source, "peft_config", None) or {}).values():
+        for name in _SOMEWHERE:
+            if getattr(settings, name, None):
+                raise UserError(
+                    f"This {type(source).__name__} has an adapter with {name}={getattr(settings, name)!r}, which acts "
+                    "on some tokens or texts only, as PEFT tells it at each call; kvprobe reads adapters that act on all."
+                )
     inside: Any = getattr(source, "get_base_model", None)
     if inside is None:
         return source

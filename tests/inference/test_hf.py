@@ -1,16 +1,17 @@
 """Caches of transformers, in and out: what is read after them is what the other library computes."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import DynamicCache, Qwen3NextConfig, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, Qwen3NextConfig, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.inference.model import Model
+from kvprobe.inference.model import Model, load
 from kvprobe.text.tokens import Tokens
-from tests.models import WINDOW, llama
+from tests.models import WINDOW, llama, mixtral
 from tests.random_caches import assert_close_caches
 from tests.refusals import refused
 
@@ -110,6 +111,38 @@ def test_a_cache_that_is_not_what_the_model_reads_is_refused(tiny_llama: Model):
     refused(lambda: tiny_llama.from_hf(past, tokens), "no cache that was edited")
 
 
+def _other_weights(model: Model) -> DynamicCache:
+    """A cache of which the first tokens were read with other weights, as with an adapter switched off midway."""
+    past, whole, other = DynamicCache(), torch.tensor([ids(0)]), copy.deepcopy(model.lanes.plain)
+    with torch.no_grad():
+        weight = other.model.layers[0].self_attn.o_proj.weight
+        weight.copy_(weight.flip(0))
+        other(whole[:, :12], past_key_values=past)
+        model.lanes.plain(whole[:, 12:], past_key_values=past)
+    return past
+
+
+def _one_slot(model: Model) -> DynamicCache:
+    past = read_by_transformers(model, ids(0))
+    past.layers[-1].values[:, :, -3] = 0
+    return past
+
+
+@pytest.fixture(scope="module")
+def half_mixtral() -> Model:
+    return load(mixtral().lanes.plain.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["tiny_llama", "tiny_gemma", "half_mixtral"])
+def test_every_key_and_value_is_held_against_a_reading(name: str, request: pytest.FixtureRequest, unchecked: None):
+    """Only layer 0 and the last 16 tokens were, so that the next logits were off by 0.5."""
+    model: Model = request.getfixturevalue(name)
+    assert model.from_hf(read_by_transformers(model, ids(0)), Tokens.of(ids(0))).slots == COUNT
+    for made in (_other_weights, _one_slot):
+        past = made(model)
+        refused(lambda past=past: model.from_hf(past, Tokens.of(ids(0))), "are not those that the model reads")
+
+
 def test_caches_whose_layers_were_cropped_are_right_or_refused(tiny_llama: Model, tiny_gemma: Model):
     past = read_by_transformers(tiny_llama, ids(0))
     past.crop(-2)
@@ -141,7 +174,10 @@ def test_a_cache_of_other_tokens_positions_or_kind_is_refused(tiny_llama: Model,
     refused(lambda: tiny_llama.from_hf(past, Tokens.of(tokens[:-1])), f"{COUNT} tokens")
     refused(lambda: tiny_llama.from_hf(past, [Tokens.of(tokens), Tokens.of(tokens)]), "1 rows")
     refused(lambda: tiny_llama.from_hf(DynamicCache(), Tokens.of(tokens)), "no layer")
-    refused(lambda: tiny_llama.from_hf(past.layers, Tokens.of(tokens)), "a list; give a Cache")
+    for other in (past.layers, tuple((layer.keys, layer.values) for layer in past.layers), {"layers": past.layers}):
+        refused(lambda other=other: tiny_llama.from_hf(other, Tokens.of(tokens)), "; give a Cache")
+    encoded = EncoderDecoderCache(past, DynamicCache())
+    refused(lambda: tiny_llama.from_hf(encoded, Tokens.of(tokens)), "has no layers of its own; give a DynamicCache")
     short = DynamicCache()
     short.layers = [DynamicSlidingWindowLayer(WINDOW) for _ in past.layers]
     for layer, whole in zip(short.layers, past.layers, strict=True):

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,6 +139,16 @@ def test_a_model_within_a_peft_model_is_taken_where_it_computes_the_same(base: P
     plain = load(base).lanes.plain
     assert load(Around(plain, 1.0)).lanes.plain is plain
     refused(lambda: load(Around(plain, 2.0)), "computes something else than the model in it")
+
+
+@pytest.mark.parametrize(("name", "value"), [("alora_invocation_tokens", [5, 6]), ("n_tasks", 2), ("xlora_depth", 1)])
+def test_an_adapter_that_acts_as_peft_says_at_each_call_is_refused(base: Path, name: str, value: object):
+    """Without its invocation tokens, an Activated LoRA is silent."""
+    for whole in (Around(load(base).lanes.plain, 1.0), load(base).lanes.plain):
+        settings: Any = {"default": SimpleNamespace(r=4), "other": SimpleNamespace(**{name: value})}
+        anything: Any = whole
+        anything.peft_config = settings
+        refused(lambda whole=whole: load(whole), f"has an adapter with {name}={value!r}, which acts on some tokens")
 
 
 def test_a_model_on_several_devices_is_refused(base: Path):

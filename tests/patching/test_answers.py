@@ -1,5 +1,6 @@
 """What a metric measures does not depend on how its answer is given: in the suffix or not, as ids or as texts."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,10 @@ def test_an_answer_is_scored_alike_in_the_suffix_and_after_it(tiny_llama: Model,
     question = random_tokens(3, {"ask": 4}, start=13)
     _, logits = tiny_llama.extend(base, question + Tokens.of(answer, "ask", 17), logits=len(answer) + 1)
     expected = sum(logits[0, place].log_softmax(-1)[token] for place, token in enumerate(answer))
-    held = (0, len(answer) - 1, len(answer)) if len(answer) > 1 else (0,)
     cells = [Cell((0,), (5,), "V")]
-    for count in held:
-        suffix, metric = question + Tokens.of(answer[:count], "ask", 17), LogProb(answer)
+    for count in sorted({0, len(answer) - 1, len(answer)}):
+        begun = replace(Tokens.of(answer[:count], "ask", 17), parts=("answer" if count == 1 else None,) * count)
+        suffix, metric = question + begun, LogProb(answer)
         swept = patch_sweep(tiny_llama, base, donor, suffix, metric, OVER, progress=False)
         assert near(swept.base, expected)
         assert near(attribute(tiny_llama, base, donor, suffix, metric, OVER, check=1).base, expected)
@@ -46,7 +47,7 @@ def test_an_answer_is_scored_alike_in_the_suffix_and_after_it(tiny_llama: Model,
             )
 
 
-@pytest.mark.parametrize(("answer", "ending"), [((7,), (7,)), ((7, 9, 4), (7,)), ((7, 7, 4, 4), (7,))])
+@pytest.mark.parametrize(("answer", "ending"), [((7,), (7,)), ((7, 9), (7,)), ((7, 9, 4), (7,)), ((7, 7, 4, 4), (7,))])
 def test_a_suffix_that_may_hold_a_part_of_the_answer_is_refused(
     tiny_llama: Model, answer: tuple[int, ...], ending: tuple[int, ...]
 ):
