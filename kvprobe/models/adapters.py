@@ -109,7 +109,7 @@ def base_of(source: nn.Module) -> nn.Module:
             if getattr(settings, name, None):
                 raise UserError(
                     f"This {type(source).__name__} has an adapter with {name}={getattr(settings, name)!r}, which acts "
-                    "on some tokens or texts only, as PEFT tells it at each call; kvprobe reads adapters that act on all."
+                    "on some tokens or texts only, as PEFT says at each call; kvprobe reads adapters that act on all."
                 )
     inside: Any = getattr(source, "get_base_model", None)
     if inside is None:
