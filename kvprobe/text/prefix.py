@@ -2,12 +2,13 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief
+from kvprobe.errors import UserError
 from kvprobe.text.messages import Message
 from kvprobe.text.tokens import ANSWER_HEADER, PREAMBLE, Tokens, common_length
 from kvprobe.text.transcript import Transcript
@@ -94,7 +95,7 @@ def common_prefix(
         (len(both[0]), len(both[1])),
         (_segment(both[0], shared), _segment(both[1], shared)),
         (rests[0][:SHOWN], rests[1][:SHOWN]),
-        _cause(chats, both, shared, rests, recut),
+        _cause(chats, both, shared, rests, recut, lambda chat: chat.tokens(reader, generation_prompt).ids),
     )
 
 
@@ -102,18 +103,33 @@ def _segment(tokens: Tokens, place: int) -> str | None:
     return tokens.segments[place] if place < len(tokens) else None
 
 
-def _cause(chats: Sequence[Transcript], both: Sequence[Tokens], shared: int, rests: Sequence[str], recut: bool) -> str:
+def _cause(
+    chats: Sequence[Transcript],
+    both: Sequence[Tokens],
+    shared: int,
+    rests: Sequence[str],
+    recut: bool,
+    ids: Callable[[Transcript], Sequence[int]],
+) -> str:
     ended = [shared == len(tokens) for tokens in both]
     if any(ended):
         return "" if all(ended) else f"the {'first' if ended[0] else 'second'} ends there"
     segments = [tokens.segments[shared] for tokens in both]
     arguments = [_listed(chat.arguments) for chat in chats]
     written = [[_listed(message.given(typed=True)) for message in chat.messages] for chat in chats]
-    place = common_length(*written)
+    # A message may differ in what the template does not write, such as the id of a call.
+    parting = [
+        next((index for index, message in enumerate(chat.messages) if message.segment == name), 0)
+        for chat, name in zip(chats, segments, strict=True)
+    ]
+    place = max(common_length(*written), min(parting))
     before = [
         any(message.segment == name for message in chat.messages[:place])
         for chat, name in zip(chats, segments, strict=True)
     ]
+    pair = [chat.messages[place] for chat in chats if place < len(chat.messages)]
+    alike = len(pair) == 2 and (pair[0].role, pair[0].parts) == (pair[1].role, pair[1].parts)
+    fields = [name for name in _differing(*pair) if _is_written(chats, place, name, ids)] if alike else []
     by_template = all(tokens.delimiters[shared] for tokens in both)
     if by_template and arguments[0] != arguments[1]:
         return _argument_cause(chats[0].arguments, chats[1].arguments)
@@ -121,13 +137,34 @@ def _cause(chats: Sequence[Transcript], both: Sequence[Tokens], shared: int, res
         return "the header that asks for an answer is not what the template writes before an answer that was given"
     if any(chat.hidden for chat in chats) and chats[0].messages == chats[1].messages:
         return "messages are hidden in one of them"
-    if all(before) or segments == [PREAMBLE, PREAMBLE]:
+    if all(before) or segments == [PREAMBLE, PREAMBLE] or (alike and not fields):
         # One space that both begin with is no text that is cut otherwise; a long run of it is.
         return RECUT if recut and common_length(*rests) > SHOWN // 2 else _template_cause(chats, both, segments, rests)
     texts = [chat.messages[place].text if place < len(chat.messages) else "" for chat in chats]
     if recut and any(text and other.startswith(text) for text, other in (texts, texts[::-1])):
         return RECUT
-    return _message_cause([chat.messages for chat in chats], written, place)
+    return _message_cause([chat.messages for chat in chats], written, place, fields)
+
+
+def _differing(one: Message, other: Message) -> list[str]:
+    return [
+        name
+        for name in {**one.fields, **other.fields}
+        if _listed(one.fields.get(name)) != _listed(other.fields.get(name))
+    ]
+
+
+def _is_written(chats: Sequence[Transcript], place: int, name: str, ids: Callable[[Transcript], Sequence[int]]) -> bool:
+    """Whether the template writes what this field of a message holds in the second conversation otherwise."""
+    message, other = (chat.messages[place] for chat in chats)
+    fields = {**message.fields, name: other.fields.get(name)}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    messages = list(chats[0].messages)
+    messages[place] = replace(message, fields=fields)
+    try:
+        return ids(replace(chats[0], messages=tuple(messages))) != ids(chats[0])
+    except UserError:
+        return True
 
 
 def _template_cause(
@@ -152,12 +189,21 @@ def _argument_cause(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
     return f"the same tools are defined with their {moved} in another order"
 
 
-def _message_cause(messages: Sequence[Sequence[Message]], written: Sequence[Sequence[str]], place: int) -> str:
-    """Why the messages themselves differ, from this one on."""
-    rests = [list(kind[place : place + 2]) for kind in written]
-    if not all(rests) or rests[0][1:] == rests[1][:1] or rests[1][1:] == rests[0][:1]:
-        fewer = 0 if not rests[0] or rests[1][1:] == rests[0][:1] else 1
-        return f"message {place} of the {('second', 'first')[fewer]} is not in the {('first', 'second')[fewer]}"
+def _message_cause(
+    messages: Sequence[Sequence[Message]], written: Sequence[Sequence[str]], place: int, fields: Sequence[str]
+) -> str:
+    """Why the messages themselves differ, from this one on.
+
+    Args:
+        fields: that differ in a message of the same text.
+    """
+    rests = [kind[place:] for kind in written]
+    left_out = [_left_out(*rests), _left_out(*rests[::-1])]
+    if count := min(filter(None, left_out), default=0):
+        whose, others = ("first", "second") if left_out[0] == count else ("second", "first")
+        more = {1: f"message {place} of the {whose} is", 2: f"messages {place} and {place + 1} of the {whose} are"}
+        several = f"messages {place} to {place + count - 1} of the {whose} are"
+        return f"{more.get(count, several)} not in the {others}"
     one, other = (kind[place] for kind in messages)
     if one.role != other.role:
         return f"message {place} is of role {one.role!r} in the first and {other.role!r} in the second"
@@ -168,10 +214,21 @@ def _message_cause(messages: Sequence[Sequence[Message]], written: Sequence[Sequ
         if _DATE.sub("", one.text) == _DATE.sub("", other.text):
             return f"a date or time in {whose} changed"
         return f"the text of {whose} was changed"
-    if _sorted(one.fields) == _sorted(other.fields):
+    name = fields[0]
+    if _sorted(one.fields.get(name)) == _sorted(other.fields.get(name)):
         return f"keys in the calls of {whose} are in another order"
-    name = next(name for name in {**one.fields, **other.fields} if one.fields.get(name) != other.fields.get(name))
     return f"{name!r} of {whose} was changed"
+
+
+def _left_out(messages: Sequence[str], others: Sequence[str]) -> int:
+    """How many messages stand before those that the others begin with; 0 where these do not come."""
+    if not others:
+        return len(messages)
+    for count in range(1, len(messages)):
+        following = messages[count:]
+        if common_length(following, others) >= min(1 if count == 1 else 2, len(following), len(others)):
+            return count
+    return 0
 
 
 def _listed(value: object) -> str:

@@ -19,6 +19,12 @@ def chat(*messages: Any, **arguments: Any) -> Transcript:
     return Transcript.from_messages(messages, **arguments)
 
 
+def identified(name: str, value: str = "1") -> dict[str, Any]:
+    """A call with an id, which no template here writes."""
+    calls: Any = call({"a": value})["tool_calls"]
+    return call({"a": value}) | {"tool_calls": [{**calls[0], "id": name}]}
+
+
 CAUSES = {
     "thoughts": (
         QWEN,
@@ -104,7 +110,42 @@ CAUSES = {
         chat(user("a"), reply("b"), user("c"), reply("d")),
         chat(user("c"), reply("d")),
         "m0 m0",
-        "the text of message 0",
+        "messages 0 and 1 of the first are not in the second",
+    ),
+    "taken out after the system message": (
+        CHATML,
+        chat(SYSTEM, *(turn for name in "abc" for turn in (user(name), reply(name))), user("d")),
+        chat(SYSTEM, user("c"), reply("c"), user("d")),
+        "m1 m1",
+        "messages 1 to 4 of the first are not in the second",
+    ),
+    "put in": (
+        CHATML,
+        chat(user("c"), reply("d")),
+        chat(user("a"), reply("b"), user("c"), reply("d")),
+        "m0 m0",
+        "messages 0 and 1 of the second are not in the first",
+    ),
+    "ids that are not written": (
+        QWEN,
+        chat(user("a"), identified("1"), {**result("it is 5"), "tool_call_id": "1"}),
+        chat(user("a"), identified("2"), {**result("it is 9"), "tool_call_id": "2"}),
+        "m2 m2",
+        "the text of message 2 was changed",
+    ),
+    "the call after an id": (
+        QWEN,
+        chat(user("a"), identified("1")),
+        chat(user("a"), identified("2", "8")),
+        "m1 m1",
+        "'tool_calls' of message 1 was changed",
+    ),
+    "thoughts after an id": (
+        QWEN,
+        chat(user("a"), {**reply("<think>\nhm\n</think>\n\nb"), "id": "1"}),
+        chat(user("a"), {**reply("<think>\nhm\n</think>\n\nb"), "id": "2"}, user("c")),
+        "m1 m1",
+        "drops the thoughts of earlier turns",
     ),
     "one taken out": (
         CHATML,
