@@ -116,7 +116,7 @@ def _read(owner: str, name: str, value: Any, readers: Mapping[str, tuple[Reader,
         raise UserError(f"{owner}: {unknown(f'choice of {name}', value, choices)}")
     wanted = f"{', '.join(words)} or {last}" if words else last
     if "whole numbers" in wanted and _is_mask(value):
-        wanted += "; of a Boolean mask give mask.nonzero()"
+        wanted += "; of a Boolean mask give mask.nonzero().flatten()"
     shown = " ".join(repr(value)[:60].split())
     raise UserError(f"{owner} has {name}={shown}, {_a(type(value).__name__)}; give {wanted}.")
 

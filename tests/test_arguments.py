@@ -170,9 +170,12 @@ def test_right_calls_are_right(made: Made, recwarn: pytest.WarningsRecorder):
     ("call", "said"),
     [
         (lambda made: made.model.generate(made.cache, ["a", "b"]), "ask=['a', 'b'], a list; give a text or None"),
-        (lambda made: made.model.prefill("a", samples=[True]), "a Boolean mask give mask.nonzero()"),
-        (lambda made: made.cache.mask(slots=torch.tensor([True, False, True])), "a Boolean mask give mask.nonzero()"),
-        (lambda made: made.cache.mask("text", layers=np.array([True])), "a Boolean mask give mask.nonzero()"),
+        (lambda made: made.model.prefill("a", samples=[True]), "a Boolean mask give mask.nonzero().flatten()"),
+        (
+            lambda made: made.cache.mask(slots=torch.tensor([True, False, True])),
+            "a Boolean mask give mask.nonzero().flatten()",
+        ),
+        (lambda made: made.cache.mask("text", layers=np.array([True])), "a Boolean mask give mask.nonzero().flatten()"),
         (lambda made: made.cache.fork(1.5), "KVCache.fork has rows=1.5, a float; give a whole number"),
         (lambda made: made.cache.reindex("gaped"), "no choice of mode called 'gaped'; did you mean 'gapped'"),
         (lambda made: kvprobe.load("smollm2-135m", device=None), "device=None, a NoneType; give a text or"),
@@ -193,7 +196,7 @@ def test_right_calls_are_right(made: Made, recwarn: pytest.WarningsRecorder):
         (lambda made: policies.SnapKV(8, window=True), "window=True, a bool; give a whole number"),
         (lambda made: Gaussian(scale="x"), "Gaussian has scale='x', a str; give a finite number"),
         (lambda made: Gaussian(scale=NAN), "scale=nan"),
-        (lambda made: faults.Scope(layers=torch.tensor([True])), "a Boolean mask give mask.nonzero()"),
+        (lambda made: faults.Scope(layers=torch.tensor([True])), "a Boolean mask give mask.nonzero().flatten()"),
         (lambda made: kvprobe.plots.leak(None), "leak has probing=None, a NoneType; give a Probing"),
     ],
 )
