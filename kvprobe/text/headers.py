@@ -25,8 +25,8 @@ _CLOSES = re.compile(
     r"[<\[](?![^>\]]*(?:header|role|think))[^<>\[\]\s]*(?:/|(?<![a-z])(?:end|eo[tms]))[^<>\[\]\s]*[>\]]\s*",
     re.IGNORECASE,
 )
-"""A tag that ends a turn, such as `<|end|>` or `[/INST]`: some templates write the next header right after it, whoever
-comes next or if nobody does."""
+"""A tag that ends a turn, such as `<|end|>` or `[/INST]`: some templates write the next header right after it, whatever
+comes next, if anything does."""
 
 
 class Headers:
