@@ -5,7 +5,7 @@ code, by name or by importlib, from whatever folder, and those of functions, cla
 covers values that no code shows: of functools.partial, defaults, closures, wrapped functions, attributes and module
 globals (of what may be filled meanwhile, such as a dict, as they were when the process first asked), environment
 variables by names that stand in the code, and whatever files and folders a text among code and values names, beside the
-code or in the working folder, whoever opens them, unless the code writes them. It covers neither names that are
+code or in the working folder, no matter what opens them, unless the code writes them. It covers neither names that are
 computed, nor what is fetched, nor the inside of objects of other libraries, but for arrays, tables, models and
 tokenizers.
 """
