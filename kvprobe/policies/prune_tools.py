@@ -15,9 +15,9 @@ from kvprobe.policies.policy import Live, Policy, Scene
 class PruneToolResults(Policy):
     """Drop the text of all tool results but the last `keep_last`; the delimiters of their messages stay.
 
-    Tool results are the segments whose name starts with `prefix` and whose text a row still holds, in order. A cache
-    knows no roles: name the messages of tools so, with `Transcript.from_messages(…, names=…)`. With a `placeholder`,
-    its tokens are read in place of the text and attend to everything before (this needs a model: `Model.apply`).
+    Tool results are the segments whose name starts with `prefix` and whose text a row still holds, in order; results
+    are named so where no names are given. With a `placeholder`, its tokens are read in place of the text and attend to
+    everything before (this needs a model: `Model.apply`).
 
     By default the other slots are retained, as in the pruning by `cache_edits` of the Goldberg/Papailiopoulos exchange
     on masking prefixes. `provenance="recomputed", mode="contiguous"` is an API that edits the message list and reads it

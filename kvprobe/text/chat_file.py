@@ -1,6 +1,7 @@
 """Conversations from an untrusted JSON or JSONL file, in the shapes that tools write, read within limits."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from kvprobe.errors import UserError
 from kvprobe.files import expanded
 from kvprobe.names import one_line, unknown
 from kvprobe.text.foreign_messages import conversation_of, holds_messages, is_message
-from kvprobe.text.transcript import Transcript
+from kvprobe.text.transcript import Transcript, in_file
 
 MAX_FILE_BYTES, MAX_BYTES = 64 * 2**20, 2**20
 MAX_CONVERSATIONS, MAX_MESSAGES = 100_000, 1_000
@@ -18,7 +19,7 @@ MAX_CONVERSATIONS, MAX_MESSAGES = 100_000, 1_000
 
 @checked_arguments
 def read_chat(path: Path, conversation: int | str | None = None, **arguments: object) -> Transcript:
-    """A conversation of a file; its messages are the segments `m0`, `m1`, ….
+    """A conversation of a file; its messages are the segments `m0`, `m1`, …, results of tools `tool2`, say.
 
     The file is JSON, or JSONL with one conversation or one message a line. A conversation is a list of messages, or an
     object with them in `messages` (OpenAI, or Anthropic with its `system` and `tools` beside), `conversations`
@@ -41,16 +42,14 @@ def read_chat(path: Path, conversation: int | str | None = None, **arguments: ob
     if len(content) > MAX_FILE_BYTES:
         raise UserError(f"{path} is larger than {MAX_FILE_BYTES // 2**20} MiB; give a part of it.")
     entry = _chosen(_entries(content, path), conversation, path)
-    try:
+    with in_file(path):
         messages, of_file = conversation_of(entry)
         if not 1 <= len(messages) <= MAX_MESSAGES:
             raise UserError(f"It is not a list of 1 to {MAX_MESSAGES:,} messages; give a part of it.")
         if len(json.dumps(entry)) > MAX_BYTES:
             raise UserError(f"It is larger than {MAX_BYTES // 2**20} MiB; give a shorter conversation.")
-        return Transcript.from_messages(messages, None, **{**of_file, **arguments})
-    except UserError as error:
-        sentence = str(error)
-        raise UserError(f"In {path}, {sentence[0].lower()}{sentence[1:]}") from error
+        chat = Transcript.from_messages(messages, None, **{**of_file, **arguments})
+    return replace(chat, source=str(path))
 
 
 def _entries(content: bytes, path: Path) -> list[Any]:

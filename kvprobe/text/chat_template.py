@@ -288,7 +288,8 @@ def _refuse_unread(messages: Sequence[Message], arguments: Mapping[str, object],
         if name not in source.arguments:
             raise UserError(
                 f"The chat template does not read the argument {name!r}; it reads "
-                f"{', '.join(sorted(source.arguments)) or 'none'}."
+                f"{', '.join(sorted(source.arguments)) or 'none'}; leave it out (delete the key, in a file), or use a "
+                "model whose template reads it."
             )
     for index, message in enumerate(messages):
         for name, value in message.fields.items():

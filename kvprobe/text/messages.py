@@ -15,8 +15,12 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 MAX_DEPTH = 32
 
 _EXPECTED = "give {'role': …, 'content': …}"
-_WORDLESS = ("tool", "function", "ipython")
-"""Roles of results, which may be empty."""
+RESULTS = ("tool", "function", "ipython")
+"""Roles of the results of tools, which may be empty."""
+_BESIDE = ("cache_control", "annotations", "logprobs")
+"""Fields of a part that say nothing that a model reads."""
+_TEXTS = ("text", "input_text", "output_text")
+"""Types of parts that are text, as OpenAI names them."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,9 +102,9 @@ def message_of(index: int, message: object, segment: str) -> Message:
         raise UserError(f"Message {index} has a {type(content).__name__} for content; give a text, or a list of texts.")
     pieces = cast(Sequence[object], pieces)
     parts = tuple(_part(index, piece) for piece in pieces)
-    if not "".join(part.text for part in parts).strip() and not speaks and message["role"] not in _WORDLESS:
+    if not "".join(part.text for part in parts).strip() and not speaks and message["role"] not in RESULTS:
         raise UserError(f"Message {index} ({segment!r}) is empty; a segment needs at least one token.")
-    typed = bool(pieces) and all(is_mapping(piece) and piece.get("type") == "text" for piece in pieces)
+    typed = bool(pieces) and all(is_mapping(piece) and piece.get("type") in _TEXTS for piece in pieces)
     return Message(message["role"], parts, segment, fields, typed)
 
 
@@ -131,11 +135,11 @@ def _part(index: int, piece: object) -> Part:
     if isinstance(piece, str):
         return Part(piece)
     kind = piece.get("type", "text") if is_mapping(piece) else None
-    if is_text(kind) and kind != "text":
+    if is_text(kind) and kind not in _TEXTS:
         raise UserError(f"Message {index} has a part of type {kind[:40]!r}; kvprobe reads text, so leave it out.")
     if not is_mapping(piece) or not isinstance(piece.get("text"), str):
         raise UserError(f"Message {index} has a part without text; give texts or {{'text': …, 'name': …}}.")
-    if others := sorted(str(field) for field in set(piece) - {"type", "text", "name", "cache_control"}):
+    if others := sorted(str(field) for field in set(piece) - {"type", "text", "name", *_BESIDE}):
         raise UserError(f"Message {index} has a part with the field {others[0]!r}, which is not read; leave it out.")
     name = piece.get("name")
     if name is not None and not isinstance(name, str):

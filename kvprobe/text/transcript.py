@@ -1,6 +1,7 @@
 """Conversations with named segments, turned into tokens by the model's own chat template."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -11,12 +12,24 @@ from kvprobe.brief import Brief, Table, brief
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.text.chat_template import Piece, Tokenizer, lay_out, template_arguments
-from kvprobe.text.messages import Message, message_of
+from kvprobe.text.messages import RESULTS, Message, message_of
 from kvprobe.text.tokens import GENERATED, PREAMBLE, Tokens
 
 RestartMode = Literal["gapped", "contiguous", "rendered"]
 """Where tokens after hidden text stand: where they would have stood, or closed up; or all as the template writes the
 other messages."""
+
+
+@contextmanager
+def in_file(path: object) -> Generator[None]:
+    """While this lasts, refusals name the file, if there is one, that the conversation is from."""
+    try:
+        yield
+    except UserError as error:
+        if not path or str(error).startswith("In "):
+            raise
+        sentence = str(error)
+        raise UserError(f"In {path}, {sentence[0].lower()}{sentence[1:]}") from error
 
 
 @checked_arguments
@@ -30,12 +43,14 @@ class Transcript(Brief):
         mode: where the tokens after a hidden segment stand: `gapped` keeps the positions that they would have
             had, `contiguous` closes the gap, `rendered` writes the others anew.
         arguments: of the chat template: `tools`, `enable_thinking` …
+        source: the file that it was read from, if any.
     """
 
     messages: tuple[Message, ...]
     hidden: frozenset[str] = frozenset()
     mode: RestartMode = "gapped"
     arguments: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)
+    source: str = field(default="", compare=False)
 
     @classmethod
     def from_messages(
@@ -45,7 +60,8 @@ class Transcript(Brief):
 
         `content` is a text, or a list of texts and `{"text": …, "name": …}` parts. Other fields are what the chat
         template reads: `tool_calls`, `tool_call_id`, `reasoning_content` …. `names` gives the segment of each message;
-        neighbours may share one. Without names each message is its own segment, `m0`, `m1` ….
+        neighbours may share one. Without names each message is its own segment, `m0`, `m1` …, and the result of a tool
+        is `tool2`, say, by its number.
 
         `arguments` are those of `apply_chat_template` that change the text: `tools`, `documents`, `enable_thinking` and
         other variables of the template, `continue_final_message`, `add_generation_prompt`, `chat_template`.
@@ -56,7 +72,11 @@ class Transcript(Brief):
                 argument chooses something else than the text.
         """
         messages = list(messages)
-        names = [f"m{index}" for index in range(len(messages))] if names is None else list(names)
+        if names is None:
+            names = [
+                f"{'tool' if dict(message).get('role') in RESULTS else 'm'}{index}"
+                for index, message in enumerate(messages)
+            ]
         if len(names) != len(messages):
             raise UserError(
                 f"There are {len(messages)} messages but {len(names)} segment names; give one name for each message."
@@ -128,7 +148,8 @@ class Transcript(Brief):
         """
         if self.hidden and self.mode == "rendered":
             return self._rendered_anew(tokenizer, generation_prompt)
-        laid_out = lay_out(self.messages, tokenizer, generation_prompt, self.arguments)
+        with in_file(self.source):
+            laid_out = lay_out(self.messages, tokenizer, generation_prompt, self.arguments)
         pieces = laid_out.pieces
         ends = list(accumulate(len(piece.text) for piece in pieces))
         text = "".join(piece.text for piece in pieces)

@@ -280,10 +280,15 @@ def test_rows_with_other_results_are_pruned_as_each_alone(tiny_llama: Model, cha
         assert torch.equal(together.ledger.tokens[row, ~together.ledger.padding[row]], alone.ledger.tokens[0])
 
 
-def test_tool_results_without_a_name_to_find_them_by_are_refused(tiny_llama: Model):
-    unnamed = tiny_llama.prefill([{"role": role, "content": "the 1"} for role in ("user", "tool", "assistant")])
-    refused(lambda: tiny_llama.apply(PruneToolResults(1), unnamed), "no segment of m0, m1, m2 has a name", "'tool'")
-    assert tiny_llama.apply(PruneToolResults(0, prefix="m1"), unnamed).slots < unnamed.slots
+def test_results_of_tools_are_found_by_their_role_unless_they_have_other_names(tiny_llama: Model):
+    messages = [{"role": role, "content": "the 1"} for role in ("user", "tool", "assistant", "tool")]
+    unnamed = tiny_llama.prefill(messages)
+    assert tiny_llama.apply(PruneToolResults(2), unnamed).slots == unnamed.slots
+    assert tiny_llama.apply(PruneToolResults(1), unnamed).slots < unnamed.slots
+    chat = Transcript.from_messages(messages, names=["a", "b", "c", "d"])
+    named = tiny_llama.prefill(chat)
+    refused(lambda: tiny_llama.apply(PruneToolResults(1), named), "no segment of a, b, c, d has a name", "'tool'")
+    assert tiny_llama.apply(PruneToolResults(0, prefix="b"), named).slots < named.slots
 
 
 def policies_of(name: str) -> list[Policy]:

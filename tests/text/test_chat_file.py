@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvprobe.text.chat_file import MAX_BYTES, MAX_FILE_BYTES, read_chat
+from tests.models import CHATML, tiny_tokenizer
 from tests.refusals import refused
 
 ASKED: Any = {"role": "user", "content": "Hi"}
@@ -34,6 +35,12 @@ def lines(*values: Any) -> str:
         json.dumps({"conversations": SHARED[1:]}),
         json.dumps(SHARED[1:]),
         json.dumps({"prompt": [ASKED], "completion": [REPLIED]}),
+        json.dumps(
+            [
+                {**ASKED, "content": [{"type": "input_text", "text": "Hi"}]},
+                {**REPLIED, "content": [{"type": "output_text", "text": "Héllo", "annotations": [], "logprobs": []}]},
+            ]
+        ),
         json.dumps(
             {"custom_id": "a", "method": "POST", "url": "/v1", "body": {"model": "x", "messages": [ASKED, REPLIED]}}
         ),
@@ -157,3 +164,23 @@ def test_a_file_that_is_not_a_chat_is_refused(tmp_path: Path, content: bytes, me
 
 def test_a_path_that_is_not_a_file_is_refused(tmp_path: Path):
     refused(lambda: read_chat(tmp_path), "no file")
+
+
+def test_what_a_template_does_not_read_is_refused_with_the_file_and_what_to_do(tmp_path: Path):
+    path = tmp_path / "chat.json"
+    path.write_text(json.dumps({"messages": [ASKED], "tools": [TOOL]}))
+    tokenizer = tiny_tokenizer(CHATML, bos_token="<|im_start|>")
+    refused(
+        lambda: read_chat(path).tokens(tokenizer), f"In {path}, the chat", "'tools'", "leave it out (delete the key"
+    )
+    path.write_text(json.dumps({"messages": [{**ASKED, "mood": "bad"}]}))
+    refused(lambda: read_chat(path).tokens(tokenizer), f"In {path}, message 0 has the field 'mood'")
+
+
+def test_the_results_of_tools_are_named_so(tmp_path: Path):
+    path = tmp_path / "chat.json"
+    result = {"role": "tool", "tool_call_id": "1", "content": "5"}
+    path.write_text(
+        json.dumps([ASKED, {"role": "assistant", "tool_calls": [CALL]}, result, {**result, "role": "function"}])
+    )
+    assert read_chat(path).segments == ("m0", "m1", "tool2", "tool3")

@@ -124,7 +124,7 @@ def test_every_conversation_is_written_as_by_the_library_or_refused(family: str,
         assert tokens.ids == tuple(tokenizer(text, add_special_tokens=False)["input_ids"]), name
         for piece in pieces:
             if not piece.delimiter and name != "parts":
-                source = messages[int(piece.segment[1:])]
+                source = messages[int(piece.segment.lstrip("mtol"))]
                 raw = piece.text.strip().replace('\\"', '"').removeprefix("<think>\n").partition("\n</think>")[0]
                 assert any(raw in text for text in said(source)), (name, piece)
     assert refusals == set(REFUSED[family].split(", ")), refusals ^ set(REFUSED[family].split(", "))
@@ -143,8 +143,8 @@ def test_results_of_tools_in_one_turn_are_segments_of_their_own():
         "m0": "<|im_start|>user\nask<|im_end|>\n",
         "m1": '<|im_start|>assistant\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "a"}}\n</tool_call>'
         "<|im_end|>\n",
-        "m2": "<|im_start|>user<tool_response>\n12\n</tool_response>",
-        "m3": "<tool_response>\n1 2\n</tool_response><|im_end|>\n",
+        "tool2": "<|im_start|>user<tool_response>\n12\n</tool_response>",
+        "tool3": "<tool_response>\n1 2\n</tool_response><|im_end|>\n",
         "m4": "<|im_start|>assistant\nsun<|im_end|>\n",
     }
 
@@ -172,7 +172,7 @@ def test_tools_without_a_system_message_are_part_of_the_preamble():
 def test_a_header_that_names_a_tool_belongs_to_its_result():
     texts = segments_of(HARMONY, [user("a"), call({}), result("12")])
     assert texts["m1"].endswith("<|message|>{}<|call|>")
-    assert texts["m2"].startswith("<|start|>functions.get_weather to=assistant")
+    assert texts["tool2"].startswith("<|start|>functions.get_weather to=assistant")
 
 
 @pytest.mark.parametrize("template", [QWEN, R1], ids=["Qwen", "R1"])

@@ -130,7 +130,7 @@ CAUSES = {
         QWEN,
         chat(user("a"), identified("1"), {**result("it is 5"), "tool_call_id": "1"}),
         chat(user("a"), identified("2"), {**result("it is 9"), "tool_call_id": "2"}),
-        "m2 m2",
+        "tool2 tool2",
         "the text of message 2 was changed",
     ),
     "the call after an id": (
