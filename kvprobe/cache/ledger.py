@@ -22,6 +22,10 @@ from kvprobe.text.tokens import ANSWER_HEADER, GENERATED
 PADDING = -1
 """Segment index of a slot that holds no token."""
 
+SINK_HIDDEN = (
+    "What is hidden holds slot 0, the attention sink of most models, so a part of any effect is its loss, or in a "
+    "restart its move to the next token; leave it in view (`slots=`, or delimiters='kept'), or compare with a restart."
+)
 COLUMNS = ("tokens", "positions", "origins", "segments", "recomputed", "delimiters", "quantised")
 """Fields with one entry per row and slot."""
 
@@ -99,11 +103,7 @@ class Ledger(Brief):
         sink = self.origins == 0
         sink[:, :1] |= self.recomputed[:, :1]  # nothing was before it
         if bool((hidden & live & sink).any()) and bool((live & ~hidden).any()):
-            warnings.warn(
-                "What is hidden holds slot 0, the attention sink of most models, so a part of any effect is its loss; "
-                "leave it in view (`slots=`), or compare with a restart, whose first token becomes the sink.",
-                stacklevel=5,
-            )
+            warnings.warn(SINK_HIDDEN, stacklevel=5)
 
     @property
     def last_position(self) -> Int[Tensor, "batch"]:

@@ -1,7 +1,8 @@
 """The question that everyone has first: what does the model say after messages were hidden, and what still shows?"""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pandas as pd
 
@@ -9,11 +10,13 @@ from kvprobe.arguments import AtLeastOne, checked_arguments
 from kvprobe.attention import attend, dangling
 from kvprobe.brief import Brief, brief
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.entries import entries
 from kvprobe.checks import names_of
 from kvprobe.errors import UserError
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence, surprise
+from kvprobe.inference.rows import needs_question, with_question
 from kvprobe.names import head_name
 from kvprobe.policies.policy import Policy
 from kvprobe.policies.written import policies_of
@@ -21,6 +24,7 @@ from kvprobe.probing.read_features import When
 from kvprobe.text.prefix import CommonPrefix, common_prefix
 from kvprobe.text.tokens import Tokens, token_texts
 from kvprobe.text.transcript import Transcript
+from kvprobe.text.turns import Turns
 
 ARMS = {
     "full": "everything in view",
@@ -175,12 +179,20 @@ def compare(
             "at least one stays."
         )
     acting = policies_of(policies)
-    full = model.prefill(chat)
-    hiding, left_out, reused = _hiding(model, chat, full, hide, when) if hide else ({}, "", None)
-    caches = {"full": full, **hiding, **_under_policies(model, chat, full, acting)}
+    tokenizer = Turns.of(model).tokenizer
+    read = partial(with_question, text=ask, tokenizer=tokenizer, together=needs_question(chat, tokenizer))
+    history, question = read(chat)
+    if later := [name for name in hide if name in chat.segments and name not in history.segments]:
+        raise UserError(
+            f"The chat template writes {later[0]!r} into the user's next message, so the cache does not hold it and it "
+            "cannot be hidden there; leave it out of the conversation, or hide another segment."
+        )
+    full = model.prefill(history)
+    hiding, left_out, reused = _hiding(model, chat, full, hide, when, read) if hide else ({}, "", None)
+    caches = {"full": full, **hiding, **_under_policies(model, history, full, acting)}
 
     rows = KVCache.join(list(caches.values()))
-    prompts = model.prompts(rows, ask, chat.arguments)
+    prompts = [question.shifted(position) for position in entries(rows.ledger.following, int)]
     given = generate(model.lanes, prompts, rows, max_new_tokens=max_new_tokens)
     expected = given.tokens[0]
     asked = [prompt.answered(expected) for prompt in prompts]
@@ -203,33 +215,45 @@ def compare(
 
 
 def _hiding(
-    model: Model, chat: Transcript, full: KVCache, hide: Sequence[str], when: When
+    model: Model,
+    chat: Transcript,
+    full: KVCache,
+    hide: Sequence[str],
+    when: When,
+    read: Callable[[Transcript], tuple[Tokens, Tokens]],
 ) -> tuple[dict[str, KVCache], str, CommonPrefix | None]:
-    """The caches in which messages are hidden, why one is missing, and `Comparison.reused`."""
-    masked = full.mask(*hide) if when == "after" else model.prefill(chat.without(*hide))
+    """The caches in which messages are hidden, why one is missing, and `Comparison.reused`.
+
+    Args:
+        read: the tokens of a conversation, and those of the question after it.
+    """
+    masked = full.mask(*hide)  # warns of slot 0
+    if when == "before":
+        masked = model.prefill(read(chat.without(*hide))[0])
     caches, left_out = {"masked": masked}, ""
     if model.lanes.can_reindex:
         caches["re-indexed"] = masked.evict(slots=~masked.ledger.live_somewhere).reindex()
     else:
         left_out = f"Keys of {model.name} cannot be rotated to other positions, so there is no re-indexed cache."
-    restart = chat.without(*hide, mode="contiguous")
+    restart, _ = read(chat.without(*hide, mode="contiguous"))
     caches["restarted"] = model.prefill(restart)
-    anew = chat.without(*hide, mode="rendered")
+    visible = chat.without(*hide, mode="rendered")
     try:
-        reused = common_prefix(model.tokenizer, chat, anew)
+        anew, _ = read(visible)
     except UserError as error:
         return caches, f"{left_out} There is no rendered cache: {error}".strip(), None
-    if (tokens := anew.tokens(model.tokenizer)).ids != restart.tokens(model.tokenizer).ids:
-        caches["rendered"] = model.prefill(tokens)
-    return caches, left_out, reused
+    if anew.ids != restart.ids:
+        caches["rendered"] = model.prefill(anew)
+    try:
+        return caches, left_out, common_prefix(model.tokenizer, chat, visible)
+    except UserError:  # written only with the question after it
+        return caches, left_out, None
 
 
-def _under_policies(
-    model: Model, chat: Transcript, full: KVCache, policies: Mapping[str, Policy]
-) -> dict[str, KVCache]:
+def _under_policies(model: Model, history: Tokens, full: KVCache, policies: Mapping[str, Policy]) -> dict[str, KVCache]:
     """The caches that policies leave of the conversation, which is watched where one of them needs it."""
     observed = [policy.observes for policy in policies.values() if policy.observes is not None]
-    scene = model.watch(chat, queries=max(observed)) if observed else full
+    scene = model.watch(history, queries=max(observed)) if observed else full
     return {name: model.apply(policy, scene) for name, policy in policies.items()}
 
 

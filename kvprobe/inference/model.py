@@ -22,7 +22,7 @@ from kvprobe.inference.forward import as_seen, extend, prefill
 from kvprobe.inference.generate import Generation, OnStep, generate
 from kvprobe.inference.hf import Grid, from_hf, to_hf
 from kvprobe.inference.readable import require_type
-from kvprobe.inference.rows import Readable, rows_of, runs_after, user_turn
+from kvprobe.inference.rows import Readable, needs_question, rows_of, runs_after, user_turn, with_question
 from kvprobe.inference.sweep import ROWS, Question, Sweep, Trial, sweep
 from kvprobe.inference.under_policy import apply, lane_for, read_for, read_in_chunks, sample_numbers, watch
 from kvprobe.memory.forward import Kernel, Logits
@@ -375,6 +375,9 @@ class Model(Brief):
             ]
         if ask is None:
             return rows_of(start, self._tokenizer, answered=True)
+        if isinstance(start, Transcript) and needs_question(start, self._tokenizer()):
+            before, question = with_question(start, ask, self._tokenizer(), together=True)
+            return [before + question]
         _, turn = user_turn(ask, self._tokenizer(), start.arguments if isinstance(start, Transcript) else None)
         return [row + turn.shifted(row.following) for row in self.tokens(start)]
 

@@ -8,10 +8,12 @@ from typing import Annotated, Any, cast
 import numpy as np
 from torch import Tensor
 
+from kvprobe.cache.ledger import SINK_HIDDEN
 from kvprobe.checks import is_mapping, is_text, is_whole, whole_numbers
 from kvprobe.errors import UserError
 from kvprobe.text.chat_template import Tokenizer
-from kvprobe.text.tokens import Tokens
+from kvprobe.text.messages import Message, Part
+from kvprobe.text.tokens import ANSWER_HEADER, Tokens
 from kvprobe.text.transcript import Transcript
 
 Messages = Mapping[str, object] | Sequence[Mapping[str, object]]
@@ -43,7 +45,10 @@ def rows_of(text: object, tokenizer: Callable[[], Tokenizer], answered: bool) ->
     if isinstance(text, Tokens):
         return [text]
     if isinstance(text, Transcript):
-        return [text.tokens(tokenizer(), generation_prompt=answered)]
+        tokens = text.tokens(tokenizer(), generation_prompt=answered)
+        if any(tokens.recomputed[:1]):
+            warnings.warn(SINK_HIDDEN, stacklevel=5)
+        return [tokens]
     kind = type(text).__name__
     pieces: list[object] | None = [text] if is_mapping(text) else [*text] if isinstance(text, Sequence) else None
     if pieces and all(isinstance(piece, Mapping) for piece in pieces):
@@ -105,6 +110,40 @@ def text_ids(tokenizer: Tokenizer, text: str, *, within: bool = False) -> Sequen
         )
         warnings.warn(f"The text begins with the start token, {place}; take it out of the text.", stacklevel=5)
     return bare if within else before + bare
+
+
+def needs_question(chat: Transcript, tokenizer: Tokenizer) -> bool:
+    """Whether the template writes a conversation that ends in an answer as it stands before a user's next message only
+    together with that message: a system message goes into the last user's turn, or the end is another header."""
+    if chat.messages[-1].role != "assistant":
+        return False
+    try:
+        return chat.tokens(tokenizer).segments[-1:] == (ANSWER_HEADER,)
+    except UserError:
+        return True
+
+
+def with_question(chat: Transcript, text: str, tokenizer: Tokenizer, together: bool) -> tuple[Tokens, Tokens]:
+    """The tokens of a conversation, and those of the user's next message with the header of the answer to it.
+
+    Args:
+        together: see `needs_question`.
+
+    Raises:
+        UserError: see `Transcript.tokens`.
+    """
+    if not together:
+        tokens = chat.tokens(tokenizer)
+        return tokens, user_turn(text, tokenizer, chat.arguments)[1].shifted(tokens.following)
+    name = max(chat.segments, key=len) + "?" if "question" in chat.segments else "question"
+    asked = replace(
+        chat,
+        messages=(*chat.messages, Message("user", (Part(text),), name)),
+        arguments={**chat.arguments, "continue_final_message": False, "add_generation_prompt": False},
+    )
+    tokens = asked.tokens(tokenizer, generation_prompt=True)
+    start = tokens.segments.index(name)
+    return tokens[:start], tokens[start:]
 
 
 def user_turn(text: str, tokenizer: Tokenizer, arguments: Mapping[str, object] | None = None) -> tuple[Tokens, Tokens]:

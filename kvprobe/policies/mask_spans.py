@@ -37,4 +37,5 @@ class MaskSpans(Policy):
         gone = ledger.in_segments(self.names)
         if self.delimiters == "kept":
             gone = gone & ~ledger.delimiters
+        ledger.warn_of_sink(gone)
         return (~gone)[None, :, None, :].expand_as(scene.live)

@@ -55,4 +55,5 @@ class PruneToolResults(Policy):
         ledger = scene.cache.ledger
         rows = [ledger.in_segments(self.pruned(ledger, row))[row] for row in range(ledger.batch)]
         gone = torch.stack(rows) & ~ledger.delimiters
+        ledger.warn_of_sink(gone)
         return (~gone)[None, :, None, :].expand_as(scene.live)

@@ -13,9 +13,10 @@ from kvprobe.policies.share import Budget
 class SlidingWindow(Policy):
     """Keep the last `window` live slots of each row, in all layers and heads alike.
 
-    The window counts slots, not positions: after other evictions it still holds `window` of them. With
-    `provenance="recomputed"` this is the sliding window with re-computation of Xiao et al. 2023, "Efficient Streaming
-    Language Models with Attention Sinks" (arXiv 2309.17453, figure 1c), which is exact and slow.
+    The window counts slots, not positions: after other evictions it still holds `window` of them. Slot 0, the sink,
+    leaves by definition, so nothing warns of it. With `provenance="recomputed"` this is the sliding window with
+    re-computation of Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453,
+    figure 1c), which is exact and slow.
     """
 
     window: Budget

@@ -31,6 +31,7 @@ CONTROL = "hash control"
 """The name of the control task; see `kvprobe.probing.controls.hash_control`."""
 
 TOO_FEW = "too few contexts to tell"
+UNMEASURED = "Nothing was measured: retained and restart are the same numbers."
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,6 +62,7 @@ class Probing(Brief):
             context.
         use: what the model itself says about the answer, a row per sample and arm; None if it was not asked.
         warnings: why its numbers may mislead, in sentences; see `doubts`.
+        measured: false where retained equals restart bit for bit, so there is nothing to claim; `warnings` say why.
     """
 
     target: Target
@@ -74,10 +76,13 @@ class Probing(Brief):
     clusters: Int[np.ndarray, "samples"] = field(repr=False)
     use: pd.DataFrame | None = None
     warnings: tuple[str, ...] = ()
+    measured: bool = True
 
     def _facts(self) -> Iterable[str]:
         yield f"{self.target.name!r}, {len(self.table)} sites and splits, chance {self.chance:.3g}"
-        yield from (f"{split}: {verdict(self, split)}" for split in self.picks)
+        yield from (
+            (f"{split}: {verdict(self, split)}" for split in self.picks) if self.measured else ("nothing measured",)
+        )
 
     @property
     def chance(self) -> float:
@@ -136,7 +141,8 @@ class Probing(Brief):
 
     def __str__(self) -> str:
         doubted = [f"Warning: {warning}" for warning in self.warnings]
-        return "\n".join([*doubted, *(claim(self, split) for split in self.picks)])
+        claims = (claim(self, split) for split in self.picks) if self.measured else (UNMEASURED,)
+        return "\n".join([*doubted, *claims])
 
 
 def doubts(

@@ -94,7 +94,7 @@ def probe(
         blank = random_model(model, int(rng.integers(2**31)))
         floors["untrained"] = read(blank, design, hide=before, note="Reading an untrained model")
     probing = probe_features(features, floors, folds=folds, permutations=permutations, rng=rng)
-    probing = replace(probing, warnings=(*doubts, *probing.warnings))
+    probing = replace(probing, warnings=(*doubts, *probing.warnings), measured=not doubts)
     for warning in probing.warnings:
         warnings.warn(warning, stacklevel=3)
     return replace(probing, use=asking and asking.table())

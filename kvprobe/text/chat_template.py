@@ -225,12 +225,23 @@ class _Rendering:
             message = self.messages[text.message]
             tagged = message.role == "assistant" and _THOUGHTS.match(dropped)
             if text.source not in REASONING and not (text.source == "content" and tagged):
+                advice = "leave this out, or use roles and a template that keep it"
+                if message.role in FOLDED and self._written_later(dropped):
+                    advice = "give a Transcript and the user's next message, with which it is, to generate or compare"
                 raise UserError(
                     f"The chat template drops or reorders message {text.message}, since {dropped.strip()[:40]!r} of "
-                    f"its {text.source!r} is not written; leave this out, or use roles and a template that keep it."
+                    f"its {text.source!r} is not written; {advice}."
                 )
             thoughts[message.segment] = thoughts.get(message.segment, "") + dropped
         return thoughts
+
+    def _written_later(self, text: str) -> bool:
+        """Whether the text is written once a user's message follows."""
+        try:
+            messages = [message.given(typed=False) for message in self.messages]
+            return text.strip() in self.beginning([*messages, {"role": "user", "content": "-"}])
+        except TemplateError:
+            return False
 
     def _pieces(self, rendered: str, marks: Marks) -> list[Piece]:
         segments = [message.segment for message in self.messages]

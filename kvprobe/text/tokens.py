@@ -47,7 +47,8 @@ class Tokens(Brief):
         positions: logical index of each token.
         segments: segment name of each token.
         parts: name of the message part that the token belongs to, or None.
-        recomputed: true from the first token that stands after text that was left out.
+        recomputed: true from the first token that stands after text that was left out; of a conversation that is
+            rendered anew, from the first one that is another than in the whole conversation.
         delimiters: true for tokens of the chat template that are not a message's text.
         end: the position of what comes next, where hidden text at the end keeps its place; None for right after.
         dropped: thoughts of messages that the chat template does not write again, by segment.

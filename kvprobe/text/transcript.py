@@ -13,7 +13,7 @@ from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.text.chat_template import Piece, Tokenizer, lay_out, template_arguments
 from kvprobe.text.messages import RESULTS, Message, message_of
-from kvprobe.text.tokens import GENERATED, PREAMBLE, Tokens
+from kvprobe.text.tokens import GENERATED, PREAMBLE, Tokens, common_length
 
 RestartMode = Literal["gapped", "contiguous", "rendered"]
 """Where tokens after hidden text stand: where they would have stood, or closed up; or all as the template writes the
@@ -178,10 +178,12 @@ class Transcript(Brief):
         if not visible:
             raise UserError("All messages are hidden, so a template has nothing to render; keep one, or use 'gapped'.")
         tokens = Transcript(visible, arguments=self.arguments).tokens(tokenizer, generation_prompt)
-        order = (PREAMBLE, *self.segments)
-        first_hidden = min(order.index(name) for name in self.hidden)
-        earlier = set(order[:first_hidden])
-        return replace(tokens, recomputed=tuple(name not in earlier for name in tokens.segments))
+        try:
+            original = replace(self, hidden=frozenset[str]()).tokens(tokenizer, generation_prompt).ids
+        except UserError:  # a template that takes these messages only without those that are hidden
+            original = ()
+        same = common_length(original, tokens.ids)
+        return replace(tokens, recomputed=tuple(index >= same for index in range(len(tokens))))
 
     def _drop_hidden(self, whole: Tokens) -> Tokens:
         visible = [index for index, segment in enumerate(whole.segments) if segment not in self.hidden]

@@ -11,7 +11,9 @@ from kvprobe.cli import app
 from kvprobe.comparison import ARMS, Comparison
 from kvprobe.inference.model import Model
 from kvprobe.report.views.compare import comparison_page
+from tests.models import llama, tiny_tokenizer
 from tests.refusals import refused
+from tests.text.templates import ANSWER_HEADER_ALWAYS, LAST_TURN
 
 CHAT = [
     {"role": "system", "content": "You answer briefly."},
@@ -156,6 +158,36 @@ def test_what_is_hidden_before_it_is_seen_is_the_restart_at_other_positions(tiny
 
 
 @pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "template", [LAST_TURN, ANSWER_HEADER_ALWAYS], ids=["system in the last turn", "a last header"]
+)
+def test_a_conversation_that_is_written_otherwise_before_a_question_is_read_with_it(template: str):
+    tokenizer = tiny_tokenizer(template, bos_token="<s>")
+    model = llama(vocab_size=96, tokenizer=tokenizer)
+    messages = [{"role": role, "content": "so it is"} for role in ("system", "user", "assistant")]
+    chat = kv.Transcript.from_messages(messages, ["system", "T1", "reply"])
+    asked = [*messages, {"role": "user", "content": "and then"}]
+    whole = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    assert list(model.prompts(chat, "and then")[0].ids) == whole
+    compared = kv.compare(model, chat, "T1", "and then", max_new_tokens=2)
+    full = kv.compare(
+        model, kv.Transcript.from_messages(messages[1:], ["T1", "reply"]), "T1", "and then", max_new_tokens=2
+    )
+    reply = model.generate(chat, "and then", max_new_tokens=2)
+    assert compared.replies["full"].text == reply.texts[0]
+    assert compared.replies["full"].logprobs == pytest.approx(reply.logprobs[0], abs=1e-4)
+    assert compared.replies["full"].logprobs != pytest.approx(full.replies["full"].logprobs, abs=1e-4)
+    if template == LAST_TURN:
+        refused(lambda: model.prefill(chat), "drops or reorders message 0", "to generate or compare")
+        refused(lambda: kv.compare(model, chat, "system", "and then"), "writes 'system' into the user's next message")
+
+
+def test_hiding_slot_0_before_anything_later_is_read_is_warned_of(tiny_llama: Model):
+    with pytest.warns(UserWarning, match="slot 0, the attention sink") as caught:
+        kv.compare(tiny_llama, SHORT, "m0", "and then", when="before", max_new_tokens=1)
+    assert len(caught) == 1
+
+
 def test_what_cannot_be_compared_is_refused(smol: Model):
     refused(lambda: kv.compare(smol, CHAT, [], ASK), "list of segments")
     refused(lambda: kv.compare(smol, CHAT, ["m1"]), "the user's next message")

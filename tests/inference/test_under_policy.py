@@ -1,5 +1,7 @@
 """Policies at work on a model: while it reads, while it generates, and when what stays is computed again."""
 
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +23,12 @@ from kvprobe.policies import (
     Chain,
     HeadBudgets,
     LayerBudgets,
+    MaskSpans,
     Policy,
+    PruneToolResults,
     Quantise,
     RandomEviction,
+    RestartInPlace,
     RestartRebuilt,
     Scene,
     SinkWindow,
@@ -32,6 +37,8 @@ from kvprobe.policies import (
 )
 from kvprobe.policies.policy import acting
 from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
+from tests.models import CHATML, llama, tiny_tokenizer
 from tests.policies.loops import record
 from tests.random_caches import (
     assert_bit_identical,
@@ -501,3 +508,40 @@ def test_a_cache_with_unequal_budgets_can_be_continued(tiny: Model, policy: Poli
     question = [random_tokens(1, {"T2": 2}, start=14)]
     plain, hooked = (extend(tiny.lanes, cache, question, lane)[1] for lane in LANES)
     assert relative_difference(hooked, plain) < 1e-4
+
+
+CHAT = Transcript.from_messages([{"role": "user", "content": "so it is"}, {"role": "assistant", "content": "yes"}])
+TOOLS = Tokens.of(range(6), "tool") + Tokens.of(range(6), "rest", 6)
+SINK_WARNED: dict[str, tuple[int, Callable[[Model], object]]] = {
+    "mask": (1, lambda model: model.prefill(CHAT).mask("m0")),
+    "MaskSpans, prefill": (1, lambda model: model.prefill(CHAT, policy="MaskSpans('m0')")),
+    "MaskSpans in chunks": (1, lambda model: model.prefill(CHAT, policy="MaskSpans('m0')", chunk=4)),
+    "MaskSpans, apply": (1, lambda model: model.apply(MaskSpans("m0"), model.prefill(CHAT))),
+    "MaskSpans, generate": (1, lambda model: model.generate(CHAT, policy=MaskSpans("m0"), max_new_tokens=3)),
+    "MaskSpans, repeated": (1, lambda model: model.generate(CHAT, policy=MaskSpans("m0", every=1), max_new_tokens=3)),
+    "in a chain": (1, lambda model: model.prefill(CHAT, policy=MaskSpans("m0") | SlidingWindow(4))),
+    "RestartInPlace": (1, lambda model: model.prefill(CHAT, policy=RestartInPlace("m0"))),
+    "RestartRebuilt": (1, lambda model: model.prefill(CHAT, policy=RestartRebuilt("m0"))),
+    "without": (1, lambda model: model.prefill(CHAT.without("m0"))),
+    "without, contiguous": (1, lambda model: model.prefill(CHAT.without("m0", mode="contiguous"))),
+    "without, generate": (1, lambda model: model.generate(CHAT.without("m0"), "so", max_new_tokens=2)),
+    "a pruned tool result": (1, lambda model: model.prefill(TOOLS, policy=PruneToolResults(0))),
+    "MaskSpans of what comes later": (0, lambda model: model.prefill(CHAT, policy=MaskSpans("m1"))),
+    "MaskSpans, delimiters kept": (0, lambda model: model.prefill(CHAT, policy=MaskSpans("m0", delimiters="kept"))),
+    "without what comes later": (0, lambda model: model.prefill(CHAT.without("m1"))),
+    "SlidingWindow": (0, lambda model: model.prefill(CHAT, policy=SlidingWindow(8))),
+    "SinkWindow": (0, lambda model: model.prefill(CHAT, policy=SinkWindow(2, 4))),
+}
+
+
+@pytest.fixture(scope="module")
+def chatting() -> Model:
+    return llama(tokenizer=tiny_tokenizer(CHATML))
+
+
+@pytest.mark.parametrize(("times", "call"), SINK_WARNED.values(), ids=SINK_WARNED)
+def test_whatever_hides_slot_0_by_name_warns_once(chatting: Model, times: int, call: Callable[[Model], object]):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(chatting)
+    assert len([warning for warning in caught if "slot 0, the attention sink" in str(warning.message)]) == times

@@ -234,6 +234,9 @@ def test_use_equals_reading_the_answer_token_by_token(tiny_llama: Model, design:
 def test_hiding_before_what_comes_right_after_is_a_restart_and_says_so(hidden: kv.Probing):
     assert [warning for warning in hidden.warnings if "give when='after'" in warning]
     assert "Warning: 'T2' comes right after what is hidden" in str(hidden)
+    pages = (str(hidden), hidden._repr_html_() or "")
+    assert [page.count("Nothing was measured") for page in pages] == [1, 1]
+    assert "not detected" not in "".join(pages)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -39,6 +39,13 @@ DEVELOPER = (
     + "{% for m in messages %}"
     "<|start|>{{ m['role'] }}<|message|>{{ m['content'] }}<|end|>{% endfor %}"
 )
+LAST_TURN = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
+    + _WITHOUT_SYSTEM
+    + "{% for m in messages %}{% if m['role'] == 'user' %}[INST]{% if loop.last and system is defined %}"
+    "{{ system }}\n\n{% endif %}{{ m['content'] }}[/INST]{% else %} {{ m['content'] }} <end>{% endif %}{% endfor %}"
+)
+"""As Mistral v3's: the system message stands in the last turn, if that is a user's."""
 BARE_SYSTEM = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}{{ m['content'] }}"
     "{% elif m['role'] == 'user' %}<|User|>{{ m['content'] }}"

@@ -5,14 +5,17 @@ from typing import Any
 import pytest
 
 from kvprobe.text.chat_template import lay_out
+from kvprobe.text.tokens import common_length
 from kvprobe.text.transcript import Transcript
-from tests.models import tiny_tokenizer
+from tests.models import CHATML, tiny_tokenizer
 from tests.refusals import refused
 from tests.text.templates import (
     ANSWER_HEADER_ALWAYS,
     ANSWER_HEADER_WITH_QUESTION,
+    BARE_SYSTEM,
     DEFAULT_SYSTEM,
     GEMMA,
+    LAST_TURN,
     OPENINGS,
     WORDS_WITH_QUESTION,
 )
@@ -85,8 +88,6 @@ def test_two_restarts_differ_where_the_template_writes_a_default():
     rendered = chat.without("system", mode="rendered").tokens(tokenizer)
     assert list(rendered.ids) == tokenizer.apply_chat_template([USER, REPLY], return_dict=False)
     assert rendered.names == ("preamble", "T1", "summary")
-    anew = {name for name, anew in zip(rendered.segments, rendered.recomputed, strict=True) if anew}
-    assert anew == {"T1", "summary"}
     closed = chat.without("system", mode="contiguous").tokens(tokenizer)
     assert closed.names == ("T1", "summary")
     assert rendered.ids[-len(closed) :] == closed.ids
@@ -96,10 +97,28 @@ def test_a_restart_that_keeps_the_system_message_is_the_same_text_in_both_modes(
     tokenizer = tiny_tokenizer(DEFAULT_SYSTEM, bos_token="<|im_start|>")
     chat = Transcript.from_messages([USER, REPLY, USER], ["T1", "summary", "T2"])
     closed, rendered = (chat.without("summary", mode=mode).tokens(tokenizer) for mode in ("contiguous", "rendered"))
-    assert closed == rendered
+    assert (closed.ids, closed.positions, closed.segments) == (rendered.ids, rendered.positions, rendered.segments)
     assert [name for name, anew in zip(closed.segments, closed.recomputed, strict=True) if anew] == ["T2"] * len(
         closed.ids[closed.span("T2")]
     )
+
+
+@pytest.mark.parametrize("hide", [["system"], ["T1", "summary"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "template", [DEFAULT_SYSTEM, LAST_TURN, BARE_SYSTEM, GEMMA], ids=["default", "last", "bare", "folded"]
+)
+def test_a_rendered_restart_is_recomputed_from_the_first_token_that_is_another(template: str, hide: list[str]):
+    tokenizer = tiny_tokenizer(template, bos_token="<s>")
+    chat = Transcript.from_messages([SYSTEM, USER, REPLY, USER], ["system", "T1", "summary", "T2"])
+    whole, rendered = chat.tokens(tokenizer), chat.without(*hide, mode="rendered").tokens(tokenizer)
+    same = common_length(whole.ids, rendered.ids)
+    assert rendered.recomputed == (False,) * same + (True,) * (len(rendered) - same)
+
+
+def test_without_a_system_message_that_the_template_refuses_all_is_recomputed():
+    no_system = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system') }}{% endif %}" + CHATML
+    chat = Transcript.from_messages([SYSTEM, USER], ["system", "T1"]).without("system", mode="rendered")
+    assert all(chat.tokens(tiny_tokenizer(no_system)).recomputed)
 
 
 def test_a_restart_of_nothing_is_refused():
