@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import pandas as pd
+import torch
 
 from kvprobe.arguments import AtLeastOne, checked_arguments
 from kvprobe.attention import attend, dangling
@@ -52,7 +53,7 @@ class Reply(Brief):
         text: its own reply, the most probable token at each step.
         logprobs: in nats, of each token of the reply that it gives with everything in view.
         kl: mean over these tokens of how far its next-token distribution is from the one with everything in view, nats.
-        slots: tokens that the question can attend to.
+        slots: tokens that the question can attend to; under a policy, the mean over heads.
         nbytes: of the cache before the question; under a policy, of what each head keeps.
     """
 
@@ -109,9 +110,14 @@ class Comparison(Brief):
 
     @property
     def reach(self) -> str:
-        """How much the question needs what was hidden, in a sentence; empty if nothing was."""
+        """How much the question needs what was hidden, in a sentence; or how far policies alone take it."""
         if not self.hidden:
-            return ""
+            full, *others = self.replies.values()
+            far = max(others, key=lambda reply: reply.kl)
+            lost = full.logprob - far.logprob
+            most = ", which is furthest from the full cache" if len(others) > 1 else ""
+            how = f"{abs(lost):.2f} nats per token {'less' if lost >= 0 else 'more'} likely"
+            return f"Under {far.arm}{most}, the reply that the model gives with everything in view is {how}."
         first = self.attention["dangling_first"]
         share = self.attention["dangling"] - first
         most = self.attention.loc[share.idxmax()]
@@ -173,11 +179,13 @@ def compare(
     hide = names_of(hide)
     if not ask:
         raise UserError("compare needs ask, the user's next message.")
-    if not (hide or policies) or set(hide) >= set(chat.segments):
+    among = f"of {', '.join(chat.segments[:8])}"
+    if not (hide or policies):
         raise UserError(
-            f"hide is {str(hide)[:60]!r}; give a list of segments to hide, of {', '.join(chat.segments[:8])}, so that "
-            "at least one stays."
+            f"compare needs hide (--hide), a list of segments {among}, or policies (--policy); give one of them."
         )
+    if set(hide) >= set(chat.segments):
+        raise UserError(f"hide (--hide) is {str(hide)[:60]!r}; give segments {among}, so that at least one stays.")
     acting = policies_of(policies)
     tokenizer = Turns.of(model).tokenizer
     read = partial(with_question, text=ask, tokenizer=tokenizer, together=needs_question(chat, tokenizer))
@@ -204,7 +212,9 @@ def compare(
             given.texts[row],
             tuple((-surprise(logits[row], expected)).tolist()),
             float(kl[row].mean()),
-            int(cache.ledger.live_somewhere.sum()),
+            round(float(cache.ledger.live.sum(-1, dtype=torch.float).mean()))
+            if arm in acting
+            else int(cache.ledger.live_somewhere.sum()),
             cache.footprint if arm in acting else cache.nbytes,
         )
         for row, (arm, cache) in enumerate(caches.items())

@@ -129,14 +129,30 @@ def test_a_policy_is_an_arm_beside_the_others(tiny_llama: Model, tmp_path: Path,
     names = ["SnapKV(50%, window=2)", "H2O(0.3)", "SinkWindow(sinks=2, window=4)"]
     compared = kv.compare(tiny_llama, CHAT, hidden, "so", policies=policies, max_new_tokens=2)
     assert [arm for arm in compared.replies if arm not in ARMS] == names
-    assert ("masked" in compared.replies) == bool(hidden) == bool(compared.reach)
+    assert ("masked" in compared.replies) == bool(hidden) == ("spend" in compared.reach)
+    furthest = max((reply for arm, reply in compared.replies.items() if arm != "full"), key=lambda reply: reply.kl)
+    if not hidden:
+        said = f"Under {furthest.arm}, which is furthest from the full cache, the reply"
+        assert compared.reach.startswith(said)
+        assert compared.reach in comparison_page(compared)
+        lost = compared.replies["full"].logprob - furthest.logprob
+        assert f"{abs(lost):.2f} nats per token {'less' if lost >= 0 else 'more'} likely." in compared.reach
     scene = tiny_llama.watch(kv.Transcript.from_messages(CHAT), queries=2)
     for name in names:
         cache = tiny_llama.apply(policies[1] if name == names[2] else name, scene)
         assert compared.replies[name].nbytes == cache.footprint < compared.replies["full"].nbytes
+        live = cache.ledger.live.expand(*cache.shape[:1], -1, cache.shape[1], -1)
+        assert compared.replies[name].slots == round(live.sum(-1).double().mean().item())
+        assert compared.replies[name].slots < compared.replies["full"].slots
         assert compared.replies[name].text == tiny_llama.generate(cache, "so", max_new_tokens=2).text
         assert name in str(compared)
     assert "the policy has acted once" in comparison_page(compared)
+
+
+def test_nothing_to_compare_and_nothing_that_stays_are_refused_by_the_names_of_the_flags(tiny_llama: Model):
+    refused(lambda: kv.compare(tiny_llama, SHORT, ask="so"), "hide (--hide)", "policies (--policy)", "of m0, m1")
+    everything = kv.Transcript.from_messages(SHORT).segments
+    refused(lambda: kv.compare(tiny_llama, SHORT, everything, "so"), "hide (--hide)", "at least one stays")
 
 
 def test_what_is_hidden_before_it_is_seen_is_the_restart_at_other_positions(tiny_llama: Model):

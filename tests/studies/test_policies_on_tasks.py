@@ -89,8 +89,16 @@ def test_accuracy_is_held_against_the_full_cache_on_the_same_items(config: Confi
     assert change.high < 0
     said = answer_of(ON_TASKS, config, conclusion, tmp_path)
     right = "of the answers on mine.jsonl are right, where the full cache gives 100 %"
-    assert f"Under H2O(0.3), 17 % {right} (fewer right answers)." in said
+    assert f"Under H2O(0.3), which does worst here, 17 % {right} (fewer right answers)." in said
+    assert "SnapKV" not in said
+    alike = concluded(table[table["policy"] != "H2O(0.3)"], config)
+    said = answer_of(ON_TASKS, config, alike, tmp_path / "alike")
     assert f"Under SnapKV(50%), 100 % {right} (no difference detected)." in said
+    few = concluded(table[table["sample"] < 3], replace(config, items=3))
+    page = page_of(ON_TASKS, replace(config, items=3), few, tmp_path / "few").read("report.html")
+    assert page.count("too few to tell") == 1
+    assert "Whether a policy costs right answers is not known: 3 items are too few to tell." in page
+    assert "no difference detected" not in page
     forged = page_of(ON_TASKS, config, with_forged_texts(conclusion), tmp_path / "forged").read("report.html")
     assert FORGED not in forged
 

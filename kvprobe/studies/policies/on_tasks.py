@@ -108,17 +108,19 @@ def concluded(table: Rows, config: Config) -> Conclusion:
     beyond = rows.assign(change=rows["right"] - beside(rows, "right", {"policy": FULL}, ("sample",)))
     change = Mean(name="change", of="change", by=("task", "policy"), within=DIFFERENCE, together=())
     findings = measure(rows, ESTIMANDS, (beyond[beyond["policy"] != FULL], [change]))
-    tasks, warnings = {}, list[str]()
+    tasks, few, warnings = {}, list[str](), list[str]()
     for task, count in tasks_of(config):
         whole = findings.at("accuracy", task=task.name, policy=FULL)
         findings.number("chance", task.chance, task=task.name)
         tasks[task.name] = {"items": count, "scorer": task.scorers[0]}
-        warnings += few_clusters(count, f"items of {shown_task(task.name)}")
+        few += few_clusters(count, f"items of {shown_task(task.name)}")
         if not rankable(whole.mean, task.chance):
             warnings.append(
                 f"With the full cache the model is right in {whole.mean:.0%} of the items of {shown_task(task.name)} "
                 f"(chance: {task.chance:.0%}), so what policies cost there cannot be judged; give it easier items."
             )
+    if len(few) < len(tasks):  # the answer says it where all are too few
+        warnings = few + warnings
     idle = table[table["policy"] == IDLE]
     control = Control(
         f"A window that keeps everything gives the full cache's reply in {int(idle['same'].sum())} of {len(idle)} "
