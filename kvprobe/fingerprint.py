@@ -34,7 +34,7 @@ _INSIDE = frozenset(vars(nn.Module()))
 """Attributes of every module; of these, training, hooks and what a module holds are looked at apart."""
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, FunctionType)
-_GATHERED = (list, tuple, dict)
+_GATHERED = (list, tuple, dict, set, frozenset)
 _PASSING = {
     "_is_hf_initialized",
     "all_tied_weights_keys",
@@ -44,11 +44,17 @@ _PASSING = {
 }
 """Attributes that change no result, or that a model sets as it reads; and so are private ones of whole models."""
 
+_LIBRARIES = ("builtins", "kvprobe", "torch", "transformers", "transformer_lens")
+"""Whose objects in a module are no settings of it, or are looked at apart."""
 _OURS = ("kvprobe.", "transformer_lens.", "transformers.")
 """Hooks from here pass, or change no number."""
 
 _MOST_NUMBERS = 4096
 """Of a buffer that is looked at whenever the model is used, such as rotary frequencies."""
+_MOST_HASHED = 2**24
+_SAMPLED, _SMALL = 16, 1024
+"""Numbers of each tensor with more than so many, spread over it from the first to the last, that show writes which
+torch does not count."""
 
 
 @runtime_checkable
@@ -68,10 +74,21 @@ class Configured(Protocol):
 def state_of(plain: nn.Module) -> tuple[object, ...]:
     """What tells that a model was changed, cheap enough to be compared whenever it is used.
 
-    How often each weight was written and where it lies, and what `_altered` compares.
+    How often each tensor was written, where it lies and some of its numbers; the config, and what `_altered` compares.
     """
-    written = [(weight._version, weight.data_ptr()) for weight in plain.parameters()]
-    return (*written, *(_described(module) for module in plain.modules()))
+    modules = list(plain.modules())
+    tensors = [tensor for module in modules for tensor in _tensors(module)]
+    samples: dict[object, list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for tensor in tensors:
+            count = min(tensor.numel(), _SAMPLED if tensor.numel() > _SMALL else _SMALL)
+            spread = max(1, (tensor.numel() - 1) // max(1, count - 1))
+            few = tensor.as_strided((count,), (spread,)) if tensor.is_contiguous() else tensor.flatten()[::spread]
+            samples.setdefault((tensor.dtype, tensor.device), []).append(few)
+        read = [_bytes(torch.cat(some)).tobytes() for some in samples.values()]
+    counted = [(0 if tensor.is_inference() else tensor._version, tensor.data_ptr()) for tensor in tensors]
+    settings = _plain(vars(plain.config)) if isinstance(plain, Configured) else ()
+    return (*counted, *read, settings, *map(_described, modules))
 
 
 def fingerprint(plain: "Configured", tokenizer: object, rounded: torch.dtype | None = None) -> str:
@@ -117,6 +134,7 @@ class Maker:
         )
         self._model = (lambda: model) if isinstance(model, str) else weakref.ref(model)
         self.written: tuple[object, ...] = getattr(model, "written", ())
+        self._met: Maker | None = None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -135,9 +153,30 @@ class Maker:
             )
         return model if isinstance(model, str) else model.fingerprint
 
+    def confirmed(self) -> str:
+        """The fingerprint, once all weights were hashed anew where this is what the model is now.
+
+        Raises:
+            UserError: see `fingerprint`; or weights were written in a way that torch does not count.
+        """
+        model: Any = self._model()
+        if hasattr(model, "hash_again") and model.written == self.written:
+            known = vars(self).get("fingerprint")
+            if model.hash_again() != (known or model.fingerprint):
+                raise UserError(
+                    "Weights of the model were written through `.data` since it was first known, so it is unknown "
+                    "which of them made this cache or routing; read the text again."
+                )
+        return self.fingerprint
+
     def same(self, other: "Maker") -> bool:
         """Whether both are the same model, loaded once or twice."""
-        return self is other or self.fingerprint == other.fingerprint
+        if self is other or self._met is other:
+            return True
+        if self.fingerprint != (other.confirmed() if isinstance(self._model(), str) else other.fingerprint):
+            return False
+        self._met = other
+        return True
 
 
 def _weights(plain: "Configured", rounded: torch.dtype | None) -> str:
@@ -145,7 +184,7 @@ def _weights(plain: "Configured", rounded: torch.dtype | None) -> str:
     for name, tensor in sorted(plain.state_dict().items()):
         hasher.update(name.encode())
         weights = tensor.detach().to(rounded) if rounded is not None and tensor.is_floating_point() else tensor.detach()
-        hasher.update(weights.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        hasher.update(_bytes(weights))
     return hasher.hexdigest()
 
 
@@ -164,7 +203,7 @@ def _altered(plain: Any) -> list[object]:
             fresh = type(plain)(copy.deepcopy(plain.config)).eval()
         for module in fresh.modules():
             for name in module._non_persistent_buffers_set:
-                if (buffer := module._buffers[name]) is not None and buffer.numel() <= _MOST_NUMBERS:
+                if (buffer := module._buffers[name]) is not None and buffer.numel() <= _MOST_HASHED:
                     module._buffers[name] = torch.empty_like(buffer, device="cpu")
             if module._non_persistent_buffers_set:
                 fresh._init_weights(module)
@@ -173,18 +212,51 @@ def _altered(plain: Any) -> list[object]:
             for part in module._non_persistent_buffers_set:  # a model in another dtype is the same
                 if (buffer := module._buffers[part]) is not None and (other := held.get(part)) is not None:
                     module._buffers[part] = buffer.to(other.dtype)
-        usual = {name: _described(module) for name, module in fresh.named_modules()}
+        usual = {name: _described(module, whole=True) for name, module in fresh.named_modules()}
     except Exception:  # a class that needs more than its config: all of its modules count as altered
         pass
     return [
         [name, *map(str, now)]
         for name, module in plain.named_modules()
-        if (now := _described(module)) != usual.get(name)
+        if (now := _described(module, whole=True)) != usual.get(name)
     ]
 
 
-def _described(module: nn.Module) -> tuple[object, ...]:
-    """What a module computes by, beside its weights and the modules in it."""
+def _changing(module: nn.Module, name: str) -> bool:
+    """Whether a buffer is one that the model itself changes as it reads."""
+    if name not in module._non_persistent_buffers_set:
+        return False
+    rotary = str(getattr(module, "rope_type", ""))
+    return "dynamic" in rotary or "longrope" in rotary
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    """The tensors that a module itself computes by."""
+    buffers = [tensor for name, tensor in module._buffers.items() if not _changing(module, name)]
+    held = [*module._parameters.values(), *buffers]
+    held += [value for value in vars(module).values() if type(value) is torch.Tensor]
+    return [tensor for tensor in held if tensor is not None and not tensor.is_meta and tensor.numel()]
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def _plain(settings: Mapping[str, Any]) -> tuple[object, ...]:
+    """What is plain of the attributes of an object."""
+    return tuple(
+        (name, value if type(value) in _PLAIN else repr(value))
+        for name, value in settings.items()
+        if type(value) in (*_PLAIN, *_GATHERED) and not name.startswith("_") and name not in _INDIFFERENT
+    )
+
+
+def _described(module: nn.Module, whole: bool = False) -> tuple[object, ...]:
+    """What a module computes by, beside its weights and the modules in it.
+
+    Args:
+        whole: hash the tensors that are otherwise known by a sample.
+    """
     described: list[object] = [type(module).__qualname__, module.training]
     is_whole = "all_tied_weights_keys" in vars(module)
     for name, value in vars(module).items():
@@ -196,13 +268,20 @@ def _described(module: nn.Module) -> tuple[object, ...]:
             described += [name, value]
         elif type(value) in _GATHERED and len(text := repr(value)) < 1000 and " at 0x" not in text:
             described += [name, text]
-        elif name == "forward" and not _origin(value).startswith(_OURS):
-            described += [name, _origin(value)]
+        elif type(value) is torch.Tensor:
+            described += [name, digest([_bytes(value)]) if whole and not value.is_meta else ""]
+        elif name == "forward":
+            described += [] if _origin(value).startswith(_OURS) else [name, _origin(value)]
+        elif type(value).__module__.split(".")[0] not in _LIBRARIES and hasattr(value, "__dict__"):
+            described += [name, *_plain(vars(value))]
     for name in module._non_persistent_buffers_set:
-        buffer, rotary = module._buffers[name], str(getattr(module, "rope_type", ""))
-        if buffer is None or buffer.numel() > _MOST_NUMBERS or "dynamic" in rotary or "longrope" in rotary:
+        buffer = module._buffers[name]
+        if buffer is None or buffer.device.type == "meta" or _changing(module, name):
             continue
-        described += [name, str(buffer.tolist()) if buffer.device.type != "meta" else ""]
+        if buffer.numel() <= _MOST_NUMBERS:
+            described += [name, str(buffer.tolist())]
+        elif whole:
+            described += [name, digest([_bytes(buffer)])]
     return tuple(described)
 
 

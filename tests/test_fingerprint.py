@@ -3,14 +3,16 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.fingerprint import PARTS, differing, fingerprint
+from kvprobe.fingerprint import PARTS, differing, fingerprint, state_of
 from kvprobe.inference.model import Model, load
+from kvprobe.models import unproved
 from tests.models import llama, tiny_tokenizer
 from tests.refusals import refused
 
@@ -111,6 +113,9 @@ class Switched(torch.nn.Linear):
         self.weight = base.weight
         self.scaling = {"default": 2.0}
         self._disable_adapters = False
+        self.factor, self.chosen, self.settings = torch.ones(1), {1, 2}, SimpleNamespace(factor=1.0)
+        self.register_buffer("shift", torch.zeros(base.out_features))
+        self.register_buffer("large", torch.ones(8, 1024), persistent=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         usual = super().forward(input)
@@ -145,6 +150,38 @@ def _frequencies(plain: Any) -> None:
     plain.model.rotary_emb.inv_freq[1] *= 2
 
 
+def _double(plain: Any) -> None:
+    plain.model.layers[0].mlp.up_proj.weight.data.mul_(2)
+
+
+def _first_number(plain: Any) -> None:
+    plain.model.layers[0].mlp.up_proj.weight.data[0, 0] += 1
+
+
+def _by_numpy(plain: Any) -> None:
+    plain.model.layers[0].mlp.up_proj.weight.detach().numpy()[:] *= 2
+
+
+def _persistent_buffer(plain: Any) -> None:
+    plain.model.layers[0].mlp.up_proj.shift.data[5] = 1
+
+
+def _large_buffer(plain: Any) -> None:
+    plain.model.layers[0].mlp.up_proj.large.mul_(2)
+
+
+def _tensor(plain: Any) -> None:
+    plain.model.layers[0].mlp.up_proj.factor.data.mul_(2)
+
+
+def _set(plain: Any) -> None:
+    plain.model.layers[0].mlp.up_proj.chosen.add(3)
+
+
+def _object(plain: Any) -> None:
+    plain.model.layers[0].mlp.up_proj.settings.factor = 2.0
+
+
 def _training(plain: Any) -> None:
     plain.model.layers[1].train()
 
@@ -158,22 +195,56 @@ def _other_parameter(plain: Any) -> None:
     "change",
     [
         _switch, _scale, _replace, _override, _attend_sharper, _epsilon, _frequencies, _training,
-        _other_parameter,
+        _other_parameter, _double, _first_number, _by_numpy, _persistent_buffer, _large_buffer, _tensor, _set, _object,
     ],
 )  # fmt: skip
 def test_a_cache_is_refused_once_the_model_computes_something_else(change: Callable[[Any], None], known: bool):
     model = llama(tokenizer=tiny_tokenizer())
     layer: Any = model.lanes.plain.model.layers[0].mlp
     layer.up_proj = Switched(layer.up_proj)
+    model.lanes.__dict__["masks_by_head"] = True  # the gate is not what is tried here
     before = model.prefill("abc")
     if known:
         assert before.made_by is not None
         assert before.made_by.fingerprint == model.fingerprint
     model.extend(before, "d")
     change(model.lanes.plain)
-    expected = f"it differs in {PARTS[0 if change is _other_parameter else 1]}" if known else "has other weights now"
+    of_weights = (_other_parameter, _double, _first_number, _by_numpy, _persistent_buffer)
+    expected = f"it differs in {PARTS[0 if change in of_weights else 1]}" if known else "has other weights now"
     refused(lambda: model.extend(before, "d"), expected)
     model.extend(model.prefill("abc"), "d")
+
+
+def test_a_file_is_written_and_read_under_the_hash_of_all_weights(tmp_path: Path):
+    """A single number that was written through `.data` shows in no sample."""
+    model = llama(tokenizer=tiny_tokenizer())
+    model.prefill("abc").save(tmp_path / "before")
+    kept = model.prefill("abc")
+    weight: Any = model.lanes.plain.model.layers[0].mlp.up_proj.weight
+    number = float(weight[1, 2])
+    weight.data[1, 2] = 1
+    model.extend(kept, "d")  # as docs/reference/limits.md says
+    refused(lambda: kept.save(tmp_path / "kept"), "written through `.data` since it was first known")
+    refused(lambda: model.extend(KVCache.load(tmp_path / "before"), "d"), "it differs in weights")
+    refused(lambda: model.extend(kept, "d"), "it differs in weights")
+    model.prefill("abc").save(tmp_path / "after")
+    model.extend(KVCache.load(tmp_path / "after"), "d")
+    weight.data[1, 2] = number
+    refused(lambda: model.extend(KVCache.load(tmp_path / "after"), "d"), "written through `.data`")
+    model.extend(KVCache.load(tmp_path / "before"), "d")
+
+
+def test_the_model_is_looked_at_once_in_a_generation(monkeypatch: pytest.MonkeyPatch):
+    model, looks = llama(tokenizer=tiny_tokenizer()), list[object]()
+    cache = model.prefill("abc")
+    monkeypatch.setattr(unproved, "state_of", lambda plain: looks.append(plain) or state_of(plain))
+    model.generate(cache, "d", max_new_tokens=5)
+    assert len(looks) == 1
+
+    def switch(step: int, cache: KVCache) -> None:
+        _training(model.lanes.plain)
+
+    refused(lambda: model.generate(cache, "d", max_new_tokens=5, stop=[], on_step=switch), "has other weights now")
 
 
 def test_a_switch_that_is_put_back_leaves_the_cache_readable():

@@ -41,7 +41,7 @@ def save_cache(
         "layers": str(len(keys)),
         "names": json.dumps(ledger.names),
         "grain": json.dumps(ledger.quantisation and [ledger.quantisation.bits, ledger.quantisation.group]),
-        "made_by": "" if made_by is None else made_by.fingerprint,
+        "made_by": "" if made_by is None else made_by.confirmed(),
     }
     metadata["digest"] = _digest(tensors, metadata)
     with replacing(path) as partial:

@@ -34,10 +34,11 @@ def extend(
     Rows of unequal length are padded on the right with slots that are not live. A `past` of one row is shared
     by all rows. Returns the longer cache and the logits after the last `logits` tokens of each row.
     """
-    past = one_row_each(lanes, past, len(tokens))
-    layers = taps(lanes, past)
-    ledger, scores = forward_pass(lanes, past, tokens, layers, lane, logits)
-    return cache_of(lanes, layers, ledger), scores
+    with lanes.looked_at():
+        past = one_row_each(lanes, past, len(tokens))
+        layers = taps(lanes, past)
+        ledger, scores = forward_pass(lanes, past, tokens, layers, lane, logits)
+        return cache_of(lanes, layers, ledger), scores
 
 
 def prefill(lanes: Lanes, tokens: Sequence[Tokens], lane: Lane = "plain") -> KVCache:

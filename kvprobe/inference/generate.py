@@ -1,6 +1,7 @@
 """The decode loop: greedy or sampled, batched, at explicit positions, with access to the cache at each step."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -115,7 +116,9 @@ def generate(
     cache, following, trace = past, prompts, list[Snapshot]()
     scene = None if policy is None or past is None else Scene(past)
     decoding = lane_for(lanes, lane, watched=observes_again is not None)
-    with packed_if_faster(lanes, decoding, len(prompts), max_new_tokens):
+    # What `on_step` does may change the model.
+    once = lanes.looked_at() if on_step is None else nullcontext()
+    with once, packed_if_faster(lanes, decoding, len(prompts), max_new_tokens):
         for step in range(max_new_tokens):
             if policy is None:
                 cache, logits = extend(lanes, cache, following, decoding)
