@@ -221,7 +221,7 @@ def test_a_file_is_written_and_read_under_the_hash_of_all_weights(tmp_path: Path
     model.prefill("abc").save(tmp_path / "before")
     kept = model.prefill("abc")
     weight: Any = model.lanes.plain.model.layers[0].mlp.up_proj.weight
-    number = float(weight[1, 2])
+    number = weight[1, 2].item()
     weight.data[1, 2] = 1
     model.extend(kept, "d")  # as docs/reference/limits.md says
     refused(lambda: kept.save(tmp_path / "kept"), "written through `.data` since it was first known")
