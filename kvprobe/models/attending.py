@@ -68,12 +68,13 @@ class _Replacement(NamedTuple):
     """What replaces the attention of a module.
 
     Attributes:
+        attention: what computes it; where it gives nothing, what it replaces is computed.
         replaced: what it replaces in its turn; None for the model's own.
     """
 
     layer: int
     d_head: int
-    attention: Attention
+    attention: Callable[[Attending, Callable[[], Tensor]], Tensor | None]
     replaced: "_Replacement | None"
 
 

@@ -3,7 +3,7 @@ way to ask for less."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -69,7 +69,9 @@ def probe_features(
     with Bar(total=probes * len(splits), desc=note, unit="probe") as bar:
         shared = _Shared(folds, orders, clusters, rng, bar.update)
         parts, scores = zip(*(_under(split, features, floors, shared) for split in splits), strict=True)
-    tables = {name: pd.concat([getattr(part, name) for part in parts], ignore_index=True) for name in _TABLES}
+    tables: dict[str, Any] = {
+        name: pd.concat([getattr(part, name) for part in parts], ignore_index=True) for name in _TABLES
+    }
     if permutations:
         joined = np.concatenate(scores, 1)
         p = p_values(joined)

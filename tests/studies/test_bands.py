@@ -117,7 +117,10 @@ def numbers(config: Config = MADE_UP, **columns: Any) -> Conclusion:
 
 
 def example() -> tuple[Config, Conclusion]:
-    return MADE_UP, numbers(right=lambda labels, item: float(item < 6 if labels["band"] == "quarter 4" else item < 12))
+    config = replace(MADE_UP, noises=FACTORIAL)
+    return config, numbers(
+        config, right=lambda labels, item: float(item < 6 if "4" in str(labels["band"]) else item < 12)
+    )
 
 
 def noise(rng: np.random.Generator) -> Conclusion:
