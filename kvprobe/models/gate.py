@@ -18,24 +18,34 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvprobe.cache.ledger import PADDING
-from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.errors import UserError
-from kvprobe.models.attending import Attending
-from kvprobe.models.gate_caches import Held, LongCache, empty_cache, fresh_ledger, read, read_after, read_few
-from kvprobe.models.hf_cache import CacheLayer, past_key_values
+from kvprobe.models.gate_caches import (
+    Held,
+    LongCache,
+    empty_cache,
+    fresh_ledger,
+    long_cache,
+    read,
+    read_after,
+    read_few,
+)
 from kvprobe.models.hooks import bare
 from kvprobe.models.loading import free_bytes
-from kvprobe.models.rounding import difference, few_tokens
+from kvprobe.models.rounding import difference, few_tokens, in_float32
 from kvprobe.models.unproved import Lane, UnprovedLanes
 from kvprobe.names import one_line
 
-FIRST_REACH = 256
-"""Slots and positions that are proved before anything is read; more are proved when they are reached."""
+FIRST_REACH, FIRST_ROWS = 256, 8
+"""Slots, positions and tokens read at once, and rows, proved before anything is read; more when they are reached."""
 _LENGTH, _CUT = 12, 8
 _WHOLE = 40
 """Tokens that are read at once without a cache."""
 _FEW = 8
 """Slots of a long cache that are not hidden."""
+_LAST, _SPREAD = 3, 16
+"""Of tokens that are read at once: the last are read again after the others, and so many are compared."""
+_ROW_SLOTS = 32
+"""Slots of each of many rows."""
 
 Check = tuple[bool, str]
 
@@ -44,9 +54,6 @@ Check = tuple[bool, str]
 def prove_plain(lanes: UnprovedLanes) -> bool:
     """Prove on a few tokens that the model is causal, places tokens at the positions given to it, and respects masks.
 
-    A model in half precision is also proved as a copy in float32 where memory allows: mistakes that are smaller than
-    its rounding do not show.
-
     Returns:
         Whether masks may differ between its KV heads.
 
@@ -54,16 +61,10 @@ def prove_plain(lanes: UnprovedLanes) -> bool:
         UserError: a check fails; the sentence says which.
     """
     _prove(lanes, _plain_checks)
-    weights = 4 * sum(parameter.numel() for parameter in lanes.plain.parameters())
-    if lanes.dtype.itemsize < 4 and weights < free_bytes(lanes.device) / 2:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            precise: Any = copy.deepcopy(lanes.plain)
-            _prove(UnprovedLanes(precise.float()), _plain_checks)
     with torch.no_grad():
         by_head = _heads_apart(lanes)
     if not by_head:
-        _prove(lanes, lambda lanes: _leaks(_long_cache(lanes, FIRST_REACH), None))
+        _prove(lanes, lambda lanes: _row_checks(long_cache(lanes, FIRST_REACH)))
     return by_head
 
 
@@ -74,8 +75,32 @@ def prove_reach(lanes: UnprovedLanes, slots: int, position: int) -> None:
     Raises:
         UserError: a check fails; the sentence says which.
     """
-    _prove(lanes, lambda lanes: _length_checks(_long_cache(lanes, slots)))
+    _prove(lanes, lambda lanes: _length_checks(long_cache(lanes, slots)))
     _prove(lanes, lambda lanes: _far_checks(lanes, read_few(lanes)[1], position))
+
+
+@bare()
+def prove_queries(lanes: UnprovedLanes, queries: int, masked: bool) -> None:
+    """Prove that a model reads so many tokens at once, under masks where it does, as it reads a few.
+
+    Raises:
+        UserError: a check fails; the sentence says which.
+    """
+    _prove(lanes, lambda lanes: _query_checks(lanes, read_few(lanes)[1], queries, masked))
+
+
+@bare()
+def prove_rows(lanes: UnprovedLanes, rows: int, by_head: bool) -> None:
+    """Prove that a model reads each of so many rows under its own mask, as it does alone.
+
+    Args:
+        by_head: whether masks may differ between KV heads, as `prove_plain` returned.
+
+    Raises:
+        UserError: a check fails; the sentence says which.
+    """
+    heads = lanes.geometry.n_kv_heads if by_head else 1
+    _prove(lanes, lambda lanes: _row_checks(long_cache(lanes, _ROW_SLOTS), heads, rows=rows))
 
 
 @bare()
@@ -89,7 +114,7 @@ def prove_hooked(lanes: UnprovedLanes, by_head: bool, slots: int) -> None:
         UserError: it computes something else, so only the plain lane can be used.
     """
     name = type(lanes.plain).__name__
-    cache = _long_cache(lanes, slots)
+    cache = long_cache(lanes, slots)
     heads = lanes.geometry.n_kv_heads if by_head else 1
     live, some = _drawn(cache, heads)[:, :1], _some(cache)[None]
     after: list[Callable[..., Tensor]] = [
@@ -123,54 +148,40 @@ def prove_hooked(lanes: UnprovedLanes, by_head: bool, slots: int) -> None:
         )
 
 
-@bare()
-def prove_attention(lanes: UnprovedLanes, slots: int) -> None:
-    """Prove on a few tokens, alone and after so many slots, that attention is a softmax over scaled scores, with
-    softcap and sinks where there are any.
-
-    Only then can attention be recomputed, replaced and patched. Each layer must attend once, with the keys and values
-    that its cache holds.
-
-    Raises:
-        UserError: it is something else, or the model does not take its attention from transformers' registry.
-    """
-    ids, layers = few_tokens(lanes.plain), [CacheLayer() for _ in range(lanes.geometry.n_layers)]
-    long, observed = _long_cache(lanes, slots), list[tuple[Attending, Tensor]]()
-    with torch.no_grad(), lanes.observing_attention_unproved(lambda inputs, output: observed.append((inputs, output))):
-        lanes.unproved(ids, fresh_ledger(ids), past_key_values(layers), masked=True)
-        few = observed[:]
-        long.read()
-    name = type(lanes.plain).__name__
-    if sorted(inputs.layer for inputs, _ in few) != list(range(len(layers))) or not all(
-        _same(inputs.key, layers[inputs.layer].keys) and _same(inputs.value, layers[inputs.layer].values)
-        for inputs, _ in few
-    ):
-        raise UserError(
-            f"{name} does not attend once in each layer, by transformers' registry, with the keys and values that its "
-            "cache holds, so its attention can be neither shown nor replaced on the plain lane; patch with "
-            "KVCache.patch, one cell at a time."
-        )
-    every = torch.zeros(1, long.slots + long.ids.shape[1], dtype=torch.long, device=ids.device)
-    worst = 0.0
-    for tokens, queries, pairs in ((ids, ids.shape[1], few), (every, long.ids.shape[1], observed[len(few) :])):
-        seen = visible_by_layer(fresh_ledger(tokens), queries, lanes.geometry.windows)
-        outputs = ((inputs.output(seen[inputs.layer]).transpose(1, 2), computed) for inputs, computed in pairs)
-        worst = max(worst, *(difference(output, computed) for output, computed in outputs))
-    # Of one layer, which rounds a few times at most.
-    if not worst <= max(1e-4, 8 * torch.finfo(lanes.dtype).eps):
-        raise UserError(
-            f"{name} attends otherwise than by a softmax over scaled scores (off by "
-            f"{worst:.1e}), so its attention can be neither shown nor replaced on the plain lane; patch with "
-            f"KVCache.patch, one cell at a time."
-        )
-
-
-def _same(one: Tensor, other: Tensor | None) -> bool:
-    return other is not None and one.shape == other.shape and torch.equal(one, other)
-
-
 def _prove(lanes: UnprovedLanes, checks: Callable[[UnprovedLanes], Iterator[Check]]) -> None:
-    """Raise the sentence of the first check that fails, with its subject."""
+    """Raise the sentence of the first check that fails, with its subject.
+
+    In half precision rounding hides mistakes, so that the model is also proved in float32.
+    """
+    _prove_one(lanes, checks)
+    if lanes.dtype.itemsize < 4:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _prove_one(_precise(lanes), checks)
+
+
+class _Precise(UnprovedLanes):
+    """A model that computes in float32, whatever its weights are kept in."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+
+def _precise(lanes: UnprovedLanes) -> UnprovedLanes:
+    try:
+        return _Precise(in_float32(lanes.plain))
+    except UserError as error:  # a module uses weights of others
+        if 4 * sum(parameter.numel() for parameter in lanes.plain.parameters()) < free_bytes(lanes.device) / 2:
+            whole: Any = copy.deepcopy(lanes.plain)
+            return _Precise(whole.float())
+        raise UserError(
+            f"{type(lanes.plain).__name__} cannot be proved in {str(lanes.dtype).removeprefix('torch.')}, whose "
+            "rounding hides mistakes, and there is no memory for a copy in float32; load it with dtype='float32'."
+        ) from error
+
+
+def _prove_one(lanes: UnprovedLanes, checks: Callable[[UnprovedLanes], Iterator[Check]]) -> None:
     name = type(lanes.plain).__name__
     try:
         with torch.no_grad():
@@ -211,64 +222,87 @@ def _plain_checks(lanes: UnprovedLanes) -> Iterator[Check]:
         last.shape[1] == 1 and difference(last, whole[:, -1:]) <= lanes.tolerance(),
         "does not return the logits of the one token that was asked for.",
     )
-    explicit, before = read(lanes, None, long, fresh_ledger(long), masked=True)
-    apart = difference(explicit, native)
-    yield (
-        apart <= lanes.tolerance(),
-        f"computes other logits under an explicit mask of who may attend to whom than under its own (off by "
-        f"{apart:.1e}); kvprobe cannot hide slots from it.",
-    )
-    before, rest = before.first(long.shape[1] - 3), long[:, -3:]
-    apart = difference(read_after(lanes, before, rest), native[:, -3:])
-    yield (
-        apart <= lanes.tolerance(),
-        f"computes other logits with a cache than at once (off by {apart:.1e}); its cache cannot be edited.",
-    )
-    cache = _long_cache(lanes, FIRST_REACH, held)
-    yield from _leaks(cache, 1)
-    yield from _masking_is_eviction(lanes, ids, held)
+    yield from _query_checks(lanes, held, FIRST_REACH, masked=True)
+    cache = long_cache(lanes, FIRST_REACH, held)
+    yield from _row_checks(cache, queries=1)
     yield from _length_checks(cache)
     yield from _far_checks(lanes, held, FIRST_REACH)
     yield from _rows_are_alone(lanes, ids)
 
 
-def _long_cache(lanes: UnprovedLanes, slots: int, held: Held | None = None) -> LongCache:
-    """A cache with which the model reads so many slots in all, or as many as it has positions for."""
-    ids = few_tokens(lanes.plain)[:, -3:]
-    slots = min(slots, lanes.geometry.max_position or slots)
-    return LongCache(lanes, held or read_few(lanes)[1], slots - ids.shape[1], ids)
-
-
-def _drawn(cache: LongCache, heads: int) -> Bool[Tensor, "layers 4 heads slots"]:
-    """Half of the slots of each layer and head, drawn at random, in two rows; and the other half in two more."""
-    shape = (cache.lanes.geometry.n_layers, 1, heads, cache.slots)
+def _drawn(cache: LongCache, heads: int, rows: int = FIRST_ROWS) -> Bool[Tensor, "layers rows heads slots"]:
+    """Half of the slots of each layer and head, drawn at random, in two rows; the other half in two more; and so on."""
+    shape = (cache.lanes.geometry.n_layers, rows // 4, heads, cache.slots)
     half = (torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.5).to(cache.ids.device)
-    return torch.cat([half, half, ~half, ~half], 1)
+    return torch.stack([half, half, ~half, ~half], 2).flatten(1, 2)
 
 
-def _leak(cache: LongCache, heads: int, queries: int | None = None) -> tuple[float, float]:
-    """How far what hidden slots hold moves the logits, and how far the slots that are not hidden do.
+def _leak(cache: LongCache, heads: int, queries: int | None, rows: int = FIRST_ROWS) -> tuple[float, float, float]:
+    """How far what hidden slots hold moves the logits, how far the slots that are not hidden do, and how far a row
+    lies from what it is alone.
 
-    Each slot of each layer is hidden once and visible once.
+    Each slot of each layer is hidden and visible.
     """
-    read: Any = cache.read(queries, _drawn(cache, heads), draws=(1, 2, 1, 2))
-    one, again, other, other_again = read.split(1)
-    return max(difference(again, one), difference(other_again, other)), difference(other, one)
+    live = _drawn(cache, heads, rows)
+    together = cache.read(queries, live, draws=(1, 2) * (rows // 2))
+    alone = cache.read(queries, live[:, -1:], draws=(2,))
+    one, again = together[::2], together[1::2]
+    return difference(again, one), difference(one[1], one[0]), difference(together[-1:], alone)
 
 
-def _leaks(cache: LongCache, queries: int | None) -> Iterator[Check]:
-    leak, effect = _leak(cache, 1, queries)
+def _row_checks(
+    cache: LongCache, heads: int = 1, queries: int | None = None, rows: int = FIRST_ROWS
+) -> Iterator[Check]:
+    """Each row is read under its own mask, as it is alone."""
+    leak, effect, apart = _leak(cache, heads, queries, rows)
     yield (
         leak <= cache.lanes.tolerance(effect),
-        f"lets what hidden slots hold reach its logits (off by {leak:.1e} among {cache.slots:,} slots), so masks do "
-        "not reach every layer.",
+        f"lets what hidden slots hold reach its logits (off by {leak:.1e} among {cache.slots:,} slots in {rows:,} "
+        "rows), so masks do not reach every layer.",
+    )
+    yield apart <= cache.lanes.tolerance(), _beside(apart)
+
+
+def _beside(apart: float) -> str:
+    return (
+        f"computes other logits for a row beside others than for the row alone (off by {apart:.1e}); kvprobe "
+        "reads many conditions as rows of one batch."
+    )
+
+
+def _query_checks(lanes: UnprovedLanes, held: Held, queries: int, masked: bool) -> Iterator[Check]:
+    """Many tokens read at once are read as the last of them are after the others and, under masks, as without them."""
+    limit = (lanes.geometry.max_position or torch.inf) - held.ledger.slots
+    count = int(max(_LENGTH, min(queries, limit)))
+    ids = few_tokens(lanes.plain, count)
+    spread = [count * step // _SPREAD for step in range(_SPREAD)]
+    kept = torch.tensor(sorted({*spread, *range(count - _LAST, count)}), device=ids.device)
+    before, fresh = held.hidden() if masked else None, fresh_ledger(ids)
+    ledger = fresh if before is None else before.ledger.append(fresh)
+    logits, whole = read(lanes, before, ids, ledger, kept=kept)
+
+    def holds(apart: float) -> bool:
+        return lanes.only_rounds(apart, torch.inf, lambda: read(lanes, before, ids, ledger, kept=kept)[0])
+
+    if masked:
+        apart = difference(logits, lanes.native(ids, kept))
+        yield (
+            holds(apart),
+            f"computes other logits under an explicit mask of who may attend to whom, after hidden slots, than under "
+            f"its own (off by {apart:.1e} for {count:,} tokens); kvprobe cannot hide slots from it.",
+        )
+    apart = difference(read_after(lanes, whole.first(-_LAST), ids[:, -_LAST:]), logits[:, -_LAST:])
+    yield (
+        holds(apart),
+        f"computes other logits with a cache than at once (off by {apart:.1e} after {count:,} tokens); its cache "
+        "cannot be edited.",
     )
 
 
 def _heads_apart(lanes: UnprovedLanes) -> bool:
     """Whether masks that differ between KV heads each reach their own head."""
     try:
-        leak, effect = _leak(_long_cache(lanes, FIRST_REACH), lanes.geometry.n_kv_heads)
+        leak, effect, _ = _leak(long_cache(lanes, FIRST_REACH), lanes.geometry.n_kv_heads, None)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except (ValueError, RuntimeError, TypeError):  # a shape that the model does not take
@@ -286,7 +320,7 @@ def _some(cache: LongCache) -> Int[Tensor, "chosen"]:
 
 def _length_checks(cache: LongCache) -> Iterator[Check]:
     """What the model does among many slots is what it does among few, and what its own masks say is what ours do."""
-    lanes, slots = cache.lanes, f"{cache.slots + cache.ids.shape[1]:,} slots"
+    lanes, slots = cache.lanes, f"{cache.slots:,} slots"
     explicit = cache.read()
     for queries in (None, 1):
         apart = difference(cache.read(queries, masked=False), explicit[:, :queries])
@@ -298,7 +332,7 @@ def _length_checks(cache: LongCache) -> Iterator[Check]:
     half = torch.randperm(cache.slots, generator=torch.Generator().manual_seed(3))[: cache.slots // 2].sort().values
     some: Any = _some(cache)
     others = (some + 1).clamp(max=cache.slots - 2).unique()
-    for queries, retained in ((None, some), (1, others), (None, half.to(some.device))):
+    for queries, retained in ((None, some), (1, others), (2, half.to(some.device))):
         live = torch.zeros(1, 1, 1, cache.slots, dtype=torch.bool, device=some.device)
         live[..., retained] = True
         read_alone = partial(cache.read, queries, at=retained[None])
@@ -307,7 +341,8 @@ def _length_checks(cache: LongCache) -> Iterator[Check]:
         yield (
             lanes.only_rounds(apart, effect, read_alone),
             f"reads otherwise among {slots} of which some are hidden than among the rest alone (off by {apart:.1e}), "
-            "so it does something else at this length, or counts slots; kvprobe cannot edit its cache there.",
+            "so it does something else at this length, or ignores position_ids and counts slots; kvprobe cannot edit "
+            "its cache there.",
         )
 
 
@@ -323,34 +358,6 @@ def _far_checks(lanes: UnprovedLanes, held: Held, position: int) -> Iterator[Che
         apart <= lanes.tolerance(),
         f"reads tokens at position {gap + _LENGTH - 1:,} otherwise after a cache than at once (off by {apart:.1e}), so "
         "what it caches changes with the positions that follow; its cache cannot be continued there.",
-    )
-
-
-def _masking_is_eviction(lanes: UnprovedLanes, ids: Int[Tensor, "1 queries"], held: Held) -> Iterator[Check]:
-    """Reading after masked slots equals reading after evicted ones."""
-    before, rest = held.first(_CUT), ids[:, _CUT:]
-    # Evicted slots near the end and a gap before the new tokens make counted slots differ from positions.
-    retained = torch.tensor([slot not in (_CUT - 4, _CUT - 3, _CUT - 2) for slot in range(_CUT)], device=ids.device)
-    masked = replace(before, ledger=replace(before.ledger, live=retained[None, None, None]))
-    evicted = Held(
-        before.ledger.take(
-            retained.nonzero()[:, 0][None], torch.zeros(1, int(retained.sum()), dtype=torch.bool, device=ids.device)
-        ),
-        tuple(keys[:, :, retained] for keys in before.keys),
-        tuple(values[:, :, retained] for values in before.values),
-    )
-    # A few positions, but fewer than the shortest window spans.
-    gap = min(5, max(1, (lanes.geometry.shortest_window or 16) - 3))
-    seen, hidden, gone = (read_after(lanes, cache, rest, gap) for cache in (before, masked, evicted))
-    apart, effect = difference(gone, hidden), difference(seen, hidden)
-    # A model may ignore positions, if it does not count slots either.
-    holds = apart <= lanes.tolerance(effect)
-    deaf = not holds and torch.equal(read_after(lanes, before, rest, gap + 1), seen)
-    yield (
-        holds,
-        f"{'ignores position_ids, and ' if deaf else ''}computes other logits after slots were evicted than after they "
-        f"were masked at the same positions (off by {apart:.1e}), so it places tokens by slots; kvprobe cannot edit "
-        "its cache.",
     )
 
 
@@ -372,8 +379,4 @@ def _rows_are_alone(lanes: UnprovedLanes, ids: Int[Tensor, "1 queries"]) -> Iter
     alone = read(lanes, None, rows[1:, :short], fresh_ledger(rows[1:, :short]))[1]
     rest = ids[:, _CUT:]
     apart = difference(read_after(lanes, together, rest.expand(2, -1))[1:], read_after(lanes, alone, rest))
-    yield (
-        apart <= lanes.tolerance(),
-        f"computes other logits for a row beside a longer one than for the row alone (off by {apart:.1e}); kvprobe "
-        f"reads many conditions as rows of one batch.",
-    )
+    yield apart <= lanes.tolerance(), _beside(apart)

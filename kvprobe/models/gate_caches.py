@@ -23,7 +23,7 @@ _LOUD = 100.0
 _APART = 0.3
 """How far keys of the long cache lie apart, as a share of how far real ones do: each slot has some attention."""
 
-Reading = Float[Tensor, "rows queries vocab"]
+Reading = Float[Tensor, "rows kept vocab"]
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,21 @@ class Held:
         return cls(ledger, tuple(keys for keys, _ in held), tuple(values for _, values in held))
 
     def first(self, slots: int) -> "Held":
-        """The first slots, as if no more had been read."""
-        keys, values = ([tensor[:, :, :slots] for tensor in tensors] for tensors in (self.keys, self.values))
-        return Held(fresh_ledger(self.ledger.tokens[:, :slots]), tuple(keys), tuple(values))
+        """The first slots (or all but the last, where negative), as if no more had been read."""
+        keys, values = ([tensor[:, :, :slots] for tensor in of] for of in (self.keys, self.values))
+        count = keys[0].shape[2]
+        chosen = torch.arange(count, device=self.ledger.tokens.device).expand(self.ledger.tokens.shape[0], -1)
+        ledger = self.ledger.take(chosen, torch.zeros_like(chosen, dtype=torch.bool))
+        return Held(replace(ledger, following=ledger.positions[:, -1] + 1), tuple(keys), tuple(values))
+
+    def hidden(self) -> "Held":
+        """The same slots, hidden and with loud values, as if nothing had been read."""
+        ledger = replace(
+            self.ledger,
+            live=torch.zeros_like(self.ledger.live),
+            following=torch.zeros_like(self.ledger.following),
+        )
+        return Held(ledger, self.keys, tuple(_LOUD * values for values in self.values))
 
 
 def read(
@@ -52,14 +64,14 @@ def read(
     ids: Int[Tensor, "batch queries"],
     ledger: Ledger,
     lane: Lane = "plain",
-    masked: bool = False,
+    kept: int | Int[Tensor, "kept"] = 0,
 ) -> tuple[Reading, Held]:
-    """The logits of tokens read after a cache (or after nothing), and the longer cache."""
+    """The logits of tokens (those `kept`) read after a cache (or after nothing), and the longer cache."""
     layers = [CacheLayer() for _ in range(lanes.geometry.n_layers)]
     if held is not None:
         for layer, keys, values in zip(layers, held.keys, held.values, strict=True):
             layer.update(keys, values)
-    logits = lanes.unproved(ids, ledger, past_key_values(layers), lane, masked=masked)
+    logits = lanes.unproved(ids, ledger, past_key_values(layers), lane, kept)
     return logits, Held.of(ledger, layers)
 
 
@@ -69,10 +81,16 @@ def read_few(lanes: UnprovedLanes, lane: Lane = "plain") -> tuple[Reading, Held]
     return read(lanes, None, ids, fresh_ledger(ids), lane)
 
 
-def read_after(lanes: UnprovedLanes, held: Held, ids: Int[Tensor, "batch queries"], gap: int = 0) -> Reading:
+def read_after(
+    lanes: UnprovedLanes,
+    held: Held,
+    ids: Int[Tensor, "batch queries"],
+    gap: int = 0,
+    kept: int | Int[Tensor, "kept"] = 0,
+) -> Reading:
     """The logits of tokens read after a cache, `gap` positions after its end."""
     places = held.ledger.following[:, None] + gap + torch.arange(ids.shape[1], device=ids.device)
-    return read(lanes, held, ids, held.ledger.append(fresh_ledger(ids, places)))[0]
+    return read(lanes, held, ids, held.ledger.append(fresh_ledger(ids, places)), kept=kept)[0]
 
 
 def empty_cache(lanes: UnprovedLanes) -> DynamicCache:
@@ -192,3 +210,10 @@ class _Drawn(CacheLayer):
     ) -> tuple[Tensor, Tensor]:
         keys, values = self._content()
         return torch.cat([keys.to(key_states), key_states], 2), torch.cat([values.to(value_states), value_states], 2)
+
+
+def long_cache(lanes: UnprovedLanes, slots: int, held: Held | None = None) -> LongCache:
+    """A cache of so many slots, or of as many as the model has positions for."""
+    ids = few_tokens(lanes.plain)[:, -3:]
+    limit = (lanes.geometry.max_position or torch.inf) - ids.shape[1]
+    return LongCache(lanes, held or read_few(lanes)[1], int(min(slots, limit)), ids)

@@ -45,6 +45,19 @@ class Geometry:
             UserError: the model has layers without a KV cache of this kind (recurrent, chunked, latent), or reads an
                 encoder beside its cache.
         """
+        try:
+            return cls._of(config)
+        except UserError:
+            raise
+        except Exception as error:  # transformers raises its own error for values that differ between layers
+            raise UserError(
+                f"{getattr(type(config), 'model_type', type(config).__name__)} has heads of different sizes or numbers "
+                f"in different layers, or other settings that kvprobe cannot read ({type(error).__name__}: "
+                f"{one_line(error).partition('. ')[0]}); kvprobe reads models whose layers are alike."
+            ) from error
+
+    @classmethod
+    def _of(cls, config: Any) -> "Geometry":
         if getattr(config, "is_encoder_decoder", False):
             raise UserError(
                 f"{config.model_type} is an encoder-decoder, whose decoder reads an encoder beside its cache; "
@@ -70,19 +83,11 @@ class Geometry:
             raise UserError(
                 f"{config.model_type} caches latent attention; kvprobe reads full and sliding-window attention."
             )
-        try:
-            d_head = getattr(config, "head_dim", None) or config.hidden_size // n_heads
-            n_kv_heads = getattr(config, "num_key_value_heads", None) or n_heads
-        except Exception as error:  # transformers raises its own error for values that differ between layers
-            raise UserError(
-                f"{config.model_type} has heads of different sizes or numbers in different layers; kvprobe reads "
-                "models whose layers are alike."
-            ) from error
         return cls(
             n_layers=n_layers,
             n_heads=n_heads,
-            n_kv_heads=n_kv_heads,
-            d_head=d_head,
+            n_kv_heads=getattr(config, "num_key_value_heads", None) or n_heads,
+            d_head=getattr(config, "head_dim", None) or config.hidden_size // n_heads,
             d_model=config.hidden_size,
             windows=_windows(config, n_layers),
             max_position=_max_position(config),

@@ -15,7 +15,16 @@ from transformers import DynamicCache
 from kvprobe.cache.ledger import Ledger
 from kvprobe.errors import UserError
 from kvprobe.models.attending import Attend, Attending
-from kvprobe.models.gate import FIRST_REACH, prove_attention, prove_hooked, prove_plain, prove_reach
+from kvprobe.models.gate import (
+    FIRST_REACH,
+    FIRST_ROWS,
+    prove_hooked,
+    prove_plain,
+    prove_queries,
+    prove_reach,
+    prove_rows,
+)
+from kvprobe.models.gate_attention import prove_attention
 from kvprobe.models.lens import Hooked
 from kvprobe.models.routers import Routers, routers_of
 from kvprobe.models.unproved import Lane, UnprovedLanes
@@ -26,7 +35,9 @@ class Lanes(UnprovedLanes):
     """A model that can be run plain or hooked, each lane proved before it is first used."""
 
     _proved: Hooked | None = None
-    _slots, _positions, _hooked_slots = FIRST_REACH, FIRST_REACH, FIRST_REACH
+    _slots, _positions, _hooked_slots, _rows = FIRST_REACH, FIRST_REACH, FIRST_REACH, FIRST_ROWS
+    _queries: int = FIRST_REACH
+    _masked_queries: int = FIRST_REACH
 
     @property
     def hooked(self) -> Hooked:
@@ -70,7 +81,9 @@ class Lanes(UnprovedLanes):
         Raises:
             UserError: a position that the model has no embedding for, or a model that did not pass the gate.
         """
-        self.prove(ledger.slots, int(ledger.positions.max()) + 1, lane)
+        rows, queries = ids.shape
+        masked = queries > self._masked_queries and not ledger.untouched
+        self.prove(ledger.slots, int(ledger.positions.max()) + 1, lane, queries, rows, masked)
         if not self.masks_by_head and ledger.live.shape[2] > 1:
             raise UserError(
                 f"The heads of {type(self.plain).__name__} cannot be masked apart from one another, and in this cache "
@@ -110,8 +123,16 @@ class Lanes(UnprovedLanes):
         with self.observing_attention_unproved(lambda inputs, _: observe(inputs)):
             yield
 
-    def prove(self, slots: int = 0, positions: int = 0, lane: Lane = "plain") -> None:
-        """Run the gate now, for so many slots and positions.
+    def prove(
+        self,
+        slots: int = 0,
+        positions: int = 0,
+        lane: Lane = "plain",
+        queries: int = 0,
+        rows: int = 0,
+        masked: bool = False,
+    ) -> None:
+        """Run the gate now, for so many slots, positions, tokens read at once (under masks or not) and rows.
 
         Raises:
             UserError: see `masks_by_head`; or the model does something else at this length.
@@ -126,6 +147,14 @@ class Lanes(UnprovedLanes):
             if "attention_proved" in vars(self):
                 prove_attention(self, slots)
             self._slots, self._positions = slots, positions
+        if queries > (self._masked_queries if masked else self._queries):
+            queries = _at_least(queries, self._queries, 2)  # the proof reads as many
+            prove_queries(self, queries, masked)
+            self._queries, self._masked_queries = queries, queries if masked else self._masked_queries
+        if rows > self._rows:
+            rows = _at_least(rows, self._rows)
+            prove_rows(self, rows, by_head)
+            self._rows = rows
         if lane == "hooked" and slots > self._hooked_slots:
             _ = self.hooked
             prove_hooked(self, by_head, self._slots)
@@ -177,8 +206,8 @@ class Lanes(UnprovedLanes):
         return routers_of(self)
 
 
-def _at_least(length: int, proved: int) -> int:
+def _at_least(length: int, proved: int, growth: int = 4) -> int:
     """The next length to prove, so that a text that grows is proved a few times only."""
     while proved < length:
-        proved *= 4
+        proved *= growth
     return proved

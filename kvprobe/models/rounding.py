@@ -1,10 +1,13 @@
 """How far two computations of one thing may lie apart: by rounding, and by how much of it a model does."""
 
+import copy
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvprobe.models.geometry import embedded_tokens
@@ -27,9 +30,9 @@ def few_tokens(plain: PreTrainedModel, count: int = 12) -> Int[Tensor, "1 count"
     return spread[None].to(next(plain.parameters()).device)
 
 
-def rounding_of(plain: PreTrainedModel, read: Callable[[], Tensor]) -> float:
+def rounding_of(plain: PreTrainedModel, read: Callable[[], Tensor], seed: int = 0) -> float:
     """How far the logits that `read` gives move if what each module computes is off by the last bit of its dtype."""
-    generator = torch.Generator(next(plain.parameters()).device).manual_seed(0)
+    generator = torch.Generator(next(plain.parameters()).device).manual_seed(seed)
 
     def disturb(module: object, args: object, output: object) -> object:
         if not isinstance(output, Tensor) or not output.is_floating_point():
@@ -42,3 +45,26 @@ def rounding_of(plain: PreTrainedModel, read: Callable[[], Tensor]) -> float:
         quiet = read()
         with hooked((leaf, "output", disturb) for leaf in leaves):
             return difference(read(), quiet)
+
+
+def in_float32(plain: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model in half precision that computes in float32. It shares the weights, of which each module has
+    its own in float32 while it computes, so that it takes next to no memory."""
+    precise = copy.deepcopy(plain, {id(parameter): parameter for parameter in plain.parameters()})
+    for module in precise.modules():
+        inside = vars(module)
+        inside["_buffers"].update({name: _widened(buffer) for name, buffer in inside["_buffers"].items()})
+        if held := dict(inside["_parameters"]):
+            module.register_forward_pre_hook(partial(_with_parameters, held, _widened))
+            module.register_forward_hook(partial(_with_parameters, held, lambda same: same), always_call=True)
+    return precise
+
+
+def _with_parameters(
+    held: dict[str, nn.Parameter | None], changed: Callable[[Any], Any], module: nn.Module, *_: object
+) -> None:
+    vars(module)["_parameters"].update({name: changed(parameter) for name, parameter in held.items()})
+
+
+def _widened(tensor: Any) -> Any:
+    return tensor.detach().float() if tensor is not None and tensor.is_floating_point() else tensor

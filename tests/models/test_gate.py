@@ -1,6 +1,7 @@
 """The gate refuses, in a sentence, what kvprobe could not read right, and lets through what it can."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import kvprobe as kv
 from kvprobe.inference.forward import extend, prefill
 from kvprobe.inference.model import Model, load
 from kvprobe.models import gate
+from kvprobe.models.geometry import Geometry
 from kvprobe.text.tokens import Tokens
 from tests.models import _GQA, _model, llama
 from tests.models.every import NAMES, tiny
@@ -32,6 +34,7 @@ IDS = Tokens.of([5, 9, 33, 17, 40, 8, 21, 60, 12, 3])
         ("mimo_v2_flash", "heads of different sizes or numbers"),
         ("gemma4_text", "has heads of different"),
         ("minimax_m3_vl_text", "an index of its own"),
+        ("dots3_note_text", "is a per-layer attribute"),
     ],
 )
 def test_unreadable_architectures_are_refused_at_load(kind: str, phrase: str):
@@ -184,6 +187,33 @@ def test_attention_other_than_a_softmax_is_refused():
     model = load(tiny("doge"))
     cache = prefill(model.lanes, [IDS])
     refused(lambda: kv.attend(model, Tokens.of([7], "q", 10), cache), "attends otherwise than by a softmax")
+
+
+def test_attention_whose_result_is_not_used_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """A sweep over total effects blamed the base."""
+    usual = LlamaAttention.forward
+
+    def unused(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        attended = usual(self, hidden_states, *args, **kwargs)
+        return (self.o_proj(self.q_proj(hidden_states)), None) if self.layer_idx == 1 else attended
+
+    monkeypatch.setattr(LlamaAttention, "forward", unused)
+    model = llama()
+    base, donor = model.prefill(IDS), model.prefill(Tokens.of([6, *IDS.ids[1:]]))
+    suffix, metric = Tokens.of([7, 8], "q", 10), kv.LogitDiff(5, 6)
+    for reads in ("reader", "total"):
+        sweep = partial(kv.patch_sweep, model, base, donor, suffix, metric, over=("layer",), reads=reads)
+        refused(lambda sweep=sweep: sweep(parts=("V",), progress=False), "does not use the result")
+
+
+@pytest.mark.parametrize("name", ["num_attention_heads", "hidden_size", "layer_types", "max_position_embeddings"])
+def test_a_config_that_raises_is_refused_in_a_sentence(name: str, monkeypatch: pytest.MonkeyPatch):
+    def differs(self: Any) -> Any:
+        raise ValueError("It differs between layers. Set a flag.")
+
+    config = transformers.LlamaConfig(**_GQA)
+    monkeypatch.setattr(transformers.LlamaConfig, name, property(differs, lambda self, value: None), raising=False)
+    refused(lambda: Geometry.of(config), "llama", "ValueError: It differs between layers)")
 
 
 def test_blocks_that_scale_what_they_add_are_refused_by_name():

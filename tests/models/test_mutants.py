@@ -15,6 +15,7 @@ from transformers.models.llama import modeling_llama
 
 import kvprobe as kv
 from kvprobe.inference.forward import extend
+from kvprobe.models import gate
 from kvprobe.text.tokens import Tokens
 from tests.models import N_LAYERS, llama
 from tests.models.every import LAYERS, tiny
@@ -60,9 +61,30 @@ def window(size: int, scores: Scores, mask: Tensor, causal: Tensor, layer: int) 
     return (scores + mask).masked_fill(~near, torch.finfo(scores.dtype).min)
 
 
-def window_at_once(scores: Scores, mask: Tensor, causal: Tensor, layer: int) -> Scores:
+def window_at_once(size: int, scores: Scores, mask: Tensor, causal: Tensor, layer: int) -> Scores:
     """… that only what is read without a cache has."""
-    return window(16, scores, mask, causal, layer) if scores.shape[2] == scores.shape[3] else scores + mask
+    return window(size, scores, mask, causal, layer) if scores.shape[2] == scores.shape[3] else scores + mask
+
+
+def window_of_many(queries: int, scores: Scores, mask: Tensor, causal: Tensor, layer: int) -> Scores:
+    """… that only so many tokens read at once have."""
+    return window(64, scores, mask, causal, layer) if scores.shape[2] > queries else scores + mask
+
+
+def log_n_at_once(scores: Scores, mask: Tensor, causal: Tensor, layer: int) -> Scores:
+    """Scores that grow with the logarithm of the length, from 40 tokens read without a cache on."""
+    queries, slots = scores.shape[2:]
+    return scores * (math.log(slots) / math.log(40) if queries == slots > 40 else 1) + mask
+
+
+def mask_dropped_for(dimension: int, beyond: int, scores: Scores, mask: Tensor, causal: Tensor, layer: int) -> Scores:
+    """No mask for many rows (dimension 0), or queries (2)."""
+    return scores + (causal if scores.shape[dimension] > beyond else mask)
+
+
+def scaled(scores: Scores, mask: Tensor, causal: Tensor, layer: int) -> Scores:
+    """Another scale from 64 slots on."""
+    return beyond(64, scores, mask, causal, 1.5 * scores + mask)
 
 
 def log_n(scores: Scores, mask: Tensor, causal: Tensor, layer: int) -> Scores:
@@ -123,7 +145,15 @@ def first_row(scores: Scores, mask: Tensor, causal: Tensor, layer: int) -> Score
 WRONG: dict[str, Wrong] = {
     "a window of 16 slots": partial(window, 16),
     "a window of 200 slots": partial(window, 200),
-    "a window of 16 slots at once": window_at_once,
+    "a window of 16 slots at once": partial(window_at_once, 16),
+    "a window of 64 slots at once": partial(window_at_once, 64),
+    "a window of many queries": partial(window_of_many, 16),
+    "log n at once": log_n_at_once,
+    "no mask for more than 8 queries": partial(mask_dropped_for, 2, 8),
+    "no mask for more than 50 queries": partial(mask_dropped_for, 2, 50),
+    "no mask for two queries": lambda scores, mask, causal, layer: scores + (causal if scores.shape[2] == 2 else mask),
+    "no mask for more than 4 rows": partial(mask_dropped_for, 0, 4),
+    "another scale": scaled,
     "log n": log_n,
     "no mask beyond 16 slots": partial(mask_dropped, 16),
     "no mask beyond 100 slots": partial(mask_dropped, 100),
@@ -138,7 +168,8 @@ WRONG: dict[str, Wrong] = {
     **{f"slot {slot} in layer {layer}": leaking(layer, slot) for layer in range(N_LAYERS) for slot in (0, 3, 100)},
 }
 HALVES = (torch.bfloat16, torch.float16)
-HALF = ("log n", "alibi", "a window of 16 slots", "softcap beyond 32 slots", "a temperature by slots", "a soft mask")
+HALF = ("log n", "alibi", "a window of 16 slots", "softcap beyond 32 slots", "a temperature by slots", "a soft mask",
+        "another scale")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -146,6 +177,7 @@ HALF = ("log n", "alibi", "a window of 16 slots", "softcap beyond 32 slots", "a 
     [(name, torch.float32) for name in WRONG] + [(name, dtype) for name in HALF for dtype in HALVES],
 )
 def test_attention_that_goes_wrong_somewhere_is_refused(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gate, "free_bytes", lambda device: 0)  # no copy in float32 fits
     attending(monkeypatch, WRONG[name])
     model = eager(dtype)
     refused(lambda: model.prefill(IDS), "LlamaForCausalLM")
@@ -185,7 +217,7 @@ def test_windows_are_those_that_the_library_applies(
 @pytest.mark.parametrize(
     ("kind", "changes", "phrase"),
     [
-        ("moshi", {"sliding_window": 200}, "none where one is"),
+        ("moshi", {"sliding_window": 200}, "explicit mask"),
         (
             "llama4_text",
             {
@@ -194,7 +226,7 @@ def test_windows_are_those_that_the_library_applies(
                 "attn_temperature_tuning": True,
                 "floor_scale": 16,
             },
-            "of which some are hidden",
+            "explicit mask",
         ),
     ],
 )
@@ -207,6 +239,44 @@ def test_a_length_is_proved_when_it_is_reached(monkeypatch: pytest.MonkeyPatch):
     model = eager()
     cache = model.prefill(Tokens.of([5 + number % 50 for number in range(256)]))
     refused(lambda: extend(model.lanes, cache, [Tokens.of([7], "q", 256)]), "LlamaForCausalLM", "1,024 slots")
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "wrong", "phrase"),
+    [
+        (1, 300, partial(window_of_many, 300), "after 512 tokens"),
+        (1, 300, partial(mask_dropped_for, 2, 290), "for 512 tokens"),
+        (9, 2, partial(mask_dropped_for, 0, 20), "in 32 rows"),
+    ],
+)
+def test_tokens_read_at_once_and_rows_are_proved_when_they_are_reached(
+    rows: int, tokens: int, wrong: Wrong, phrase: str, monkeypatch: pytest.MonkeyPatch
+):
+    attending(monkeypatch, wrong)
+    model = eager()
+    cache = model.prefill(IDS).mask(slots=[2]).fork(rows)
+    many = Tokens.of([5 + number % 50 for number in range(tokens)], "q", len(IDS))
+    refused(lambda: extend(model.lanes, cache, [many] * rows), "LlamaForCausalLM", phrase)
+
+
+def test_half_precision_that_cannot_be_proved_in_float32_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """A module of DBRX uses the weights of another, which are in half precision when it does."""
+    model = kv.load(tiny("dbrx").to(torch.bfloat16))
+    monkeypatch.setattr(gate, "free_bytes", lambda device: 0)
+    refused(lambda: model.prefill(IDS), "cannot be proved in bfloat16", "dtype='float32'")
+    monkeypatch.undo()
+    assert model.prefill(IDS).slots == len(IDS)
+
+
+def test_the_proof_in_float32_leaves_the_weights_as_they_are():
+    plain = llama().lanes.plain.to(torch.bfloat16)
+    before = {name: (parameter.data_ptr(), parameter.clone()) for name, parameter in plain.named_parameters()}
+    kv.load(plain).prefill(IDS)
+    for name, parameter in plain.named_parameters():
+        address, held = before[name]
+        assert parameter.data_ptr() == address
+        assert torch.equal(parameter, held)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in plain.modules())
 
 
 def test_a_model_that_chooses_slots_is_read_as_far_as_it_attends_to_all():

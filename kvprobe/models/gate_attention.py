@@ -1,0 +1,72 @@
+"""The gate of attention on the plain lane: that it is what kvprobe recomputes, shows and replaces."""
+
+import torch
+from torch import Tensor
+
+from kvprobe.cache.visibility import visible_by_layer
+from kvprobe.errors import UserError
+from kvprobe.models.attending import Attending
+from kvprobe.models.gate_caches import empty_cache, fresh_ledger, long_cache
+from kvprobe.models.hf_cache import CacheLayer, past_key_values
+from kvprobe.models.hooks import bare
+from kvprobe.models.rounding import difference, few_tokens
+from kvprobe.models.unproved import UnprovedLanes
+
+
+@bare()
+def prove_attention(lanes: UnprovedLanes, slots: int) -> None:
+    """Prove on a few tokens, alone and after so many slots, that attention is a softmax over scaled scores, with
+    softcap and sinks where there are any.
+
+    Only then can attention be recomputed, replaced and patched. Each layer must attend once, with the keys and values
+    that its cache holds, and use what it reads there: if that is no number, the logits are none.
+
+    Raises:
+        UserError: it is something else, or the model does not take its attention from transformers' registry.
+    """
+    ids, layers = few_tokens(lanes.plain), [CacheLayer() for _ in range(lanes.geometry.n_layers)]
+    long, observed = long_cache(lanes, slots), list[tuple[Attending, Tensor]]()
+    with torch.no_grad(), lanes.observing_attention_unproved(lambda inputs, output: observed.append((inputs, output))):
+        lanes.unproved(ids, fresh_ledger(ids), past_key_values(layers), masked=True)
+        few = observed[:]
+        long.read()
+    name = type(lanes.plain).__name__
+    once = sorted(inputs.layer for inputs, _ in few) == list(range(len(layers))) and all(
+        _same(inputs.key, layers[inputs.layer].keys) and _same(inputs.value, layers[inputs.layer].values)
+        for inputs, _ in few
+    )
+    if not once or not _uses_attention(lanes):
+        raise UserError(
+            f"{name} does not attend once in each layer, by transformers' registry, with the keys and values that its "
+            "cache holds, or does not use the result, so its attention can be neither shown nor replaced on the plain "
+            "lane; patch with KVCache.patch, one cell at a time."
+        )
+    every = torch.zeros(1, long.slots + long.ids.shape[1], dtype=torch.long, device=ids.device)
+    worst = 0.0
+    for tokens, queries, pairs in ((ids, ids.shape[1], few), (every, long.ids.shape[1], observed[len(few) :])):
+        seen = visible_by_layer(fresh_ledger(tokens), queries, lanes.geometry.windows)
+        outputs = ((inputs.output(seen[inputs.layer]).transpose(1, 2), computed) for inputs, computed in pairs)
+        worst = max(worst, *(difference(output, computed) for output, computed in outputs))
+    # Of one layer, which rounds a few times at most.
+    if not worst <= max(1e-4, 8 * torch.finfo(lanes.dtype).eps):
+        raise UserError(
+            f"{name} attends otherwise than by a softmax over scaled scores (off by "
+            f"{worst:.1e}), so its attention can be neither shown nor replaced on the plain lane; patch with "
+            f"KVCache.patch, one cell at a time."
+        )
+
+
+def _uses_attention(lanes: UnprovedLanes) -> bool:
+    """Whether what the registry's attention returns in each layer (each spoiled in a row of its own) is used."""
+    ids = few_tokens(lanes.plain, 2).expand(lanes.geometry.n_layers, -1)
+
+    def spoil(inputs: Attending, output: Tensor) -> None:
+        output[inputs.layer] = torch.nan
+
+    with torch.no_grad(), lanes.observing_attention_unproved(spoil):
+        logits = lanes.unproved(ids, fresh_ledger(ids), empty_cache(lanes), masked=True)
+    return bool(logits.isnan().flatten(1).any(1).all())
+
+
+def _same(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and one.shape == other.shape and torch.equal(one, other)
