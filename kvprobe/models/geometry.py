@@ -50,8 +50,9 @@ class Geometry:
         except UserError:
             raise
         except Exception as error:  # transformers raises its own error for values that differ between layers
+            kind = config.__class__
             raise UserError(
-                f"{getattr(type(config), 'model_type', type(config).__name__)} has heads of different sizes or numbers "
+                f"{getattr(kind, 'model_type', kind.__name__)} has heads of different sizes or numbers "
                 f"in different layers, or other settings that kvprobe cannot read ({type(error).__name__}: "
                 f"{one_line(error).partition('. ')[0]}); kvprobe reads models whose layers are alike."
             ) from error
