@@ -207,7 +207,8 @@ def _plain_checks(lanes: UnprovedLanes) -> Iterator[Check]:
     )
     yield (
         difference(short, native[:, :_LENGTH]) <= lanes.tolerance(),
-        "lets tokens attend to later ones, so it has no cache that could be continued; kvprobe reads causal models.",
+        "lets tokens attend to later ones, or reads otherwise in a longer text, so it has no cache that could be "
+        "continued; kvprobe reads causal models.",
     )
     whole, held = read_few(lanes)
     yield (

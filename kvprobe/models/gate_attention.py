@@ -57,13 +57,13 @@ def prove_attention(lanes: UnprovedLanes, slots: int) -> None:
 
 
 def _uses_attention(lanes: UnprovedLanes) -> bool:
-    """Whether what the registry's attention returns in each layer (each spoiled in a row of its own) is used."""
+    """Whether what the registry's attention returns in each layer (made NaN in a row for each) is used."""
     ids = few_tokens(lanes.plain, 2).expand(lanes.geometry.n_layers, -1)
 
-    def spoil(inputs: Attending, output: Tensor) -> None:
+    def corrupt(inputs: Attending, output: Tensor) -> None:
         output[inputs.layer] = torch.nan
 
-    with torch.no_grad(), lanes.observing_attention_unproved(spoil):
+    with torch.no_grad(), lanes.observing_attention_unproved(corrupt):
         logits = lanes.unproved(ids, fresh_ledger(ids), empty_cache(lanes), masked=True)
     return bool(logits.isnan().flatten(1).any(1).all())
 
