@@ -71,7 +71,7 @@ class LogProb(Brief):
     """log p of an answer, in nats: the sum over its tokens, each after those before it.
 
     Called with logits, it takes them to be those before each of its tokens. A sweep reads these whether its suffix ends
-    before the answer, with all of it, or with all but its last token if those are several or in a part `answer`.
+    before the answer, with all of it, or with all but its last token.
     """
 
     tokens: tuple[int, ...]
@@ -93,13 +93,13 @@ class LogProb(Brief):
         """The suffix with all of the answer at its end but the last token.
 
         Raises:
-            UserError: it ends with a part of the answer, or the one token that is the answer, which may also be the end
-                of the question. Several tokens, all or all but the last, are the answer, and so are those of a part
-                `answer`.
+            UserError: it ends with the one token that is the answer, or with some other part of the answer, which may
+                also be the end of the question. All tokens, or all but the last, are the answer, and so are those of a
+                part `answer`.
         """
         count = len(self.tokens)
         held = max(some for some in range(count + 1) if suffix.ids[len(suffix) - some :] == self.tokens[:some])
-        if held and suffix.parts[-held] != "answer" and (held == 1 or held < count - 1):
+        if held and suffix.parts[-held] != "answer" and (held < count - 1 or held == count == 1):
             raise UserError(
                 f"The suffix ends with {held} of the {count} tokens of the answer, which may be its beginning or the "
                 "end of the question; end it with another token before the answer, or measure "

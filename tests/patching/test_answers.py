@@ -27,7 +27,7 @@ def test_an_answer_is_scored_alike_in_the_suffix_and_after_it(tiny_llama: Model,
     expected = sum(logits[0, place].log_softmax(-1)[token] for place, token in enumerate(answer))
     cells = [Cell((0,), (5,), "V")]
     for count in sorted({0, len(answer) - 1, len(answer)}):
-        begun = replace(Tokens.of(answer[:count], "ask", 17), parts=("answer" if count == 1 else None,) * count)
+        begun = replace(Tokens.of(answer[:count], "ask", 17), parts=("answer" if count == len(answer) == 1 else None,) * count)
         suffix, metric = question + begun, LogProb(answer)
         swept = patch_sweep(tiny_llama, base, donor, suffix, metric, OVER, progress=False)
         assert near(swept.base, expected)
@@ -47,7 +47,7 @@ def test_an_answer_is_scored_alike_in_the_suffix_and_after_it(tiny_llama: Model,
             )
 
 
-@pytest.mark.parametrize(("answer", "ending"), [((7,), (7,)), ((7, 9), (7,)), ((7, 9, 4), (7,)), ((7, 7, 4, 4), (7,))])
+@pytest.mark.parametrize(("answer", "ending"), [((7,), (7,)), ((7, 9, 4), (7,)), ((7, 7, 4, 4), (7,))])
 def test_a_suffix_that_may_hold_a_part_of_the_answer_is_refused(
     tiny_llama: Model, answer: tuple[int, ...], ending: tuple[int, ...]
 ):
