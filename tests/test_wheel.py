@@ -72,7 +72,7 @@ def test_its_links_lead_into_the_repository_where_there_is_one(page: str, shown:
 def test_the_command_finds_its_presets_there(unpacked: Path, tmp_path: Path):
     check = (
         "import kvprobe, sys; from kvprobe.cli import main; print(kvprobe.__file__); "
-        "sys.argv = ['kvprobe', 'ls', 'presets']; main()"
+        "sys.argv = ['kvprobe', 'ls', 'presets', 'leakage']; main()"
     )
     done = subprocess.run(
         [sys.executable, "-c", check],

@@ -27,7 +27,9 @@ def test_an_answer_is_scored_alike_in_the_suffix_and_after_it(tiny_llama: Model,
     expected = sum(logits[0, place].log_softmax(-1)[token] for place, token in enumerate(answer))
     cells = [Cell((0,), (5,), "V")]
     for count in sorted({0, len(answer) - 1, len(answer)}):
-        begun = replace(Tokens.of(answer[:count], "ask", 17), parts=("answer" if count == len(answer) == 1 else None,) * count)
+        begun = replace(
+            Tokens.of(answer[:count], "ask", 17), parts=("answer" if count == len(answer) == 1 else None,) * count
+        )
         suffix, metric = question + begun, LogProb(answer)
         swept = patch_sweep(tiny_llama, base, donor, suffix, metric, OVER, progress=False)
         assert near(swept.base, expected)
