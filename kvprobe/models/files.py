@@ -125,14 +125,14 @@ def bounded(sizes: list[int]) -> Generator[None]:
         UserError: the model becomes much larger than its weights.
     """
     numbers, tensors = 2 * sum(sizes) + SPARE_NUMBERS, 4 * len(sizes) + SPARE_TENSORS
-    built = [0, 0]
+    built, total = dict[int, Tensor](), [0]
 
     def count(module: nn.Module, name: str, tensor: Tensor | None) -> None:
-        if tensor is None or tensor.device.type != "meta":
+        if tensor is None or tensor.device.type != "meta" or id(tensor) in built:  # tied weights are held once
             return
-        built[0] += tensor.numel()
-        built[1] += 1
-        if built[0] > numbers or built[1] > tensors:
+        built[id(tensor)] = tensor
+        total[0] += tensor.numel()
+        if total[0] > numbers or len(built) > tensors:
             raise UserError(
                 f"the config describes a much larger model than the {len(sizes):,} tensors and {sum(sizes):,} numbers "
                 "of the weights"

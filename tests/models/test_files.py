@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model, load
 from kvprobe.memory.budget import budget
-from kvprobe.models.files import MAX_JSON_BYTES
+from kvprobe.models.files import MAX_JSON_BYTES, SPARE_NUMBERS, bounded
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
 from tests.models import llama, tiny_tokenizer
@@ -260,3 +261,15 @@ def test_a_mutated_folder_is_read_or_refused_in_a_sentence(saved: Path, tmp_path
                 assert "\n" not in str(refusal), seed  # noqa: PT017 - a mutation may also leave a sound model
             except BaseException as error:  # a panic in Rust is no Exception
                 raise AssertionError(f"seed {seed}: {type(error).__name__}") from error
+
+
+def test_tied_weights_count_once_in_the_size_of_a_model():
+    size = SPARE_NUMBERS // 2
+    with torch.device("meta"):
+        large = torch.nn.Parameter(torch.empty(size))
+    with bounded([size]):
+        for _ in range(6):
+            torch.nn.Module().register_parameter("weight", large)
+    with bounded([size]), pytest.raises(UserError, match="much larger model"), torch.device("meta"):
+        for _ in range(6):
+            torch.nn.Module().register_parameter("weight", torch.nn.Parameter(torch.empty(size)))
