@@ -270,6 +270,7 @@ def test_tied_weights_count_once_in_the_size_of_a_model():
     with bounded([size]):
         for _ in range(6):
             torch.nn.Module().register_parameter("weight", large)
-    with bounded([size]), pytest.raises(UserError, match="much larger model"), torch.device("meta"):
-        for _ in range(6):
-            torch.nn.Module().register_parameter("weight", torch.nn.Parameter(torch.empty(size)))
+    with bounded([size]), torch.device("meta"):
+        others = [torch.nn.Linear(1, size, bias=False) for _ in range(4)]
+        with pytest.raises(UserError, match="much larger model"):
+            others.append(torch.nn.Linear(1, size, bias=False))
