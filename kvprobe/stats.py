@@ -218,8 +218,8 @@ def estimate(
     """The mean over samples with its interval over clusters; each sample is its own cluster by default.
 
     The interval of a share with one sample a cluster, each 0 or 1, is exact, and so is that of other values of which
-    there are only two. A column of 0 and 1 that nobody called a share may be a difference that has no -1 by chance, so
-    its interval starts at 0 where a difference's holds 0. Other values that are all alike have no interval.
+    there are only two. Zeros and one other value that nobody called a share may be a difference that has one sign by
+    chance, so its interval reaches to 0 where a difference's does. Other values that are all alike have no interval.
     """
     values = np.asarray(values, float)
     _, members = np.unique(np.arange(len(values)) if clusters is None else clusters, return_inverse=True)
@@ -227,20 +227,15 @@ def estimate(
     whole = _quotient(np.bincount(members, values), sizes, limits, comparisons)
     if within is None and limits == UNBOUNDED and len(levels) == 1:
         return replace(whole, low=nan, high=nan)
-    if sizes.max(initial=0) > 1 or len(levels) > 2 or limits not in (SHARE, UNBOUNDED) or within == UNBOUNDED:
+    least, most = (0.0, 1.0) if limits == SHARE or len(levels) == 0 else (levels[0], levels[-1])
+    two = np.isin(values, (least, most)).all() and limits in (SHARE, UNBOUNDED) and within != UNBOUNDED
+    if not two or sizes.max(initial=0) != 1:
         return whole
-    least, most = (0.0, 1.0) if limits == SHARE else levels
-    if not np.isin(values, (least, most)).all():
-        return whole
-    share = binomial(float((values == most).sum()), len(values), comparisons)
-    if within is None and limits == SHARE and not _quotient(values, sizes, DIFFERENCE, comparisons).above():
-        share = replace(share, low=min(share.low, 0.0))
-    if limits == SHARE:
-        return share
-    scaled = {
-        end: least + (most - least) * getattr(share, end) for end in ("mean", "low", "high", "smallest", "largest")
-    }
-    return replace(share, **scaled)
+    share, span = binomial(float((values == most).sum()), len(values), comparisons), most - least
+    exact = replace(share, **{end: float(least + span * getattr(share, end)) for end in ("mean", *_ENDS)})
+    if within is None and 0 in (least, most) and not _quotient(values / span, sizes, DIFFERENCE, comparisons).differs():
+        return replace(exact, low=min(exact.low, 0.0), high=max(exact.high, 0.0))
+    return exact
 
 
 def _quotient(

@@ -214,11 +214,12 @@ def test_a_column_of_0_and_1_is_a_share_without_being_called_one(clusters: int, 
     assert unchanged.high > 0.2
 
 
+@pytest.mark.parametrize("unit", [1.0, 0.3, -100.0])
 @pytest.mark.parametrize(("clusters", "chance"), [(8, 0.1), (16, 0.1), (48, 0.05)])
-def test_a_difference_that_has_no_minus_one_by_chance_is_no_claim(clusters: int, chance: float):
+def test_a_difference_that_has_one_sign_by_chance_is_no_claim(clusters: int, chance: float, unit: float):
     rng = np.random.default_rng([3, clusters])
     drawn = (rng.random((2, 1000, clusters)) < chance).astype(float)
-    assert np.mean([estimate(difference).differs() for difference in drawn[0] - drawn[1]]) < 0.065
+    assert np.mean([estimate(unit * difference).differs() for difference in drawn[0] - drawn[1]]) < 0.065
 
 
 def test_two_values_are_a_share_in_any_unit_and_one_value_has_no_interval():
