@@ -225,7 +225,7 @@ def estimate(
     _, members = np.unique(np.arange(len(values)) if clusters is None else clusters, return_inverse=True)
     sizes, levels, limits = np.bincount(members), np.unique(values), natural(within, values)
     whole = _quotient(np.bincount(members, values), sizes, limits, comparisons)
-    if within is None and limits == UNBOUNDED and len(levels) == 1:
+    if within is None and limits == UNBOUNDED and levels[-1] - levels[0] <= 1e-12 * max(1.0, abs(levels[-1])):
         return replace(whole, low=nan, high=nan)
     least, most = (0.0, 1.0) if limits == SHARE or len(levels) == 0 else (levels[0], levels[-1])
     two = np.isin(values, (least, most)).all() and limits in (SHARE, UNBOUNDED) and within != UNBOUNDED

@@ -112,7 +112,7 @@ STUDY = Study(
             for name in ("keys_kl", "keys_lost", "layer_keys_kl", "layer_keys_lost")
         ),
         *(
-            Claim(name, above="raises KL", below="lowers KL", unclear="not detected", against=1.0)
+            Claim(name, above="raises KL", below="lowers KL", unclear="does not detectably change KL", against=1.0)
             for name in ("factor", "alone")
         ),
         Claim("change", above="larger", below="smaller", unclear="not detected", against=1.0),
@@ -123,7 +123,7 @@ STUDY = Study(
         "parts": PART_LABELS,
         "meaning": MATCHED_MEANINGS,
         "unit": UNIT_LABELS,
-        "factor": {"mean": "mean", "spread": "spread", "covariance": "correlations"},
+        "factor": {"mean": "mean", "spread": "spread", "covariance": "correlation"},
         "measure": {"kl": "KL", "lost": "accuracy lost"},
         "key": {"parts": "in", "noise": "noise matched to", "rate": "struck"},
     },
