@@ -203,7 +203,7 @@ def add_agreement(findings: Findings, rows: Rows, config: Config) -> None:
 def add_factors(findings: Findings, rows: Rows) -> None:
     """By how many times KL grows with noise in all layers if each channel has a factor for itself, in place of the
     layer's: the geometric mean over items and the settings of the other factors. Alone: the others are the layer's."""
-    whole = by_noise(rows, "kl_all", "band", {"band": "all"})
+    whole = by_noise(rows, "kl_all", "band", {"band": "all", "group": CUTS})
     cells: dict[tuple[Key, Key], dict[Key, Float[np.ndarray, "*items"]]] = {}
     for (task, noise, parts), (kl,) in whole.items():
         if noise in FACTORIAL:
