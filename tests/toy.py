@@ -9,12 +9,13 @@ from kvprobe.inference.model import Model, load
 from kvprobe.models.unproved import Lane
 from kvprobe.policies import RestartInPlace
 from kvprobe.tasks.mementos import PLACES, Trace, block_name, hidden_blocks, memento_name
+from kvprobe.training.loop import TrainingRecipe
 from kvprobe.training.memento import Memento
 
 TINY = Memento(blocks=4, layers=3, width=16, heads=2, inner=24, tested=4)
 
 
-def toy(recipe: Memento = TINY) -> Model:
+def toy(recipe: TrainingRecipe = TINY) -> Model:
     """Random weights, which are large so that whatever is seen is felt."""
     with torch.random.fork_rng():
         torch.manual_seed(1)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
@@ -60,6 +60,32 @@ def memento(
     recipe = Memento(content=content, provenance=provenance, keep=keep, schedule=schedule)
     folder = out / recipe.name
     show(train(recipe, folder), folder)
+
+
+@train_app.command
+def lossy(
+    *,
+    asked: Annotated[Whole, Parameter(help="Digits of a block that its memento omits.")] = 8,
+    slots: Annotated[Whole, Parameter(help="Of a memento: its sign, and each digit that it states.")] = 3,
+    provenance: Annotated[
+        Provenance, Parameter(help="Questions see a memento that saw its block, or one read again without it.")
+    ] = "retained",
+    steps: Annotated[Whole, Parameter(help="Batches of 64 blocks.")] = 4000,
+    seed: Annotated[Whole, Parameter(help="Of weights and blocks.")] = 0,
+    device: Annotated[Literal["auto", "cpu", "cuda"], Parameter(help="Where the model is trained.")] = "cpu",
+    out: Annotated[Path, Parameter(help="Folder that holds the models.")] = Path("models"),
+) -> None:
+    """A transformer that is asked for what its memento omits, once the block is hidden.
+
+    See `kvprobe.training.lossy`.
+    """
+    from kvprobe.tasks.lossy_mementos import Design
+    from kvprobe.training.loop import train
+    from kvprobe.training.lossy import Lossy, lossy_schedule
+
+    recipe = Lossy(design=Design(asked, slots), provenance=provenance, schedule=lossy_schedule(steps, seed))
+    folder = out / recipe.name
+    show(train(recipe, folder, device), folder)
 
 
 def show(record: Mapping[str, Any], folder: Path) -> None:

@@ -4,7 +4,7 @@ import inspect
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from kvprobe.cache.device import pick_device
 from kvprobe.errors import UserError
 from kvprobe.files import filling, folder_claimed, read_json, refuse_damaged, replacing, write_whole
 from kvprobe.fingerprint import digest
@@ -56,9 +57,11 @@ class TrainingRecipe(Protocol):
         ...
 
 
-def train(recipe: TrainingRecipe, folder: Path) -> dict[str, Any]:
+def train(recipe: TrainingRecipe, folder: Path, device: str = "cpu") -> dict[str, Any]:
     """Train a model, and write its weights, config, tokenizer and `training.json` to `folder`; a folder that holds a
     part of the same training is gone on with, and one that holds all of it is left as it is.
+
+    Examples and first weights are drawn on the CPU, and so are the same on every device; sums round otherwise on each.
 
     Returns the record: the recipe, the loss of each step, and the accuracy at each checkpoint. Where the schedule keeps
     weights, `checkpoints` has a folder for each checkpoint, named by its step, that loads like the model.
@@ -68,13 +71,13 @@ def train(recipe: TrainingRecipe, folder: Path) -> dict[str, Any]:
     """
     with folder_claimed(folder):
         try:
-            return _train(recipe, folder)
+            return _train(recipe, folder, device)
         except KeyboardInterrupt:
             kept = "the last checkpoint is kept" if (folder / CHECKPOINT).is_file() else "no checkpoint was reached"
             raise KeyboardInterrupt(f"{kept} in {folder}") from None
 
 
-def _train(recipe: TrainingRecipe, folder: Path) -> dict[str, Any]:
+def _train(recipe: TrainingRecipe, folder: Path, device: str) -> dict[str, Any]:
     """`train`, in a folder of its own."""
     schedule = recipe.schedule
     # As a file gives them back. The module's code decides what its constants and functions draw.
@@ -89,7 +92,7 @@ def _train(recipe: TrainingRecipe, folder: Path) -> dict[str, Any]:
     if record and record["code"] != code:
         raise UserError(f"{folder} holds a part of a training by other code; give another folder, or delete it.")
     record = record or {"name": recipe.name, "recipe": fields, "code": code, "losses": [], "accuracy": {}}
-    model, optimiser = _start(recipe, tensors, len(record["losses"]))
+    model, optimiser = _start(recipe, tensors, len(record["losses"]), device)
     if schedule.keeps and not record["accuracy"]:
         _measure(recipe, model, folder, record)
     with Bar(total=schedule.steps, initial=len(record["losses"]), desc=f"Training {recipe.name}", unit="step") as bar:
@@ -171,12 +174,13 @@ def _parsed(text: str) -> object:
 
 
 def _start(
-    recipe: TrainingRecipe, tensors: Mapping[str, Tensor], done: int
+    recipe: TrainingRecipe, tensors: Mapping[str, Tensor], done: int, device: str
 ) -> tuple[PreTrainedModel, torch.optim.AdamW]:
     """The model and its optimiser after so many steps."""
     with torch.random.fork_rng():
         torch.manual_seed(recipe.schedule.seed)
         model = recipe.model()
+    cast(torch.nn.Module, model).to(pick_device(device))
     optimiser = torch.optim.AdamW(model.parameters(), recipe.schedule.learning_rate, (0.9, 0.98), weight_decay=0.01)
     if done:
         shapes = {f"weight.{name}": parameter.shape for name, parameter in model.named_parameters()}
@@ -228,10 +232,15 @@ class TrainingBatch:
             inputs["attention_mask"] = self.visible[:, :, :-1, :-1]
         return inputs
 
+    def on(self, device: torch.device) -> "TrainingBatch":
+        """The same on a device."""
+        tensors = {name: tensor.to(device) for name, tensor in vars(self).items() if tensor is not None}
+        return replace(self, **tensors)
+
     def likeliest(self, model: PreTrainedModel) -> Bool[Tensor, "batch next"]:
         """Whether each token but the first is the likeliest after those before it."""
-        output: Any = model(**self.inputs, use_cache=False)
-        return output.logits.argmax(-1) == self.ids[:, 1:]
+        output: Any = model(**self.on(model.device).inputs, use_cache=False)
+        return output.logits.argmax(-1).cpu() == self.ids[:, 1:]
 
     def right(self, model: PreTrainedModel) -> Bool[Tensor, "batch"]:
         """Whether all tokens of a row that count are the likeliest."""
@@ -244,7 +253,7 @@ def loss_of(model: PreTrainedModel, batches: Sequence[TrainingBatch]) -> Float[T
     routed = getattr(model.config, "router_aux_loss_coef", 0.0)
     losses, count = [], sum(int(batch.counts[:, 1:].sum()) for batch in batches)
     tokens = sum(int(batch.present[:, :-1].sum()) for batch in batches)
-    for batch in batches:
+    for batch in (batch.on(model.device) for batch in batches):
         present = batch.present[:, :-1]
         # The mask keeps padding out of the experts' balance; what is before padding cannot see it anyway.
         asked: dict[str, Any] = {"output_router_logits": True, "attention_mask": present.long()} if routed else {}

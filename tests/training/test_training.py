@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvprobe.inference.model import load
+from kvprobe.tasks.lossy_mementos import Design
 from kvprobe.tasks.steps import Operation, Problem, Step, read_steps
 from kvprobe.training.loop import CHECKPOINT, KEPT, TrainingBatch, TrainingRecipe, loss_of, train
+from kvprobe.training.lossy import Lossy
 from kvprobe.training.memento import MEMENTOS, Memento
 from kvprobe.training.schedule import Corpus, Schedule, Shape, UntilRight
 from kvprobe.training.steps import Steps, batch_of, conversation
@@ -39,12 +41,22 @@ SMALL_MEMENTO = Memento(
     schedule=UntilRight(steps=7, batch=4, checkpoint=2, kind=MEMENTOS, enough=0.95),
 )
 
+SMALL_LOSSY = Lossy(
+    design=Design(2, 2),
+    layers=2,
+    width=16,
+    heads=2,
+    inner=24,
+    tested=2,
+    schedule=Schedule(steps=7, batch=4, checkpoint=2),
+)
+
 
 class Killed(Exception):
     """Stands for a kill."""
 
 
-@pytest.fixture(scope="module", params=[SMALL, SMALL_MEMENTO], ids=["steps", "memento"])
+@pytest.fixture(scope="module", params=[SMALL, SMALL_MEMENTO, SMALL_LOSSY], ids=["steps", "memento", "lossy"])
 def recipe(request: pytest.FixtureRequest) -> TrainingRecipe:
     return request.param
 
