@@ -30,6 +30,7 @@ class Compaction:
 
     Attributes:
         summary_other: a wrong answer to the first question, of the same kind and nowhere in the context.
+        reworded_user, reworded_assistant: what the turn says that states the first answer, in other words.
     """
 
     id: str
@@ -41,6 +42,8 @@ class Compaction:
     neither_question: str
     followup_user: str
     followup_assistant: str
+    reworded_user: str
+    reworded_assistant: str
 
     def question(self, kind: Kind) -> str:
         return getattr(self, f"{kind}_question")

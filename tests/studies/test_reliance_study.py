@@ -19,16 +19,29 @@ from kvprobe.faults.scope import EVERY_LAYER, named_bands
 from kvprobe.inference.forced import given_answer
 from kvprobe.policies import RestartInPlace
 from kvprobe.studies.compaction.arms import HIDDEN_SEGMENTS
+from kvprobe.studies.compaction.replies import answers_after
 from kvprobe.studies.reliance import Config
-from kvprobe.studies.reliance.collect import EXCHANGED, Source, lead_of, measure
+from kvprobe.studies.reliance.collect import (
+    EXCHANGED,
+    Asking,
+    Source,
+    answers_rightly,
+    exchanged,
+    lead_of,
+    measure,
+    states_of,
+)
 from kvprobe.studies.reliance.stated_twice import LEAD, Word, stated_twice
 from kvprobe.studies.reliance.study import STUDY, conclude
 from tests import models
 from tests.experiments.made_up import answer_of
 from tests.studies.runs import every, whole_run
 
-SMALL, ALL = Config(contexts=2, bands=2), Config()
-CONVERSATIONS = 12
+SMALL, ALL = (
+    Config(contexts=2, bands=2, turns=(0, 1), leads=("model",), answer=2),
+    Config(turns=(0, 2), leads=("model",)),
+)
+CONVERSATIONS = 24
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +52,13 @@ def finished(root: Path) -> Run:
 def test_a_run_shows_everything(finished: Run):
     findings = Conclusion.of(finished.metrics).findings
     assert {claim.finding for claim in STUDY.claims} <= set(findings.names)
-    assert len(findings.where("logprob")) == 3 * 3 * 2
-    assert len(findings.where("undone")) == (SMALL.bands + 1) * len(EXCHANGED)
+    assert len(findings.where("logprob")) == 2 * 4 * 3 * 2
+    assert len(findings.where("undone")) == 2 * (SMALL.bands + 1) * len(EXCHANGED)
+    assert len(findings.where("right")) == 2 * 2 * 3
 
 
 def test_retained_summaries_differ_by_what_was_in_view_and_recomputed_ones_do_not(finished: Run):
-    table = finished.df().set_index(["context", "state", "source", "word"])["logprob"]
+    table = finished.df().query("turns == 1").set_index(["context", "state", "source", "word"])["logprob"]
     rows = table[table.index[0][0]]
     assert rows["recomputed", "own", "own"] == pytest.approx(rows["recomputed", "unrelated", "own"], abs=1e-5)
     assert rows["retained", "own", "own"] != pytest.approx(rows["retained", "unrelated", "own"], abs=1e-4)
@@ -52,25 +66,26 @@ def test_retained_summaries_differ_by_what_was_in_view_and_recomputed_ones_do_no
 
 def test_turns_lie_between_and_leads_are_the_models_own_where_it_answers_rightly(monkeypatch: pytest.MonkeyPatch):
     model, case = models.any_model(), stated_twice(2)[1]
-    config, said = Config(turns=2, lead="model"), f"You said that it is {case.answers['own']}, I think."
+    said = f"You said that it is {case.answers['own']}, I think."
     monkeypatch.setattr(type(model), "generate", lambda *_, **__: SimpleNamespace(text=said))
-    rows = measure(model, {EVERY_LAYER: range(model.geometry.n_layers)}, config, case)
-    assert set(rows["lead"]) == {"You said that it is"}
+    rows = measure(model, {EVERY_LAYER: range(model.geometry.n_layers)}, replace(ALL, answer=1), case)
+    assert set(rows["words"].dropna()) == {"You said that it is"}
     tokens = case.talk("own", "own", 2, "You said that it is").tokens(model.tokenizer)
     begins, answer = tokens.span("B1").start, tokens.part("answer")
     retained = model.prefill(tokens[:begins]).mask(*HIDDEN_SEGMENTS)
     expected = given_answer(model, retained, tokens[begins : answer.start], tokens.ids[answer]).log_prob
-    row = rows.query("source == 'own' and state == 'retained' and word == 'own'").iloc[0]
+    row = rows.query("turns == 2 and source == 'own' and state == 'retained' and word == 'own'").iloc[0]
     assert row["logprob"] == pytest.approx(expected, abs=1e-5)
     monkeypatch.setattr(type(model), "generate", lambda *_, **__: SimpleNamespace(text="I do not know."))
-    assert lead_of(model, case, config) == LEAD
+    assert lead_of(model, case, 2, "model") == LEAD
 
 
 @pytest.mark.parametrize("bands", [1, 2])
 def test_an_exchange_is_that_of_its_layers_and_part(bands: int):
     model, case = models.any_model(), stated_twice(2)[1]
     named = named_bands(model.geometry.n_layers, bands)
-    rows = measure(model, named, Config(), case)
+    states, asked = states_of(model, case, "own"), Asking.of(model, case, "own", "own", 0, LEAD)
+    found = exchanged(model, states, asked, named)
     tokens = case.talk("own", "own").tokens(model.tokenizer)
     ask, answer = tokens.span("ask").start, tokens.part("answer")
     cache = model.prefill(tokens[:ask])
@@ -79,20 +94,19 @@ def test_an_exchange_is_that_of_its_layers_and_part(bands: int):
     # What is computed again has no slots for the hidden turns.
     in_view = retained.ledger.live_somewhere[0].nonzero()[:, 0]
 
-    def exchanged(kind: str, chosen: bool, layers: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    def swapped(kind: str, chosen: bool, layers: Sequence[int]) -> tuple[torch.Tensor, ...]:
         pairs = enumerate(zip(getattr(retained, kind), getattr(again, kind), strict=True))
         return tuple(
             old.index_copy(2, in_view, new) if chosen and layer in layers else old for layer, (old, new) in pairs
         )
 
-    def asked(left: KVCache) -> float:
+    def worth(left: KVCache) -> float:
         return given_answer(model, left, tokens[ask : answer.start], tokens.ids[answer]).log_prob
 
     for (band, layers), part in product(named.items(), EXCHANGED):
-        keys, values = exchanged("keys", "K" in part, layers), exchanged("values", "V" in part, layers)
-        undone = asked(replace(retained, keys=keys, values=values)) - asked(retained)
-        row = rows[(rows["band"] == band) & (rows["part"] == part)]
-        assert row["undone"].item() == pytest.approx(undone, abs=1e-4)
+        keys, values = swapped("keys", "K" in part, layers), swapped("values", "V" in part, layers)
+        undone = worth(replace(retained, keys=keys, values=values)) - worth(retained)
+        assert found[band, part] == pytest.approx(undone, abs=1e-4)
 
 
 Number = Callable[[int], float]
@@ -102,28 +116,34 @@ def made_up(
     own: Number = lambda case: -2.0 - 0.1 * (case % 3),
     other: Number = lambda case: -0.1 * (case % 2),
     unrelated: Number = lambda case: -0.5 + 0.1 * (case % 2),
+    reworded: Number = lambda case: -1.5 + 0.1 * (case % 2),
     shown: Number = lambda case: 1.0 + 0.1 * (case % 2),
     lost: Number = lambda case: -1.0 - 0.1 * (case % 2),
     off: Number = lambda _: 0.0,
+    wrong_later: int = 22,
 ) -> dict[str, pd.DataFrame]:
     """What retaining gains: of the summary's answer by source; of the other answer where the turns stated it, and where
     they stated the summary's. Half of it sits in K of layers 0–1, the other in V of all layers."""
-    rows = []
-    for case in range(CONVERSATIONS):
-        for source, gain in zip(get_args(Source), (own, other, unrelated), strict=True):
-            for word in get_args(Word):
-                level = -5.0 if word == "own" else -9.0
-                of_other = {"own": lost, "other": shown, "unrelated": lambda _: 0.0}[source](case)
-                more = gain(case) if word == "own" else of_other
-                alone = level + off(case) * (source == "unrelated")
-                for state, value in (("view", 0.0), ("retained", level + more), ("recomputed", alone)):
-                    row = {"source": source, "state": state, "word": word, "logprob": value}
-                    rows.append({**row, "context": case})
-    held = every(context=range(CONVERSATIONS), band=("0–1", "2–3", EVERY_LAYER), part=EXCHANGED)
+    rows, replies = [], []
+    for case, turns, source in product(range(CONVERSATIONS), ALL.turns, get_args(Source)):
+        gain = {"own": own, "reworded": reworded, "other": other, "unrelated": unrelated}[source]
+        of_other = {"own": lost, "other": shown}.get(source, lambda _: 0.0)(case)
+        cell = {"turns": turns, "source": source, "context": case}
+        for word in get_args(Word):
+            level = -5.0 if word == "own" else -9.0
+            more = gain(case) if word == "own" else of_other
+            alone = level + off(case) * (source == "unrelated")
+            for state, value in (("view", 0.0), ("retained", level + more), ("recomputed", alone)):
+                rows.append({**cell, "state": state, "word": word, "logprob": value})
+        for state in ("view", "retained", "recomputed"):
+            wrong = source == "own" and state == "retained" and turns and case < wrong_later
+            replies.append({**cell, "state": state, "right": float(not wrong)})
+    held = every(context=range(CONVERSATIONS), turns=ALL.turns, band=("0–1", "2–3", EVERY_LAYER), part=EXCHANGED)
     parts = (held["part"] != "V").astype(int) * (held["band"] != "2–3") + (held["part"] != "K")
     return {
-        "samples": pd.DataFrame(rows).assign(lead=LEAD),
-        "exchanged": held.assign(undone=-parts * held["context"].map(own) / 2),
+        "samples": pd.DataFrame(rows).assign(lead="model", words=LEAD),
+        "replies": pd.DataFrame(replies),
+        "exchanged": held.assign(undone=-parts * held["context"].map(own) / 2, lead="model"),
     }
 
 
@@ -144,7 +164,9 @@ def noise(rng: np.random.Generator) -> Conclusion:
     def normal(_: int) -> float:
         return float(rng.normal())
 
-    return concluded(made_up(normal, normal, normal, normal, normal))
+    tables = made_up(normal, normal, normal, normal, normal, normal)
+    coins = rng.integers(2, size=len(tables["replies"])).astype(float)
+    return concluded(tables | {"replies": tables["replies"].assign(right=coins)})
 
 
 def test_planted_numbers_are_found():
@@ -152,16 +174,39 @@ def test_planted_numbers_are_found():
     cases = np.arange(CONVERSATIONS)
     own, unrelated = -2.0 - 0.1 * (cases % 3), -0.5 + 0.1 * (cases % 2)
     other, lost = -0.1 * (cases % 2), -1.0 - 0.1 * (cases % 2)
-    assert findings.at("worse").mean == pytest.approx(own.mean())
-    assert findings.at("relies").mean == pytest.approx((own - lost - unrelated).mean())
-    assert findings.at("poisoned").mean == pytest.approx((other - 1.0 - 0.1 * (cases % 2) - unrelated).mean())
-    assert findings.at("general").mean == pytest.approx(-1.05)
-    assert findings.at("gain", source="own", word="margin").mean == pytest.approx((own - lost).mean())
-    assert findings.at("gain", source="other", word="other").mean == pytest.approx(1.05)
-    assert findings.at("undone", band="0–1", part="K").mean == pytest.approx(-own.mean() / 2)
-    assert STUDY.claim(findings, "undone", band="2–3", part="K") == "not detected"
-    assert STUDY.claim(findings, "undone", band=EVERY_LAYER, part="KV") == "gives back"
-    assert {findings.finding(claim.finding).comparisons for claim in STUDY.claims[:4]} == {4}
+    for when, turns in (("at once", 0), ("later", 2)):
+        assert findings.at("worse", when=when).mean == pytest.approx(own.mean())
+        assert findings.at("relies", when=when).mean == pytest.approx((own - lost - unrelated).mean())
+        poisoned = other - 1.0 - 0.1 * (cases % 2) - unrelated
+        assert findings.at("poisoned", when=when).mean == pytest.approx(poisoned.mean())
+        assert findings.at("general", when=when).mean == pytest.approx(-1.05)
+        assert findings.at("reworded", when=when).mean == pytest.approx(-1.0)
+        cell = {"turns": turns, "lead": "model"}
+        assert findings.at("gain", source="own", word="margin", **cell).mean == pytest.approx((own - lost).mean())
+        assert findings.at("gain", source="other", word="other", **cell).mean == pytest.approx(1.05)
+        assert findings.at("undone", when=when, band="0–1", part="K").mean == pytest.approx(-own.mean() / 2)
+        assert findings.at("right", turns=turns, source="own", state="retained").mean == pytest.approx(
+            2 / 24 if turns else 1.0
+        )
+        assert STUDY.claim(findings, "undone", when=when, band="2–3", part="K") == "not detected"
+        assert STUDY.claim(findings, "undone", when=when, band=EVERY_LAYER, part="KV") == "gives back"
+        assert {findings.finding(claim.finding, when=when).comparisons for claim in STUDY.claims[:6]} == {12}
+    assert findings.at("price", when="later").mean == pytest.approx(-22 / 24)
+    assert STUDY.claim(findings, "price", when="later") == "lowers"
+    assert STUDY.claim(findings, "price", when="at once") == "does not detectably change"
+
+
+def test_replies_are_those_that_the_model_gives_after_each_cache():
+    model, case = models.any_model(), stated_twice(2)[1]
+    states = states_of(model, case, "own")
+    question = case.talk("own", None).tokens(model.tokenizer, generation_prompt=True)
+    asked = question[question.span("ask").start :]
+    texts = [answers_after(model, left, [asked], 3).texts[0] for left in states.values()]
+    said = texts[1].strip()[:4] or texts[1]
+    asked_for = replace(case, compaction=replace(case.compaction, summary_answer=said))
+    found = answers_rightly(model, asked_for, states, "own", 0, 3)
+    assert found == [float(said.lower() in text.lower()) for text in texts]
+    assert found[1] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -169,7 +214,7 @@ def test_planted_numbers_are_found():
     [
         ({"own": lambda case: 1.0 + case / 10}, "rises, the opposite of reliance"),
         ({"shown": lambda case: -1 - case / 10, **ALIKE}, "rises, the opposite of poison"),
-        ({"lost": lambda case: 1 + case / 10}, "state gains"),
+        ({"lost": lambda case: 1 + case / 10}, "states gains"),
         ({}, "lowers the log-probability of the answer that it states"),
     ],
 )

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import pytest
 
-from kvprobe.studies.reliance.stated_twice import TURNS, StatedTwice, Word, stated_twice
+from kvprobe.studies.reliance.stated_twice import T1, T2, TURNS, StatedTwice, Word, stated_twice
 
 ALL = stated_twice(48)
 
@@ -24,6 +24,20 @@ def test_turns_state_the_other_answer_and_summaries_keep_their_own(talk: StatedT
     assert (changed.summary_1, changed.summary_2) == (talk.context.summary_1, talk.context.summary_2)
     assert other.lower() not in " ".join(astuple(talk.context)).lower()
     assert talk.turns_stating("own") is talk.context
+
+
+@pytest.mark.parametrize("talk", ALL, ids=lambda talk: talk.context.id)
+def test_reworded_turns_state_the_answer_in_other_words(talk: StatedTwice):
+    own, other = talk.answers["own"], talk.answers["other"]
+    changed = talk.turns_stating("reworded")
+    differing = [name for name in TURNS if getattr(changed, name) != getattr(talk.context, name)]
+    assert differing in (list(T1), list(T2))
+    said, before = (" ".join(getattr(each, name) for name in differing) for each in (changed, talk.context))
+    assert own.lower() in said.lower()
+    assert other.lower() not in said.lower()
+    assert ("{code}" in said) == ("{code}" in before)
+    shared = set(said.lower().split()) & set(before.lower().split())
+    assert len(shared) < 0.62 * len(set(said.lower().split())), shared
 
 
 def test_what_is_asked_ends_with_the_answer(tokenizer: Any):

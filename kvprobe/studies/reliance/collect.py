@@ -1,18 +1,20 @@
 """The same summaries, read with other turns in view, which are then hidden; and what is answered from them.
 
-What a summary states is asked for. The turns that it was read after state it too (`own`), state another answer in
-its place (`other`), or speak of something else (`unrelated`). The words of the summary are the same in all three.
-Where the turns stated it too, K or V of the retained summaries is then exchanged for what was computed again, a band of
-layers at a time.
+What a summary states is asked for, at once or some exchanges later. The turns that it was read after state it too
+(`own`), state it in other words (`reworded`), state another answer in its place (`other`), or speak of something else
+(`unrelated`). The words of the summary are the same in all four. Where the turns stated it too, K or V of the retained
+summaries is then exchanged for what was computed again, a band of layers at a time.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import pandas as pd
 
+from kvprobe.cache.cache import KVCache
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.faults.scope import named_bands
@@ -22,72 +24,124 @@ from kvprobe.patching.metrics import LogProb
 from kvprobe.patching.patch_sweep import patch_sweep
 from kvprobe.policies import RestartInPlace
 from kvprobe.studies.compaction.arms import HIDDEN_SEGMENTS
-from kvprobe.studies.reliance import Config
-from kvprobe.studies.reliance.stated_twice import LEAD, StatedTwice, Word, stated_twice
+from kvprobe.studies.compaction.replies import answers_after
+from kvprobe.studies.reliance import Config, Lead
+from kvprobe.studies.reliance.stated_twice import BETWEEN, LEAD, Stated, StatedTwice, Word, stated_twice
 from kvprobe.tasks.compaction import unrelated
 from kvprobe.tasks.passcode import contexts
-from kvprobe.text.transcript import Transcript
+from kvprobe.text.tokens import Tokens
 
 LONGEST_LEAD = 32
 """Tokens of a reply in which the answer is looked for."""
 EXCHANGED = ("K", "V", "KV")
-Source = Literal["own", "other", "unrelated"]
+Source = Literal["own", "reworded", "other", "unrelated"]
+STATED: dict[Source, Stated] = {"own": "own", "reworded": "reworded", "other": "other", "unrelated": "own"}
+"""What the turns state before those of `unrelated` are replaced, token by token."""
+States = Mapping[str, KVCache]
 
 
 def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
-    """Two tables of log-probabilities, in nats.
+    """Three tables, with so many `turns` between the summaries and the question.
 
-    `samples`: `logprob` of each answer (`word`), by what was in view (`source`) and what was done about it (`state`):
-    nothing (`view`), the turns masked (`retained`), or the summaries computed again (`recomputed`). `exchanged`: the
-    summary's answer, where the turns stated it too, by `band` and `part`: `undone` is what the exchange adds to it.
+    `samples`: `logprob` of each answer (`word`) after a `lead`, in nats, by what was in view (`source`) and what was
+    done about it (`state`): nothing (`view`), the turns masked (`retained`), or the summaries computed again
+    (`recomputed`). `replies`: whether the model's own reply is `right`, where the turns stated the answer or spoke of
+    something else. `exchanged`: the summary's answer, where the turns stated it too, by `band` and `part`: `undone` is
+    what the exchange adds to it.
     """
     bands = named_bands(model.geometry.n_layers, config.bands)
     cases, doing, unit = stated_twice(config.contexts), "Asking after summaries", "conversation"
     measured = partial(measure, model, bands, config)
     rows = table_of_parts(run, cases, "answers", measured, doing=doing, unit=unit)
-    whole = rows["band"].isna()
-    samples = rows.loc[whole, ["source", "state", "word", "logprob", "context", "lead"]].reset_index(drop=True)
-    return {"samples": samples, "exchanged": rows.loc[~whole, ["band", "part", "undone", "context"]]}
+    samples, replies, exchanged = (rows[rows[name].notna()] for name in ("logprob", "right", "undone"))
+    return {
+        "samples": samples[["source", "state", "word", "turns", "lead", "words", "logprob", "context"]],
+        "replies": replies[["source", "state", "turns", "right", "context"]],
+        "exchanged": exchanged[["band", "part", "turns", "lead", "undone", "context"]],
+    }
 
 
 def measure(model: Model, bands: Mapping[str, Sequence[int]], config: Config, case: StatedTwice) -> pd.DataFrame:
-    """The rows of both tables of one conversation."""
-    lead = lead_of(model, case, config)
-    number = contexts().index(case.context)
-    others = contexts()[number + 1 :] + contexts()[:number]
-    rows = []
+    """The rows of the three tables of one conversation."""
+    leads = {cell: lead_of(model, case, *cell) for cell in product(config.turns, config.leads)}
+    rows: list[dict[str, Any]] = []
     for source in get_args(Source):
-        turns = "other" if source == "other" else "own"
-        whole = {word: case.talk(turns, word, config.turns, lead).tokens(model.tokenizer) for word in get_args(Word)}
-        ask, begins = whole["own"].span("B1" if config.turns else "ask").start, whole["own"].part("answer").start
-        read = whole["own"][:ask]
-        cache = model.prefill(
-            unrelated(read, HIDDEN_SEGMENTS, others, model.tokenizer) if source == "unrelated" else read
-        )
-        states = {
-            "view": cache,
-            "retained": cache.mask(*HIDDEN_SEGMENTS),
-            "recomputed": model.apply(RestartInPlace(HIDDEN_SEGMENTS), cache),
-        }
-        for state, left in states.items():
-            for word, tokens in whole.items():
-                answer = tokens.ids[begins : tokens.part("answer").stop]
-                logprob = given_answer(model, left, tokens[ask:begins], answer).log_prob
-                rows.append({"source": source, "state": state, "word": word, "logprob": logprob})
-        if source == "own":
-            answer = whole["own"].part("answer")
-            metric, asked = LogProb.of(whole["own"].ids[answer]), whole["own"][ask : answer.stop - 1]
-            caches, over = (states["retained"], states["recomputed"]), {"band": list(bands.values())}
-            swept = patch_sweep(model, *caches, asked, metric, over, parts=EXCHANGED, progress=False)
-            for (band, part), undone in zip(product(bands, EXCHANGED), swept.effect.tolist(), strict=True):
-                rows.append({"band": band, "part": part, "undone": undone})
-    return pd.DataFrame(rows).assign(context=number, lead=lead)
+        states = states_of(model, case, source)
+        for (turns, lead), words in leads.items():
+            asking = {word: Asking.of(model, case, source, word, turns, words) for word in get_args(Word)}
+            cell = {"turns": turns, "lead": lead}
+            for (word, asked), (state, left) in product(asking.items(), states.items()):
+                row = {"source": source, "state": state, "word": word, "words": words}
+                logprob = given_answer(model, left, asked.prompt, asked.answer).log_prob
+                rows.append({**cell, **row, "logprob": logprob})
+            if source == "own":
+                undone = exchanged(model, states, asking["own"], bands)
+                rows += ({**cell, "band": band, "part": part, "undone": nats} for (band, part), nats in undone.items())
+        if source in ("own", "unrelated"):
+            for turns in config.turns:
+                right = answers_rightly(model, case, states, source, turns, config.answer)
+                cell = {"turns": turns, "source": source}
+                rows += ({**cell, "state": state, "right": right[place]} for place, state in enumerate(states))
+    return pd.DataFrame(rows).assign(context=contexts().index(case.context))
 
 
-def lead_of(model: Model, case: StatedTwice, config: Config) -> str:
+@dataclass(frozen=True)
+class Asking:
+    """What is read after the summaries, up to the answer, and the tokens of the answer."""
+
+    prompt: Tokens
+    answer: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: Model, case: StatedTwice, source: Source, word: Word, turns: int, lead: str) -> "Asking":
+        tokens = case.talk(STATED[source], word, turns, lead).tokens(model.tokenizer)
+        answer = tokens.part("answer")
+        return cls(tokens[tokens.span(first_of(turns)).start : answer.start], tokens.ids[answer])
+
+
+def first_of(turns: int) -> str:
+    """The first segment after the summaries."""
+    return BETWEEN[0] if turns else "ask"
+
+
+def states_of(model: Model, case: StatedTwice, source: Source) -> States:
+    """The conversation up to its second summary: with its turns in view, masked, and with the summaries computed
+    again."""
+    read = case.before(STATED[source]).tokens(model.tokenizer)
+    if source == "unrelated":
+        number = contexts().index(case.context)
+        others = contexts()[number + 1 :] + contexts()[:number]
+        read = unrelated(read, HIDDEN_SEGMENTS, others, model.tokenizer)
+    cache = model.prefill(read)
+    recomputed = model.apply(RestartInPlace(HIDDEN_SEGMENTS), cache)
+    return {"view": cache, "retained": cache.mask(*HIDDEN_SEGMENTS), "recomputed": recomputed}
+
+
+def exchanged(
+    model: Model, states: States, asked: Asking, bands: Mapping[str, Sequence[int]]
+) -> dict[tuple[str, str], float]:
+    """What the answer gains, in nats, where K or V of a band of layers is that of the recomputed summaries."""
+    read = asked.prompt + Tokens.of(asked.answer[:-1], "answer", asked.prompt.following)
+    metric, over = LogProb.of(asked.answer), {"band": list(bands.values())}
+    caches = states["retained"], states["recomputed"]
+    swept = patch_sweep(model, *caches, read, metric, over, parts=EXCHANGED, progress=False)
+    return dict(zip(product(bands, EXCHANGED), swept.effect.tolist(), strict=True))
+
+
+def answers_rightly(
+    model: Model, case: StatedTwice, states: States, source: Source, turns: int, length: int
+) -> list[float]:
+    """Whether the model's greedy answer under each state holds the right words, as 0 or 1."""
+    tokens = case.talk(STATED[source], None, turns).tokens(model.tokenizer, generation_prompt=True)
+    question = tokens[tokens.span(first_of(turns)).start :]
+    said = answers_after(model, KVCache.join(list(states.values())), [question], length)
+    return [float(case.answers["own"].lower() in text.lower()) for text in said.texts]
+
+
+def lead_of(model: Model, case: StatedTwice, turns: int, lead: Lead) -> str:
     """The words before the answer: the model's own with everything in view, if it answers rightly then; or ours."""
-    if config.lead == "ours":
+    if lead == "ours":
         return LEAD
-    asking = Transcript(case.talk("own", "own", config.turns).messages[:-1])
+    asking = case.talk("own", None, turns)
     before, answer, _ = model.generate(asking, max_new_tokens=LONGEST_LEAD).text.partition(case.answers["own"])
     return before.strip() if answer and before.strip() else LEAD

@@ -10,7 +10,10 @@ from kvprobe.text.transcript import Transcript
 
 Word = Literal["own", "other"]
 """The answer that the summary states, or a wrong one of the same kind."""
-TURNS = ("chat_user", "chat_assistant", "secret_user", "secret_assistant")
+Stated = Literal["own", "reworded", "other"]
+"""What the turns state: the answer, the same in other words, or a wrong one in its place."""
+T1, T2 = ("chat_user", "chat_assistant"), ("secret_user", "secret_assistant")
+TURNS = (*T1, *T2)
 """Of a context, the texts of T1 and T2."""
 BETWEEN = ("B1", "B2", "B3", "B4")
 """Segments of the exchanges before the question."""
@@ -28,26 +31,34 @@ class StatedTwice:
     def answers(self) -> dict[Word, str]:
         return {"own": self.compaction.summary_answer, "other": self.compaction.summary_other}
 
-    def turns_stating(self, word: Word) -> Context:
-        """The context whose turns, but not its summaries, state this answer."""
-        if word == "own":
+    def turns_stating(self, stated: Stated) -> Context:
+        """The context whose turns, but not its summaries, say this."""
+        own, other = self.answers["own"], self.answers["other"]
+        if stated == "own":
             return self.context
-        changed: dict[str, str] = {
-            name: getattr(self.context, name).replace(self.answers["own"], self.answers["other"]) for name in TURNS
-        }
-        return replace(self.context, **changed)
+        if stated == "other":
+            changed: dict[str, str] = {name: getattr(self.context, name).replace(own, other) for name in TURNS}
+            return replace(self.context, **changed)
+        says = " ".join(getattr(self.context, name) for name in T1)
+        reworded = self.compaction.reworded_user, self.compaction.reworded_assistant
+        texts: dict[str, str] = dict(zip(T1 if own.lower() in says.lower() else T2, reworded, strict=True))
+        return replace(self.context, **texts)
 
-    def talk(self, turns: Word, answer: Word, between: int = 0, lead: str = LEAD) -> Transcript:
+    def before(self, stated: Stated) -> Transcript:
+        """The conversation up to the second summary, with turns that state this."""
+        messages = conversation(self.turns_stating(stated), CODE).messages
+        return Transcript(tuple(message for message in messages if message.segment != "T3"))
+
+    def talk(self, stated: Stated, answer: Word | None, between: int = 0, lead: str = LEAD) -> Transcript:
         """The conversation up to the second summary, so many exchanges that state neither answer in segments of their
         own, and then in the segment `ask` the question that the summary answers, answered so in the part `answer`."""
-        messages = conversation(self.turns_stating(turns), CODE).messages
-        summed_up = (message for message in messages if message.segment != "T3")
         own_first = sorted(compactions(), key=lambda compaction: compaction != self.compaction)
         follow = ((each.followup_user, each.followup_assistant) for each in own_first)
         silent = (texts for texts in follow if not self.is_stated(" ".join(texts)))
         exchanges = [talk((name, *texts)) for name, texts in zip(BETWEEN[:between], silent, strict=False)]
-        before = Transcript((*summed_up, *(message for chat in exchanges for message in chat.messages)))
-        return asked(before, self.compaction.summary_question, self.answers[answer], lead)
+        before = (*self.before(stated).messages, *(message for chat in exchanges for message in chat.messages))
+        words = (self.answers[answer], lead) if answer else ()
+        return asked(Transcript(before), self.compaction.summary_question, *words)
 
     def is_stated(self, text: str) -> bool:
         """Whether a text holds one of the answers."""
