@@ -53,12 +53,12 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     cases, doing, unit = stated_twice(config.contexts), "Asking after summaries", "conversation"
     measured = partial(measure, model, bands, config)
     rows = table_of_parts(run, cases, "answers", measured, doing=doing, unit=unit)
-    samples, replies, exchanged = (rows[rows[name].notna()] for name in ("logprob", "right", "undone"))
-    return {
-        "samples": samples[["source", "state", "word", "turns", "lead", "words", "logprob", "context"]],
-        "replies": replies[["source", "state", "turns", "right", "context"]],
-        "exchanged": exchanged[["band", "part", "turns", "lead", "undone", "context"]],
+    columns = {
+        "samples": ["logprob", "source", "state", "word", "turns", "lead", "words", "context"],
+        "replies": ["right", "source", "state", "turns", "context"],
+        "exchanged": ["undone", "band", "part", "turns", "lead", "context"],
     }
+    return {name: rows.loc[rows[kept[0]].notna(), kept].reset_index(drop=True) for name, kept in columns.items()}
 
 
 def measure(model: Model, bands: Mapping[str, Sequence[int]], config: Config, case: StatedTwice) -> pd.DataFrame:

@@ -70,9 +70,9 @@ def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclu
     natural = rows[(rows["lead"] == "model") & (rows["words"] != LEAD)]
     shown = {
         "chat": chat_record(first.talk("own", "own", max(config.turns)), masked=HIDDEN_SEGMENTS),
-        "own_leads": {turns: natural.loc[natural["turns"] == turns, "context"].nunique() for turns in config.turns},
+        "own_leads": {turns: len(set(natural.loc[natural["turns"] == turns, "context"])) for turns in config.turns},
         **first.answers,
-        "contexts": int(rows["context"].nunique()),
+        "contexts": len(set(rows["context"])),
     }
     findings = measure(
         rows, LEVELS, (gains(rows), GAINS), (exchanged, UNDONE), (reply_gains(replies), REPLIES[1:]),
@@ -82,7 +82,7 @@ def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclu
     return Conclusion(findings, controls, shown, few_clusters(shown["contexts"], "conversations"))
 
 
-def with_when(rows: Rows) -> Rows:
+def with_when(rows: Rows) -> pd.DataFrame:
     """Whether the question came `at once` or `later`."""
     return rows.assign(when=np.where(rows["turns"] > 0, "later", "at once"))
 
