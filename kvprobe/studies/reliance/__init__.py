@@ -16,8 +16,8 @@ class Config(Settings):
 
     Attributes:
         contexts: hand-written conversations; those whose answer is not in both the turns and a summary are left out.
-        turns: exchanges between the second summary and the question; the hidden turns are hidden before them. Answers at
-            once (0) are compared with those later.
+        turns: exchanges between the second summary and the question; the hidden turns are hidden before them.
+            Answers at once (0) are compared with those later.
         leads: the words before the answer: ours ("The answer is"), or those that the model itself chooses with
             everything in view, where its reply holds the answer.
         bands: bands of layers in which what a retained summary holds is exchanged for what was computed again.
