@@ -48,6 +48,7 @@ MODULES = {
     "features": "test_features",
     "routing": "test_routing_study",
     "poisoning": "test_poisoning_study",
+    "code_poisoning": "test_code_poisoning",
     "reliance": "test_reliance_study",
     "memento_toy": "test_memento_toy",
 }

@@ -83,6 +83,7 @@ STUDIES = {
         "features",
         "routing",
         "poisoning",
+        "code_poisoning",
         "reliance",
         "memento_toy",
     )
