@@ -11,7 +11,7 @@ from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.studies.code_poisoning import Config
 from kvprobe.studies.code_poisoning.answers import FIXES, NOTHING, Answer, code_in, fix_of, judged, substance
-from kvprobe.studies.code_poisoning.coder import Coder, Reply
+from kvprobe.studies.code_poisoning.coder import Coder, CodeReply
 from kvprobe.studies.code_poisoning.collect import inputs
 from kvprobe.studies.code_poisoning.conclude import conclude
 from kvprobe.studies.code_poisoning.drafts import PART, REVIEW, Draft, reported
@@ -126,8 +126,8 @@ def test_a_masked_part_is_seen_by_later_tokens_and_a_part_left_out_by_none(wordy
 
 
 def test_what_a_conversation_costs_counts_each_token_once():
-    def answered(read: int, generated: int) -> Reply:
-        return Reply("a", read, generated, 1.0, 10)
+    def answered(read: int, generated: int) -> CodeReply:
+        return CodeReply("a", read, generated, 1.0, 10)
 
     journey = Journey(tasks(1)[0].whole, "ask")
     journey.say("ask", anew=True)

@@ -32,7 +32,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Reply:
+class CodeReply:
     """An answer, with its lead, and what it cost.
 
     Attributes:
@@ -74,13 +74,13 @@ class Coder:
         """A conversation whose last message asks for this function."""
         return self.prompt(self.turns.chat(*texts), function)
 
-    def replies(self, prompts: Sequence[Prompt], seed: int | None = None) -> list[Reply]:
+    def replies(self, prompts: Sequence[Prompt], seed: int | None = None) -> list[CodeReply]:
         """The likeliest answers; with a seed, answers drawn.
 
         An answer with a lead ends with its block of code.
         """
         order = sorted(range(len(prompts)), key=lambda place: (bool(prompts[place].hidden), not prompts[place].lead))
-        found: dict[int, Reply] = {}
+        found: dict[int, CodeReply] = {}
         while order:
             first = prompts[order[0]]
             alike = [
@@ -92,7 +92,7 @@ class Coder:
             found.update(zip(alike, self._together([prompts[at] for at in alike], seed, alike[0]), strict=True))
         return [found[place] for place in range(len(prompts))]
 
-    def _together(self, prompts: Sequence[Prompt], seed: int | None, first: int) -> list[Reply]:
+    def _together(self, prompts: Sequence[Prompt], seed: int | None, first: int) -> list[CodeReply]:
         """One batch, of prompts that all have a lead or none, and a hidden segment or none."""
         started, lanes = time.perf_counter(), self.model.lanes
         past, unread = self._past(prompts) if prompts[0].hidden else (None, [prompt.tokens for prompt in prompts])
@@ -104,7 +104,7 @@ class Coder:
         seconds = (time.perf_counter() - started) / len(prompts)
         slot_bytes = made.cache.nbytes // (made.cache.batch * made.cache.slots)
         return [
-            Reply(prompt.lead + text, len(prompt.tokens), len(ids), seconds, slot_bytes)
+            CodeReply(prompt.lead + text, len(prompt.tokens), len(ids), seconds, slot_bytes)
             for prompt, text, ids in zip(prompts, made.texts, made.tokens, strict=True)
         ]
 

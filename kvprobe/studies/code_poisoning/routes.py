@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvprobe.studies.code_poisoning.answers import NOTHING, Answer, judged_all
-from kvprobe.studies.code_poisoning.coder import Coder, Prompt, Reply
+from kvprobe.studies.code_poisoning.coder import Coder, CodeReply, Prompt
 from kvprobe.studies.code_poisoning.drafts import reported, warned
 from kvprobe.studies.code_poisoning.tasks import FORM, CodeTask, Function
 
@@ -36,7 +36,7 @@ class Journey:
     slot_bytes: int = 0
     kept: int = field(default=0, repr=False)
 
-    def took(self, reply: Reply, answer: Answer) -> None:
+    def took(self, reply: CodeReply, answer: Answer) -> None:
         """An answer came."""
         slots = reply.read + reply.generated
         self.read += reply.read - self.kept
