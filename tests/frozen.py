@@ -32,6 +32,7 @@ CLOSE = 1e-9
 
 MODULES = {
     "leakage": "test_leakage",
+    "leakage_scaling": "test_leakage_scaling",
     "compaction": "test_compaction",
     "policies": "test_policies",
     "idle_rebuild": "test_idle_rebuild",

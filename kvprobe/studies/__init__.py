@@ -67,6 +67,7 @@ STUDIES = {
     name: Entry(name)
     for name in (
         "leakage",
+        "leakage_scaling",
         "compaction",
         "policies",
         "idle_rebuild",

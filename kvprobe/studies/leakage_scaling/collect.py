@@ -1,0 +1,214 @@
+"""Conversations are drawn and read once; then every reader is given more and more of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from kvprobe.experiments.parts import table_of_parts, tensor_of_parts, tensor_parts
+from kvprobe.experiments.runs import Run
+from kvprobe.inference.model import Model
+from kvprobe.probing.controls import random_model
+from kvprobe.studies.leakage_scaling import Config, Reader
+from kvprobe.studies.leakage_scaling.grammar import HELD_OUT, Conversation, draw, draw_shared, random_codes
+from kvprobe.studies.leakage_scaling.readers import READ_FROM, Known, read, scored
+from kvprobe.studies.leakage_scaling.reading import STATES, ArmState, labels_of, places_of, read_batch, spread
+from kvprobe.tasks.passcode import CODE_LENGTH
+from kvprobe.tidy import Rows
+
+GRAMMAR, SHARED, UNTRAINED = "grammar", "shared", "untrained"
+DRAWS = 2
+"""At most so many disjoint sets of training conversations of one number, over which a point is averaged."""
+INNER = 4
+"""Every so many ways of stating the code are those of the inner fold."""
+BESIDE = 1500
+"""Conversations that are known, at most, where contexts are shared or weights are random."""
+CODES = "codes"
+"""What is new in the test conversations of Memento's own split: nothing but the code."""
+
+
+class TestSet(NamedTuple):
+    """Some of the test conversations: what is new in them, their places among all of these, and the cluster of each."""
+
+    held_out: str
+    places: slice
+    clusters: list[int]
+
+
+@dataclass(frozen=True)
+class World:
+    """Conversations, those that readers are trained on first; by whom they are read; and how much is known of them.
+
+    Attributes:
+        counts: numbers of conversations to train on.
+    """
+
+    name: str
+    conversations: Sequence[Conversation]
+    counts: Sequence[int]
+    tests: Sequence[TestSet]
+    readers: Sequence[Reader]
+
+    @property
+    def training(self) -> int:
+        return self.counts[-1]
+
+    @cached_property
+    def labels(self) -> Tensor:
+        return labels_of(self.conversations)
+
+    @cached_property
+    def inner(self) -> Tensor:
+        """Which training conversations are of the inner fold: other wordings, or where all are shared, other codes."""
+        training = self.conversations[: self.training]
+        shared = self.name == SHARED
+        numbers = [place if shared else conversation.wording for place, conversation in enumerate(training)]
+        return torch.tensor(numbers) % (INNER + shared) == 0
+
+
+def worlds_of(config: Config) -> list[World]:
+    """Conversations of the grammar; those of Memento's split; and the grammar's for random weights."""
+    rng, counts, tested = np.random.default_rng([config.seed, 1]), config.conversations, config.tested
+    beside = [count for count in counts if count <= BESIDE] or counts[:1]
+    codes = random_codes(counts[-1] + len(HELD_OUT) * tested, rng)
+    training, new, tests = draw(codes[: counts[-1]], rng), [], []
+    for held_out in HELD_OUT:
+        start = counts[-1] + len(new)
+        drawn = draw(codes[start : start + tested], rng, held_out)
+        clusters = [one.subject if held_out == "subject" else one.wording for one in drawn]
+        tests.append(TestSet(held_out, slice(len(new), len(new) + tested), clusters))
+        new += drawn
+    worlds = [World(GRAMMAR, training + new, counts, tests, config.readers)]
+    if config.shared:
+        rng = np.random.default_rng([config.seed, 2])
+        shared = draw_shared(random_codes(beside[-1] + tested, rng), config.shared, rng)
+        clusters = [(beside[-1] + place) % config.shared for place in range(tested)]
+        worlds.append(World(SHARED, shared, beside, [TestSet(CODES, slice(0, tested), clusters)], ("pooled",)))
+    if config.untrained:
+        worlds.append(World(UNTRAINED, training[: beside[-1]] + new, beside, tests, ("pooled",)))
+    return worlds
+
+
+def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
+    """Three tables. `samples`: for each world, arm, state, reader, number of `conversations`, kind of hold-out, `draw`
+    of training conversations, cluster of test conversations and `digit`, the share that is `right` and the `bits` that
+    are gained. `use`: for each arm, state, kind of hold-out and cluster, the `logprob` of the whole code when the model
+    is asked for it, in nats. `reach`: by `arm` and `layer`, how far averages `differ` between retained and recomputed
+    slots, of their size."""
+    tables, use, reach = [], [], []
+    for world in worlds_of(config):
+        paths = parts_of(model, config, run, world)
+        tables.append(read_world(model, config, run, world, paths))
+        if "asked" in world.readers:
+            use.append(use_of(config, world, paths))
+        if world.name == GRAMMAR:
+            reach.append(reach_of(config, paths[0]))
+    named = {"samples": tables, "use": use, "reach": reach}
+    return {name: pd.concat(some, ignore_index=True) if some else pd.DataFrame() for name, some in named.items()}
+
+
+def parts_of(model: Model, config: Config, run: Run, world: World) -> list[Path]:
+    """What was read of a world's conversations, some at a time."""
+    needed = {READ_FROM[reader] for reader in world.readers}
+    slots = (config.slots, *spread(model.geometry.n_layers, config.layers)) if "slots" in needed else ()
+    asks = tuple(name for name in ("asked", "neutral") if name in needed)
+    starts = range(0, len(world.conversations), config.batch)
+    cases = [world.conversations[start : start + config.batch] for start in starts]
+    read_by = random_model(model, config.seed) if world.name == UNTRAINED else model
+    return tensor_parts(
+        run,
+        cases,
+        f"{world.name}",
+        lambda some: read_batch(read_by, some, config.arms, slots, asks),
+        doing=f"Reading conversations, {world.name}",
+        unit="batch",
+    )
+
+
+def read_world(model: Model, config: Config, run: Run, world: World, paths: Sequence[Path]) -> pd.DataFrame:
+    """What all readers make of a world."""
+    places = places_of(config.arms)
+    sources = list(dict.fromkeys(place.source for place in places))
+    cases: list[tuple[ArmState, Reader]] = [(source, reader) for source in sources for reader in world.readers]
+    device = model.lanes.device
+    labels = world.labels.to(device)
+
+    def measured(case: tuple[ArmState, Reader]) -> pd.DataFrame:
+        source, reader = case
+        features = tensor_of_parts(paths, f"{READ_FROM[reader]}.{source.name}").to(device)
+        tables = [
+            averaged(curve_point(features, labels, world, reader, count, config.seed), world, count)
+            for count in world.counts
+        ]
+        return pd.concat(tables).assign(source=source.name, reader=reader)
+
+    doing = f"Reading codes, {world.name}"
+    read = table_of_parts(run, cases, f"{world.name}-read", measured, doing=doing, unit="reader")
+    of_place = (
+        read[read["source"] == place.source.name].assign(arm=place.arm, state=place.state, world=world.name)
+        for place in places
+    )
+    return pd.concat(of_place, ignore_index=True).drop(columns="source")
+
+
+def curve_point(
+    features: Tensor, labels: Tensor, world: World, reader: Reader, count: int, seed: int
+) -> list[tuple[Tensor, Tensor]]:
+    """For each draw of so many training conversations, what is right and how many bits are gained of each test
+    conversation, by digit."""
+    tested = torch.arange(world.training, len(world.conversations))
+    drawn = []
+    draws = DRAWS if READ_FROM[reader] != "slots" and reader != "hidden" else 1
+    for number in range(min(draws, world.training // count)):
+        some = torch.arange(number * count, (number + 1) * count)
+        rows = torch.cat([some, tested]).to(features.device)
+        folds = torch.cat([2 - world.inner[some].long(), torch.zeros(len(tested), dtype=torch.long)])
+        known = Known(features[rows], labels[:, rows], folds.to(features.device), seed * 1000 + number)
+        drawn.append(scored(known, read(reader, known)))
+    return drawn
+
+
+def averaged(drawn: Sequence[tuple[Tensor, Tensor]], world: World, count: int) -> pd.DataFrame:
+    """By kind of hold-out, draw and cluster, the mean over conversations of each digit."""
+    tables = []
+    for test in world.tests:
+        for number, (right, bits) in enumerate(drawn):
+            for digit in range(CODE_LENGTH):
+                columns = {
+                    "right": right[digit, test.places].cpu().numpy(),
+                    "bits": bits[digit, test.places].cpu().numpy(),
+                }
+                rows: Rows = pd.DataFrame({"cluster": test.clusters, **columns})
+                rows = rows.groupby("cluster", as_index=False).mean()
+                tables.append(rows.assign(held_out=test.held_out, draw=number, digit=digit + 1))
+    return pd.concat(tables).assign(conversations=count)
+
+
+def use_of(config: Config, world: World, paths: Sequence[Path]) -> pd.DataFrame:
+    """Log-probability of the right code after each place, by cluster of test conversations."""
+    truth, tables = world.labels[:, world.training :].T[..., None], []
+    for place in places_of(config.arms):
+        said = tensor_of_parts(paths, f"asked.{place.source.name}")[world.training :]
+        logprob = said.double().gather(2, truth).sum((1, 2)).numpy()
+        for test in world.tests:
+            rows: Rows = pd.DataFrame({"cluster": test.clusters, "logprob": logprob[test.places]})
+            means = rows.groupby("cluster", as_index=False).mean()
+            tables.append(means.assign(arm=place.arm, state=place.state, held_out=test.held_out))
+    return pd.concat(tables, ignore_index=True)
+
+
+def reach_of(config: Config, path: Path) -> pd.DataFrame:
+    """How far the averages of retained and recomputed slots of some conversations differ, by layer."""
+    tables = []
+    for arm in (arm for arm in config.arms if arm != "turn"):
+        places = (ArmState(arm, state).source.name for state in STATES)
+        one, other = (tensor_of_parts([path], f"pooled.{name}").float() for name in places)
+        differs = (one - other).abs().amax((0, 2)) / one.abs().amax((0, 2))
+        tables.append(pd.DataFrame({"layer": range(len(differs)), "differs": differs.tolist(), "arm": arm}))
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()

@@ -1,0 +1,135 @@
+"""Small networks that are trained to read a code, and how they are trained."""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from kvprobe.probing.ridge import VARIANCE_FLOOR
+
+CLASSES = 10
+WIDTH, HEADS, DEPTH = 128, 4, 2
+EPOCHS, PATIENCE = 40, 5
+"""At most so many passes over the training conversations; so many without a lower cross-entropy on the inner fold."""
+BATCH, LEAST_STEPS = 256, 4
+_RATE, _DECAY = 1e-3, 1e-2
+_SPHERE = 1e-3
+"""Variance that is added in every direction before whitening, for features of unit variance."""
+
+
+class Hidden(nn.Module):
+    """One hidden layer."""
+
+    def __init__(self, width: int, targets: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(width, 2 * WIDTH),
+            nn.GELU(),
+            nn.Dropout(0.1),
+            nn.Linear(2 * WIDTH, targets * CLASSES),
+            nn.Unflatten(1, (targets, CLASSES)),
+        )
+
+    def forward(self, seen: Tensor) -> Tensor:
+        return self.layers(seen)
+
+
+class AttentionPooled(nn.Module):
+    """For each digit a softmax over slots and layers, by their content and place, and a linear reading of what it
+    picks."""
+
+    def __init__(self, layers: int, slots: int, width: int, targets: int) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.randn(layers, targets, width) / width)
+        self.place = nn.Parameter(torch.zeros(targets, layers, slots))
+        self.value = nn.Parameter(torch.randn(layers, width, WIDTH) / width**0.5)
+        self.out = nn.Parameter(torch.zeros(targets, WIDTH, CLASSES))
+        self.intercept = nn.Parameter(torch.zeros(targets, CLASSES))
+
+    def forward(self, seen: Float[Tensor, "rows layers slots width"]) -> Float[Tensor, "rows targets classes"]:
+        scores = torch.einsum("blsw,ltw->btls", seen, self.query) + self.place
+        weights = scores.flatten(2).softmax(-1).view_as(scores)
+        picked = torch.einsum("btls,blsw,lwd->btd", weights, seen, self.value)
+        return torch.einsum("btd,tdc->btc", picked, self.out) + self.intercept
+
+
+class Transformer(nn.Module):
+    """A transformer over one token for each slot and layer; the digits are read from tokens of their own."""
+
+    def __init__(self, layers: int, slots: int, width: int, targets: int) -> None:
+        super().__init__()
+        self.embed = nn.Parameter(torch.randn(layers, width, WIDTH) / width**0.5)
+        self.place = nn.Parameter(torch.randn(layers, slots, WIDTH) * 0.02)
+        self.asks = nn.Parameter(torch.randn(targets, WIDTH) * 0.02)
+        block = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, 0.1, "gelu", batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, DEPTH, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+        self.out = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, seen: Float[Tensor, "rows layers slots width"]) -> Float[Tensor, "rows targets classes"]:
+        tokens = (torch.einsum("blsw,lwd->blsd", seen, self.embed) + self.place).flatten(1, 2)
+        asks = self.asks.expand(len(seen), -1, -1)
+        return self.out(self.blocks(torch.cat([asks, tokens], 1))[:, : len(self.asks)])
+
+
+def trained(
+    network: Callable[[int], nn.Module],
+    seen: Float[Tensor, "samples *shape width"],
+    labels: Int[Tensor, "targets samples"],
+    folds: Int[Tensor, "samples"],
+    seed: int,
+) -> tuple[Float[Tensor, "targets inner classes"], Float[Tensor, "targets tested classes"]]:
+    """The log-probabilities that a network gives to digits of fold 1 and fold 0, once it was trained on fold 2 as long
+    as its cross-entropy on fold 1 fell."""
+    members = [torch.nonzero(folds == fold)[:, 0] for fold in range(3)]
+    devices = [seen.device] if seen.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        torch.manual_seed(seed)
+        model = network(seen.shape[-1]).to(seen.device)
+        optimiser = torch.optim.AdamW(model.parameters(), _RATE, weight_decay=_DECAY)
+        batch = max(8, min(BATCH, len(members[2]) // LEAST_STEPS))
+        said, best, since = _said(model, seen, members), float("inf"), 0
+        for _ in range(EPOCHS):
+            model.train()
+            order = members[2][torch.randperm(len(members[2])).to(seen.device)]
+            for some in order.split(batch):
+                optimiser.zero_grad()
+                logits = model(seen[some].float()).transpose(1, 2)
+                nn.functional.cross_entropy(logits, labels[:, some].T).backward()
+                optimiser.step()
+            now = _said(model, seen, members)
+            truth = labels[:, members[1]][..., None]
+            loss = -float(now[0].gather(-1, truth).mean())
+            since += 1
+            if loss < best:
+                said, best, since = now, loss, 0
+            if since == PATIENCE:
+                break
+    return said
+
+
+def _said(model: nn.Module, seen: Tensor, members: list[Tensor]) -> tuple[Tensor, Tensor]:
+    model.eval()
+    with torch.no_grad():
+        inner, tested = (
+            torch.cat([model(seen[some].float()).log_softmax(-1) for some in rows.split(512)]).transpose(0, 1)
+            for rows in members[1::-1]
+        )
+    return inner, tested
+
+
+def whitening(features: Float[Tensor, "rows sites width"], known: Tensor) -> Float[Tensor, "rows sites width"]:
+    """The features of each site in coordinates in which those of the known rows have about unit variance: what a hidden
+    channel holds is often in directions of little variance, along which gradient descent would hardly learn."""
+    white = torch.empty_like(features)
+    for site in range(features.shape[1]):
+        here = features[:, site].float()
+        mean, deviation = here[known].mean(0), here[known].std(0)
+        floor = VARIANCE_FLOOR * here[known].square().mean().sqrt()
+        scaled = (here - mean) * torch.where(deviation > floor, 1 / deviation, 0.0)
+        seen = scaled[known]
+        variance, axes = torch.linalg.eigh((seen.mT @ seen / len(seen)).double())
+        # Directions in which no known row varies would otherwise be the largest of a row that does.
+        scale = torch.where(variance > VARIANCE_FLOOR, (variance.clamp(min=0) + _SPHERE).rsqrt(), 0.0)
+        white[:, site] = scaled @ (axes * scale).to(scaled.dtype)
+    return white

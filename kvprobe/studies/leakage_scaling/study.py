@@ -1,0 +1,122 @@
+"""The leakage_scaling study: its declaration."""
+
+from typing import Any
+
+from kvprobe.experiments.study import Claim, Study
+from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.studies.leakage_scaling import Config
+from kvprobe.studies.leakage_scaling.collect import CODES, GRAMMAR, SHARED, UNTRAINED, collect
+from kvprobe.studies.leakage_scaling.conclude import STRICT, conclude
+from kvprobe.studies.leakage_scaling.reading import RESTART, RETAINED
+from kvprobe.wording import formatted, percent, points
+
+READERS = {
+    "pooled": Style("#0072b2"),
+    "slot": Style("#56b4e9", "s"),
+    "hidden": Style("#009e73", "D"),
+    "attention": Style("#e69f00", "^"),
+    "transformer": Style("#d55e00", "v"),
+    "asked": Style("#000000", "P"),
+    "neutral": Style("#7f7f7f", "X"),
+}
+LOOK: dict[str, Any] = {
+    "x": "conversations",
+    "x_label": "conversations that the reader knows",
+    "line": "reader",
+    "panel": "arm",
+    "styles": READERS,
+    "size": (2.5, 3.0),
+}
+
+STUDY = Study(
+    name="leakage_scaling",
+    title="Leak by amount of data",
+    question=(
+        "A turn states a random number of five digits and is hidden. How much of the number is left in the slots that "
+        "stay, for whom, as a function of how many conversations the reader has learned from?"
+    ),
+    config=Config,
+    collect=collect,
+    conclude=conclude,
+    figures=(
+        Lines(
+            file="by_conversations",
+            finding="read",
+            caption="Digits read in conversations whose wording and subject are new, by the number of conversations "
+            "that a reader learned from. Grey: what all readers together read of recomputed slots (restart); dashed: "
+            "chance. Bars: 95 % intervals over held-out ways of stating the code and over training sets.",
+            where={"world": GRAMMAR, "state": RETAINED, "held_out": STRICT},
+            band=("floor", "restart"),
+            rules=(0.1,),
+            y_label="digits read (share)",
+            **LOOK,
+        ),
+        Lines(
+            file="bits_by_conversations",
+            finding="bits",
+            caption="The same in bits of each digit, of 3.32. A reader that misleads is below zero.",
+            where={"world": GRAMMAR, "state": RETAINED, "held_out": STRICT},
+            rules=(0.0,),
+            y_label="bits per digit",
+            **LOOK,
+        ),
+        Lines(
+            file="by_held_out",
+            finding="read",
+            caption="What is new to the reader: ridge on averages of retained slots. 95 % intervals.",
+            where={"world": GRAMMAR, "state": RETAINED, "reader": "pooled"},
+            rules=(0.1,),
+            y_label="digits read (share)",
+            **{**LOOK, "line": "held_out", "styles": {}},
+        ),
+    ),
+    claims=(
+        Claim(
+            "leak",
+            above="hold some of the hidden number",
+            below="hold less of the hidden number than recomputed slots, which cannot be: doubt the run",
+            unclear="hold nothing of the hidden number that was detected",
+        ),
+        Claim(
+            "used",
+            above="makes the right code likelier",
+            below="makes the right code less likely",
+            unclear="makes the right code neither detectably likelier nor less likely",
+        ),
+    ),
+    labels={
+        "arm": {
+            "turn": "a · the turn itself",
+            "summary": "b · the retained summary",
+            "masked": "c · a turn that never saw it",
+            "late": "d · a turn that saw it, hidden later",
+            "later": "e · two turns on",
+        },
+        "reader": {
+            "pooled": "ridge, averages",
+            "slot": "ridge, one slot",
+            "hidden": "one hidden layer",
+            "attention": "attention over slots and layers",
+            "transformer": "transformer of two layers",
+            "asked": "the model, asked",
+            "neutral": "the model, slots in a neutral prompt",
+        },
+        "state": {RETAINED: "retained", RESTART: "computed again"},
+        "held_out": {
+            "nothing": "new codes alone",
+            "wording": "new wording",
+            "subject": "new subjects",
+            "both": "new wording and subjects",
+            CODES: "new codes in known contexts",
+        },
+        "world": {GRAMMAR: "conversations of the grammar", SHARED: "Memento's split", UNTRAINED: "random weights"},
+        "digit": lambda digit: f"digit {digit}",
+    },
+    written={
+        **dict.fromkeys(("read", "by_digit", "floor", "chance", "in_view"), percent),
+        "excess_read": points,
+        **dict.fromkeys(("bits", "leak", "excess", "limit"), formatted(".3f")),
+        "used": formatted("+.2f"),
+        "said": formatted(".2f"),
+    },
+)
