@@ -52,6 +52,7 @@ MODULES = {
     "code_poisoning": "test_code_poisoning",
     "reliance": "test_reliance_study",
     "memento_toy": "test_memento_toy",
+    "lossy_memento": "test_lossy_memento",
 }
 """Where each study's tiny run is."""
 AROUND = {

@@ -189,3 +189,30 @@ def test_the_numbers_of_a_sentence_are_those_of_the_page_it_links(line: str):
     text = " ".join((RESULTS / page).read_text(encoding="utf-8").split())
     for low, high in re.findall(r"([−+]?\d[\d.]*) to ([−+]?\d[\d.]*)", line):
         assert f"{low} to {high}" in text, (low, high)
+
+
+ANSWERED = {
+    "answered right, memento retained": ("answered", {"kind": "omitted", "arm": "retained"}),
+    "answered right, memento computed again": ("answered", {"kind": "omitted", "arm": "restart"}),
+    "answered right, memento from a stand-in": ("answered", {"kind": "omitted", "arm": "stand-in"}),
+    "the stand-in's digit is answered": ("taken", {"arm": "stand-in"}),
+    "… with the stand-in's K alone": ("taken", {"arm": "K of the stand-in"}),
+    "… with the stand-in's V alone": ("taken", {"arm": "V of the stand-in"}),
+    "read by a linear probe, memento retained": ("read", {"reader": "linear probe", "arm": "retained"}),
+    "read by a linear probe, memento computed again": ("read", {"reader": "linear probe", "arm": "restart"}),
+    "read by a probe with a hidden layer, memento retained": (
+        "read",
+        {"reader": "probe with a hidden layer", "arm": "retained"},
+    ),
+}
+
+
+@pytest.mark.parametrize("row", ANSWERED)
+def test_the_table_of_lossy_mementos_is_that_of_its_run(row: str):
+    findings, cells = findings_and_cells("lossy_memento", row, "lossy-memento")
+    name, keys = ANSWERED[row]
+    for cell, provenance in zip(cells, ("retained", "recomputed"), strict=True):
+        (finding,) = findings.where(name, provenance=provenance, **keys)
+        numbers = re.findall(r"[\d.]+", cell)
+        for number, value in zip(numbers, (finding.value.mean, *finding.value.ends), strict=True):
+            assert 100 * value == pytest.approx(float(number), abs=0.51 * 10 ** -len(number.partition(".")[2])), cell

@@ -106,6 +106,12 @@ def _memento(name: str, trained: str) -> NamedModel:
     return _trained(title, f"memento/{name}", size=4)
 
 
+def _lossy(provenance: str, trained: str) -> NamedModel:
+    """A model that is asked for what its memento omits; see `kvprobe.training.lossy`."""
+    title = f"a word-level Llama of 4 layers that is asked for 8 digits that its memento omits; trained {trained}"
+    return _trained(title, f"lossy/lossy-8-3-{provenance}-0")
+
+
 NAMED_MODELS = {
     "smollm2-135m": NamedModel(
         title="SmolLM2-135M-Instruct (Llama, 30 layers, 9 heads, 3 KV heads; from Q4_1)",
@@ -209,6 +215,8 @@ NAMED_MODELS = {
             "memento-copy": "mementos that copy the first one",
         }.items()
     },
+    "lossy-8-3-retained-0": _lossy("retained", "to go on from the slots that saw it"),
+    "lossy-8-3-recomputed-0": _lossy("recomputed", "with restarts"),
 }
 
 

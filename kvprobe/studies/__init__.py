@@ -87,6 +87,7 @@ STUDIES = {
         "code_poisoning",
         "reliance",
         "memento_toy",
+        "lossy_memento",
     )
 }
 

@@ -23,7 +23,18 @@ def mlp_predictions(
     classes: int,
     rng: np.random.Generator,
 ) -> Int[Tensor, "targets tested"]:
-    """The class of each sample of fold 0, by one network for all targets.
+    """The class of each sample of fold 0; see `mlp_scores`."""
+    return mlp_scores(features, labels, folds, classes, rng)[1].argmax(2)
+
+
+def mlp_scores(
+    features: Float[Tensor, "samples dim"],
+    labels: Int[Tensor, "targets samples"],
+    folds: Int[Tensor, "samples"],
+    classes: int,
+    rng: np.random.Generator,
+) -> tuple[Float[Tensor, "targets inner classes"], Float[Tensor, "targets tested classes"]]:
+    """The score of each class by one network for all targets, for the samples of fold 1 and of fold 0.
 
     It is trained with AdamW on all folds but 0 and 1, and the pass is taken after which it is most accurate on fold 1.
     Features are whitened: what a hidden channel holds is often in directions of little variance, along which gradient
@@ -41,7 +52,7 @@ def mlp_predictions(
         layers = nn.Linear(features.shape[1], HIDDEN), nn.GELU(), nn.Linear(HIDDEN, len(labels) * classes)
         network = nn.Sequential(*layers, nn.Unflatten(1, (len(labels), classes))).to(features.device)
         optimiser = torch.optim.AdamW(network.parameters(), _RATE, weight_decay=_DECAY)
-        best, since, predicted = -1.0, 0, torch.zeros_like(labels[:, test])
+        best, since, scores = -1.0, 0, (torch.empty(0), torch.empty(0))
         for _ in range(EPOCHS):
             order = torch.from_numpy(rng.permutation(len(trained))).to(trained.device)
             for some in trained[order].split(BATCH):
@@ -49,13 +60,14 @@ def mlp_predictions(
                 nn.functional.cross_entropy(network(white[some]).transpose(1, 2), labels[:, some].T).backward()
                 optimiser.step()
             with torch.no_grad():
-                accuracy = network(white[inner]).argmax(2).T.eq(labels[:, inner]).double().mean().item()
+                of_inner = network(white[inner]).transpose(0, 1)
+                accuracy = of_inner.argmax(2).eq(labels[:, inner]).double().mean().item()
                 since += 1
                 if accuracy > best:
-                    best, since, predicted = accuracy, 0, network(white[test]).argmax(2).T
+                    best, since, scores = accuracy, 0, (of_inner, network(white[test]).transpose(0, 1))
             if since == PATIENCE:
                 break
-    return predicted
+    return scores
 
 
 def _whitened(features: Float[Tensor, "samples dim"], trained: Tensor) -> Float[Tensor, "samples dim"]:
