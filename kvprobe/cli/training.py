@@ -79,11 +79,11 @@ def lossy(
 
     See `kvprobe.training.lossy`.
     """
-    from kvprobe.tasks.lossy_mementos import Design
+    from kvprobe.tasks.lossy_mementos import LossyDesign
     from kvprobe.training.loop import train
     from kvprobe.training.lossy import Lossy, lossy_schedule
 
-    recipe = Lossy(design=Design(asked, slots), provenance=provenance, schedule=lossy_schedule(steps, seed))
+    recipe = Lossy(design=LossyDesign(asked, slots), provenance=provenance, schedule=lossy_schedule(steps, seed))
     folder = out / recipe.name
     show(train(recipe, folder, device), folder)
 

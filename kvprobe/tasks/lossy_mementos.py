@@ -33,7 +33,7 @@ Digits = Int[np.ndarray, "traces places"]
 
 
 @dataclass(frozen=True)
-class Design:
+class LossyDesign:
     """How much a memento omits.
 
     Attributes:

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from kvprobe.checks import require
-from kvprobe.tasks.lossy_mementos import ASK, PLACE_NAMES, WRITE, Design, Digits, vocabulary
+from kvprobe.tasks.lossy_mementos import ASK, PLACE_NAMES, WRITE, Digits, LossyDesign, vocabulary
 from kvprobe.training.loop import TrainingBatch, loss_of
 from kvprobe.training.schedule import Provenance, Schedule
 from kvprobe.training.words import word_tokenizer
@@ -50,7 +50,7 @@ class Lossy:
         tested: blocks of which all digits are asked for when accuracy is measured, at each checkpoint the same.
     """
 
-    design: Design
+    design: LossyDesign
     provenance: Provenance = "retained"
     layers: int = 4
     width: int = 64

@@ -20,7 +20,7 @@ from kvprobe.studies.lossy_memento.collect import ANSWERS, LAYERS, LINEAR, MLP, 
 from kvprobe.studies.lossy_memento.conclude import conclude, findings_of
 from kvprobe.studies.lossy_memento.reading import OMITTED, RESTART, RETAINED, STAND_IN, STATED, SWAPPED
 from kvprobe.studies.lossy_memento.study import STUDY
-from kvprobe.tasks.lossy_mementos import BITS, Design
+from kvprobe.tasks.lossy_mementos import BITS, LossyDesign
 from kvprobe.training.lossy import NUMBER, Lossy
 from tests.experiments.made_up import answer_of
 from tests.refusals import refused
@@ -28,13 +28,13 @@ from tests.studies.runs import whole_run
 from tests.toy import toy
 
 SMALL = Config(model="main", others=None, traces=80, batch=40)
-TINY = Lossy(design=Design(3, 2), layers=3, width=16, heads=2, inner=24, tested=4)
+TINY = Lossy(design=LossyDesign(3, 2), layers=3, width=16, heads=2, inner=24, tested=4)
 
 
 def stores_the_digit() -> Model:
     """A block of one digit: attention is uniform, the first layer copies the digit into the sign of the memento, the
     second from there into the question, and the answer is read off."""
-    recipe = Lossy(design=Design(1, 1), layers=2, width=64, heads=1, inner=4)
+    recipe = Lossy(design=LossyDesign(1, 1), layers=2, width=64, heads=1, inner=4)
     plain: Any = recipe.model()
     for parameter in plain.parameters():
         parameter.data.zero_() if parameter.ndim == 2 else parameter.data.fill_(1.0)
@@ -147,7 +147,7 @@ def made_up(
     return {name: pd.concat(map(pd.DataFrame, rows), ignore_index=True) for name, rows in named.items()}
 
 
-WIDE = toy(Lossy(design=Design(8, 3), layers=2, width=16, heads=2, inner=24))
+WIDE = toy(Lossy(design=LossyDesign(8, 3), layers=2, width=16, heads=2, inner=24))
 
 
 def concluded(**numbers: Any) -> Conclusion:

@@ -11,13 +11,13 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.cli.training import train_app
 from kvprobe.inference.model import Model
 from kvprobe.policies import RestartInPlace
-from kvprobe.tasks.lossy_mementos import BLOCK, MEMENTO, QUESTION, Design
+from kvprobe.tasks.lossy_mementos import BLOCK, MEMENTO, QUESTION, LossyDesign
 from kvprobe.text.tokens import Tokens
 from kvprobe.training.lossy import NUMBER, OMITTED, STATED, Lossy, lossy_schedule
 from tests.refusals import refused
 from tests.toy import toy
 
-DESIGN = Design(3, 3)
+DESIGN = LossyDesign(3, 3)
 TINY = Lossy(design=DESIGN, layers=3, width=16, heads=2, inner=24, tested=4)
 AGAIN = replace(TINY, provenance="recomputed")
 DIGITS = DESIGN.draw(4, np.random.default_rng(0))
@@ -83,14 +83,14 @@ def test_right_is_the_likeliest_answer_by_kind(model: Model):
     right = TINY.right(model.lanes.plain, DIGITS)
     np.testing.assert_array_equal(right, answers == DIGITS + NUMBER["0"])
     assert set(TINY.accuracy(model.lanes.plain, np.random.default_rng(0))) == {STATED, OMITTED}
-    alone = replace(TINY, design=Design(2, 1))
+    alone = replace(TINY, design=LossyDesign(2, 1))
     assert set(alone.accuracy(model.lanes.plain, np.random.default_rng(0))) == {OMITTED}
 
 
 def test_designs_that_cannot_be_are_refused():
-    refused(lambda: Design(0, 1), "'asked' is 0")
-    refused(lambda: Design(1, 0), "'slots' is 0")
-    refused(lambda: Design(50, 4), "A block of 53 digits is too long", "at most 52")
+    refused(lambda: LossyDesign(0, 1), "'asked' is 0")
+    refused(lambda: LossyDesign(1, 0), "'slots' is 0")
+    refused(lambda: LossyDesign(50, 4), "A block of 53 digits is too long", "at most 52")
     refused(lambda: replace(TINY, tested=0), "'tested' is 0")
 
 
@@ -107,6 +107,6 @@ def test_the_command_trains_what_its_flags_say(
     flags = {"asked": 4, "slots": 1, "provenance": "recomputed", "seed": 3, "steps": 400, "device": "cuda"}
     command = ["lossy", *(f"--{name}={value}" for name, value in flags.items()), f"--out={tmp_path}"]
     train_app(command, exit_on_error=False, result_action="return_value")
-    expected = Lossy(design=Design(4, 1), provenance="recomputed", schedule=lossy_schedule(400, 3))
+    expected = Lossy(design=LossyDesign(4, 1), provenance="recomputed", schedule=lossy_schedule(400, 3))
     assert trained == [(expected, tmp_path / "lossy-4-1-recomputed-3", "cuda")]
     assert "omitted digits: 96.1% right" in capsys.readouterr().out

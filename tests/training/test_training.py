@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvprobe.inference.model import load
-from kvprobe.tasks.lossy_mementos import Design
+from kvprobe.tasks.lossy_mementos import LossyDesign
 from kvprobe.tasks.steps import Operation, Problem, Step, read_steps
 from kvprobe.training.loop import CHECKPOINT, KEPT, TrainingBatch, TrainingRecipe, loss_of, train
 from kvprobe.training.lossy import Lossy
@@ -42,7 +42,7 @@ SMALL_MEMENTO = Memento(
 )
 
 SMALL_LOSSY = Lossy(
-    design=Design(2, 2),
+    design=LossyDesign(2, 2),
     layers=2,
     width=16,
     heads=2,

@@ -20,7 +20,7 @@ from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.plain_data import Limits, filled
 from kvprobe.policies import RestartInPlace
-from kvprobe.tasks.lossy_mementos import BITS, BLOCK, MEMENTO, QUESTION, Design, Digits
+from kvprobe.tasks.lossy_mementos import BITS, BLOCK, MEMENTO, QUESTION, Digits, LossyDesign
 from kvprobe.text.tokens import Tokens
 from kvprobe.training.schedule import Provenance
 
@@ -43,8 +43,8 @@ class Trained:
     seed: int
 
     @property
-    def design(self) -> Design:
-        return Design(self.asked, self.slots)
+    def design(self) -> LossyDesign:
+        return LossyDesign(self.asked, self.slots)
 
 
 def trained(model: Model) -> Trained:
@@ -59,7 +59,7 @@ def trained(model: Model) -> Trained:
     return filled(Trained, given, f"What {model.name} was trained for", Limits(text=64, entries=8))
 
 
-def token_rows(model: Model, design: Design, digits: Digits, place: int = 0) -> list[Tokens]:
+def token_rows(model: Model, design: LossyDesign, digits: Digits, place: int = 0) -> list[Tokens]:
     """The tokens of blocks, their mementos and a question."""
     (first,) = model.tokens(design.conversation(digits[0].tolist(), place))
     number = np.array(model.tokenizer.convert_tokens_to_ids([*map(str, range(10))]))
@@ -72,7 +72,7 @@ def token_rows(model: Model, design: Design, digits: Digits, place: int = 0) -> 
     return [replace(first, ids=tuple(row)) for row in ids.tolist()]
 
 
-def caches(model: Model, design: Design, digits: Digits, others: Digits) -> dict[str, KVCache]:
+def caches(model: Model, design: LossyDesign, digits: Digits, others: Digits) -> dict[str, KVCache]:
     """What questions see, by what became of the memento.
 
     Args:
@@ -96,7 +96,7 @@ def vectors(cache: KVCache) -> Float[Tensor, "layers rows width"]:
     return torch.stack(parts).float().cpu()
 
 
-def answers(model: Model, design: Design, cache: KVCache, digits: Digits, others: Digits) -> pd.DataFrame:
+def answers(model: Model, design: LossyDesign, cache: KVCache, digits: Digits, others: Digits) -> pd.DataFrame:
     """Per block and kind of digits (`omitted`, `stated`): the share of answers that are `right`, that give the digit of
     the stand-in (`follows`), how many `bits` the answers know of all these digits, and by how many nats the digit is
     likelier than the stand-in's (`margin`).
@@ -127,7 +127,7 @@ def _per_block(name: str, numbers: Tensor) -> np.ndarray:
     return (numbers.sum(1) if name == "bits" else numbers.mean(1)).numpy()
 
 
-def _asked(model: Model, design: Design, cache: KVCache, digits: Digits) -> Iterator[Float[Tensor, "rows digits"]]:
+def _asked(model: Model, design: LossyDesign, cache: KVCache, digits: Digits) -> Iterator[Float[Tensor, "rows digits"]]:
     """The log-probability of each digit as the answer, by the place that is asked for."""
     number: Sequence[int] = model.tokenizer.convert_tokens_to_ids([*map(str, range(10))])
     for place in range(design.places):
