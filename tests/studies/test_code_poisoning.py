@@ -16,7 +16,7 @@ from kvprobe.studies.code_poisoning.collect import inputs
 from kvprobe.studies.code_poisoning.conclude import conclude
 from kvprobe.studies.code_poisoning.drafts import PART, REVIEW, Draft, reported
 from kvprobe.studies.code_poisoning.noticing import PLACES, READERS, TEXT, with_places
-from kvprobe.studies.code_poisoning.routes import ROUTES, WAYS, Journey
+from kvprobe.studies.code_poisoning.routes import ROUTES, Journey
 from kvprobe.studies.code_poisoning.sandboxed import outcomes
 from kvprobe.studies.code_poisoning.study import STUDY
 from kvprobe.studies.code_poisoning.tasks import KINDS, all_tasks, tasks
@@ -125,6 +125,20 @@ def test_a_masked_part_is_seen_by_later_tokens_and_a_part_left_out_by_none(wordy
     assert len(cache.ledger.tokens[0]) + len(unread[0]) == len(pairs[0]["masked"].tokens)
 
 
+def test_answers_come_back_in_order_as_if_each_was_asked_for_alone(wordy: Model):
+    task = tasks(3)[2]
+    alone, batched = Coder(wordy, 8, 1), Coder(wordy, 8, 4)
+    planted = Draft.written("planted", task, task.bugs[1], judged(task.whole, [task.bugs[1].code])[0])
+    prompts = [prompt for _, _, prompt in planted.arms(batched, tasks(1)[0].whole)]
+    replies = batched.replies(prompts)
+    assert [reply.text for reply in replies] == [reply.text for reply in alone.replies(prompts)]
+    assert [reply.read for reply in replies] == [len(prompt.tokens) for prompt in prompts]
+    assert len({reply.text for reply in batched.replies([prompts[0]] * 6, seed=1)}) > 1
+    assert [reply.text for reply in batched.replies([prompts[0]] * 6, seed=1)] == [
+        reply.text for reply in alone.replies([prompts[0]] * 6, seed=1)
+    ]
+
+
 def test_what_a_conversation_costs_counts_each_token_once():
     def answered(read: int, generated: int) -> CodeReply:
         return CodeReply("a", read, generated, 1.0, 10)
@@ -138,7 +152,6 @@ def test_what_a_conversation_costs_counts_each_token_once():
     journey.say("anew", anew=True)
     journey.took(answered(100, 20), NOTHING)
     assert (journey.read + journey.generated, journey.longest) == (270, 150)
-    assert tuple(WAYS) == ROUTES
 
 
 # ---- findings

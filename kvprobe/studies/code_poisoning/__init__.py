@@ -16,7 +16,8 @@ class Config(Settings):
         draws: first answers that are drawn for each task, until one is wrong and one is right.
         rounds: times that a route may mend what fails its tests.
         new: most tokens of an answer.
-        rows: answers that are generated at once. Rounding, and so a near tie, may depend on it.
+        rows: tasks whose answers are worked on together, and most answers that are generated at once. Rounding, and so
+            a near tie, may depend on it.
         seed: of the answers drawn, and of the bugs.
     """
 
@@ -24,7 +25,7 @@ class Config(Settings):
     tasks: int = ranged(96, 8, 96)
     draws: int = ranged(6, 1, 64)
     rounds: int = ranged(2, 1, 8)
-    new: int = ranged(256, 8, 2048)
+    new: int = ranged(200, 8, 2048)
     rows: int = ranged(32, 1, 512)
 
 

@@ -5,6 +5,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from kvprobe.cache.cache import KVCache
 from kvprobe.inference.generate import generate, row_generators, stop_tokens
 from kvprobe.inference.model import Model
@@ -37,7 +39,7 @@ class CodeReply:
 
     Attributes:
         read, generated: tokens.
-        seconds: of the batch, divided by its rows.
+        seconds: of the batch, shared out by the tokens generated.
         slot_bytes: of a token in the cache.
     """
 
@@ -65,10 +67,10 @@ class Coder:
     def turns(self) -> Turns:
         return Turns.of(self.model)
 
-    def prompt(self, tokens: Tokens, function: Function, hidden: str = "") -> Prompt:
+    def prompt(self, tokens: Tokens, function: Function) -> Prompt:
         """A prompt whose answer begins as a block of code with this function."""
         lead = f"{FENCE}python\ndef {function.call}:\n"
-        return Prompt(tokens + self.turns.after(tokens, "lead", lead), lead, hidden)
+        return Prompt(tokens + self.turns.after(tokens, "lead", lead), lead)
 
     def asked(self, function: Function, *texts: str) -> Prompt:
         """A conversation whose last message asks for this function."""
@@ -77,7 +79,7 @@ class Coder:
     def replies(self, prompts: Sequence[Prompt], seed: int | None = None) -> list[CodeReply]:
         """The likeliest answers; with a seed, answers drawn.
 
-        An answer with a lead ends with its block of code.
+        An answer with a lead ends with its block of code; others have twice as many tokens.
         """
         order = sorted(range(len(prompts)), key=lambda place: (bool(prompts[place].hidden), not prompts[place].lead))
         found: dict[int, CodeReply] = {}
@@ -100,16 +102,23 @@ class Coder:
         drawn = (
             {} if seed is None else {"temperature": TEMPERATURE, "generators": self._generators(seed, first, prompts)}
         )
-        made = generate(lanes, unread, past, max_new_tokens=self.new, stop=ends, **drawn)
-        seconds = (time.perf_counter() - started) / len(prompts)
+        most = self.new if prompts[0].lead else 2 * self.new  # words before the code
+        made = generate(lanes, unread, past, max_new_tokens=most, stop=ends, **drawn)
+        seconds = (time.perf_counter() - started) / sum(map(len, made.tokens))
         slot_bytes = made.cache.nbytes // (made.cache.batch * made.cache.slots)
         return [
-            CodeReply(prompt.lead + text, len(prompt.tokens), len(ids), seconds, slot_bytes)
+            CodeReply(
+                f"{prompt.lead}{text.rstrip()}\n{FENCE}" if prompt.lead else text,
+                len(prompt.tokens),
+                len(ids),
+                seconds * len(ids),
+                slot_bytes,
+            )
             for prompt, text, ids in zip(prompts, made.texts, made.tokens, strict=True)
         ]
 
-    def _generators(self, seed: int, first: int, prompts: Sequence[Prompt]) -> list:
-        """Those of these rows, of all that are drawn with a seed."""
+    def _generators(self, seed: int, first: int, prompts: Sequence[Prompt]) -> list[torch.Generator]:
+        """Those of these rows, among all that are drawn with a seed."""
         return row_generators(seed, first + len(prompts), self.model.lanes.device)[first:]
 
     def _past(self, prompts: Sequence[Prompt]) -> tuple[KVCache, list[Tokens]]:

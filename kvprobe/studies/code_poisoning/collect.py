@@ -17,11 +17,8 @@ from kvprobe.studies.code_poisoning.answers import Answer, fix_of, judged, judge
 from kvprobe.studies.code_poisoning.coder import Coder
 from kvprobe.studies.code_poisoning.drafts import Draft, drafts_of
 from kvprobe.studies.code_poisoning.noticing import probed, suspicions
-from kvprobe.studies.code_poisoning.routes import WAYS
+from kvprobe.studies.code_poisoning.routes import routes
 from kvprobe.studies.code_poisoning.tasks import CodeTask, tasks
-
-GROUP = 16
-"""Tasks whose answers are generated together."""
 
 Row = dict[str, Any]
 Group = list[tuple[int, CodeTask]]
@@ -40,13 +37,13 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     `probes`: whether a probe tells a wrong line.
     """
     coder, numbered = Coder(model, config.new, config.rows), list(enumerate(tasks(config.tasks)))
-    groups = [numbered[start : start + GROUP] for start in range(0, len(numbered), GROUP)]
+    groups = [numbered[start : start + config.rows] for start in range(0, len(numbered), config.rows)]
 
     def parts(name: str, measure: Callable[[Group], list[Row]], doing: str) -> pd.DataFrame:
         def measured(group: Group) -> pd.DataFrame:
             return pd.DataFrame(measure(group))
 
-        return table_of_parts(run, groups, name, measured, doing=doing, unit=f"{GROUP} tasks")
+        return table_of_parts(run, groups, name, measured, doing=doing, unit="group of tasks")
 
     first = parts("first", lambda group: first_answers(coder, group, config), "Answering")
     of_task = dict(iter(first.groupby("sample")))
@@ -68,10 +65,10 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     others = tasks(config.tasks)
     answers = parts("answers", lambda group: fixes(coder, drafts(group), others, fresh), "Mending")
     seen = parts("suspicions", lambda group: suspected(coder, drafts(group)), "Asking for bugs")
-    routes = parts("routes", lambda group: travelled(coder, group, config.rounds), "Taking routes")
+    ways = parts("routes", lambda group: travelled(coder, group, config.rounds), "Taking routes")
     rng = np.random.default_rng([config.seed, config.tasks])
     probes = table_of_parts(run, [0], "probes", lambda _: probed(coder, others, rng), doing="Probing", unit="probe")
-    return {"samples": answers, "first": first, "suspicions": seen, "routes": routes, "probes": probes}
+    return {"samples": answers, "first": first, "suspicions": seen, "routes": ways, "probes": probes}
 
 
 LIKELIEST, DRAWN = "likeliest", "drawn"
@@ -162,6 +159,6 @@ def travelled(coder: Coder, group: Group, rounds: int) -> list[Row]:
             "cache": float(journey.longest * journey.slot_bytes),
             "seconds": journey.seconds,
         }
-        for route, way in WAYS.items()
-        for (number, task), journey in zip(group, way(coder, [task for _, task in group], rounds), strict=True)
+        for route, journeys in routes(coder, [task for _, task in group], rounds).items()
+        for (number, task), journey in zip(group, journeys, strict=True)
     ]

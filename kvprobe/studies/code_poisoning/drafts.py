@@ -40,7 +40,7 @@ class Draft:
     @classmethod
     def own(cls, kind: Kind, task: CodeTask, text: str, answer: Answer) -> "Draft":
         """An answer that the model gave."""
-        return cls(kind, task, ("", text if text.rstrip().endswith(FENCE) else f"{text.rstrip()}\n{FENCE}", ""), answer)
+        return cls(kind, task, ("", text, ""), answer)
 
     @classmethod
     def written(cls, kind: Kind, task: CodeTask, bug: Bug, answer: Answer) -> "Draft":

@@ -1,10 +1,10 @@
 """Ways to a right answer, and what each costs: mending in one conversation, in new ones, or building from a step."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from kvprobe.studies.code_poisoning.answers import NOTHING, Answer, judged_all
-from kvprobe.studies.code_poisoning.coder import Coder, CodeReply, Prompt
+from kvprobe.studies.code_poisoning.coder import Coder, CodeReply
 from kvprobe.studies.code_poisoning.drafts import reported, warned
 from kvprobe.studies.code_poisoning.tasks import FORM, CodeTask, Function
 
@@ -19,6 +19,7 @@ class Journey:
         function: that is asked for now.
         helper: code that stands before it.
         asked: the message that asks for it.
+        anew: whether what fails is reported in a new conversation.
         talk: of the conversation so far.
         read, generated: tokens, each counted once where the cache is kept.
         longest: slots of the longest conversation.
@@ -26,6 +27,7 @@ class Journey:
 
     function: Function
     asked: str
+    anew: bool = False
     helper: str = ""
     talk: tuple[str, ...] = ()
     answer: Answer = NOTHING
@@ -50,69 +52,51 @@ class Journey:
         self.talk, self.kept = ((), 0) if anew else (self.talk, self.kept)
         self.talk = (*self.talk, text)
 
-    def prompt(self, coder: Coder) -> Prompt:
-        return coder.asked(self.function, *self.talk)
 
+def routes(coder: Coder, tasks: Sequence[CodeTask], rounds: int) -> dict[str, list[Journey]]:
+    """Each task by each route; what several begin with is answered once.
 
-def travel(coder: Coder, journeys: Sequence[Journey], rounds: int, *, anew: bool) -> None:
-    """Ask for each function, and up to `rounds` times again with what fails.
-
-    Args:
-        anew: whether each time in a new conversation.
+    `single`: one answer. `loop`: what fails is reported up to `rounds` times in the same conversation. `restarts`: in
+    a new one each time. `steps`: a first function is written so, and then the whole with it given.
     """
-    for journey in journeys:
-        journey.say(journey.asked, anew=True)
-    under_way = list(journeys)
-    for left in range(rounds, -1, -1):
-        replies = coder.replies([journey.prompt(coder) for journey in under_way])
-        asked = [(journey.function, reply.text) for journey, reply in zip(under_way, replies, strict=True)]
-        answers = judged_all(asked, [journey.helper for journey in under_way])
-        for journey, reply, answer in zip(under_way, replies, answers, strict=True):
-            journey.took(reply, answer)
-        under_way = [journey for journey in under_way if not journey.answer.right]
-        if not (left and under_way):
-            return
-        for journey in under_way:
-            journey.say(_again(journey, anew), anew=anew)
-
-
-def _again(journey: Journey, anew: bool) -> str:
-    report = reported(journey.function, journey.answer)
-    if not anew:
-        return f"{report} Fix the function. {FORM}"
-    return journey.asked.replace(journey.function.question, warned(journey.function, journey.answer))
-
-
-def single(coder: Coder, tasks: Sequence[CodeTask], rounds: int) -> list[Journey]:
-    return _mended(coder, tasks, 0, anew=False)
-
-
-def loop(coder: Coder, tasks: Sequence[CodeTask], rounds: int) -> list[Journey]:
-    return _mended(coder, tasks, rounds, anew=False)
-
-
-def restarts(coder: Coder, tasks: Sequence[CodeTask], rounds: int) -> list[Journey]:
-    return _mended(coder, tasks, rounds, anew=True)
-
-
-def steps(coder: Coder, tasks: Sequence[CodeTask], rounds: int) -> list[Journey]:
-    """A first function is written and tested in a conversation of its own, and the whole with it in another."""
-    journeys = [Journey(task.step, task.step.question) for task in tasks]
-    travel(coder, journeys, rounds, anew=True)
-    for task, journey in zip(tasks, journeys, strict=True):
+    first = [Journey(task.whole, task.whole.question) for task in tasks]
+    built = [Journey(task.step, task.step.question, anew=True) for task in tasks]
+    ask(coder, [*first, *built])
+    loops, restarts = ([replace(journey, anew=anew) for journey in first] for anew in (False, True))
+    mend(coder, [*loops, *restarts, *built], rounds)
+    for task, journey in zip(tasks, built, strict=True):
         journey.helper = journey.answer.code
         given = f"You may use this function:\n```python\n{journey.helper}\n```\n\n" if journey.helper else ""
         journey.function, journey.asked = task.whole, given + task.whole.question
-    travel(coder, journeys, rounds, anew=True)
-    return journeys
+    ask(coder, built)
+    mend(coder, built, rounds)
+    return dict(zip(ROUTES, (first, loops, restarts, built), strict=True))
 
 
-def _mended(coder: Coder, tasks: Sequence[CodeTask], rounds: int, *, anew: bool) -> list[Journey]:
-    journeys = [Journey(task.whole, task.whole.question) for task in tasks]
-    travel(coder, journeys, rounds, anew=anew)
-    return journeys
+def ask(coder: Coder, journeys: Sequence[Journey]) -> None:
+    """Ask for each function in a new conversation."""
+    for journey in journeys:
+        journey.say(journey.asked, anew=True)
+    _answered(coder, journeys)
 
 
-WAYS: dict[str, Callable[[Coder, Sequence[CodeTask], int], list[Journey]]] = dict(
-    zip(ROUTES, (single, loop, restarts, steps), strict=True)
-)
+def mend(coder: Coder, journeys: Sequence[Journey], rounds: int) -> None:
+    """Report what fails, up to so many times."""
+    for _ in range(rounds):
+        wrong = [journey for journey in journeys if not journey.answer.right]
+        for journey in wrong:
+            if journey.anew:
+                warning = warned(journey.function, journey.answer)
+                journey.say(journey.asked.replace(journey.function.question, warning), anew=True)
+            else:
+                report = reported(journey.function, journey.answer)
+                journey.say(f"{report} Fix the function. {FORM}", anew=False)
+        _answered(coder, wrong)
+
+
+def _answered(coder: Coder, journeys: Sequence[Journey]) -> None:
+    replies = coder.replies([coder.asked(journey.function, *journey.talk) for journey in journeys])
+    asked = [(journey.function, reply.text) for journey, reply in zip(journeys, replies, strict=True)]
+    answers = judged_all(asked, [journey.helper for journey in journeys])
+    for journey, reply, answer in zip(journeys, replies, answers, strict=True):
+        journey.took(reply, answer)
