@@ -14,7 +14,7 @@ from kvprobe.patching.metrics import LogitDiff
 from kvprobe.routing import read
 from kvprobe.studies import routing
 from kvprobe.studies.routing import Config
-from kvprobe.studies.routing.collect import ALL, PAIRS, after_a_slip, cold_and_warm, sums
+from kvprobe.studies.routing.collect import ALL, PAIRS, after_a_slip, begun_after, cold_and_warm, courses, sums
 from kvprobe.studies.routing.conclude import conclude
 from kvprobe.studies.routing.study import STUDY
 from kvprobe.training.steps import Steps
@@ -81,6 +81,20 @@ def test_a_cold_start_is_the_beginning_of_a_conversation_read_where_the_question
     assert np.allclose(entropies, cold.entropy[:, 0].flatten(), atol=1e-5)
 
 
+def test_the_answer_is_read_at_the_same_places_cold_and_warm_and_own_routing_changes_nothing(tiny: Model):
+    worked = sums(tiny, SMALL)[0]
+    table = courses(tiny, 0, worked, SMALL).pivot(index="step", columns="run", values="log_probability")
+    wording, steps = worked.wording, worked.slip.problem.steps()
+    begun = begun_after(worked, 0, SMALL)
+    before = begun.earlier[0]
+    for place in range(len(steps)):
+        text = wording.after(worked.asked, "answer", wording.stated(steps[: place + 1]))
+        read = (worked.asked + text)[len(begun.opening) :].shifted(before.following)
+        scores = tiny.extend(None, [before + read[:-1]])[1][0, -1].log_softmax(-1)
+        assert float(scores[text.ids[-1]]) == pytest.approx(table["warm"][place + 1], abs=1e-4)
+    assert not np.allclose(table["cold"], table["cold, routed warm"])
+
+
 Number = Callable[[int], float]
 
 
@@ -90,10 +104,11 @@ def made_up(
     undone: Number = lambda case: 0.5 + 0.01 * (case % 2),
     cold: Number = lambda case: 0.3 + 0.01 * (case % 3),
     warm: Number = lambda case: 0.7,
+    nats: Number = lambda case: 0.3 + 0.01 * (case % 2),
     off: float = 0.0,
     as_stated: float = 1.0,
 ) -> dict[str, pd.DataFrame]:
-    rows, starts = [], []
+    rows, starts, courses = [], [], []
     for case in range(MADE_UP.problems):
         of_case = {"sample": case, "margin_sound": 5.0 + case, "margin_slip": -5.0 - case, "margin_harmless": -6.0}
         of_case["as_stated"] = as_stated
@@ -116,7 +131,17 @@ def made_up(
             for token in range(3):
                 at = {"layer": 0, "token": token, "text": "t", "overlap": overlap if token else 0.0}
                 starts.append({**at, "jsd": 0.1, "entropy": 0.4, "other_entropy": 0.4, "pair": pair, "sample": case})
-    return {"samples": pd.DataFrame(rows), "starts": pd.DataFrame(starts)}
+        for run, lost in (
+            ("cold", nats(case)),
+            ("warm", 0.0),
+            ("cold, routed warm", nats(case) / 2),
+            ("warm, routed cold", 0),
+        ):
+            for step in range(1, 4):
+                less = lost * (2 if step == 1 else 1)
+                course = {"run": run, "step": step, "right": float(step > 1), "log_probability": -0.1 - less}
+                courses.append({**course, "sample": case})
+    return {"samples": pd.DataFrame(rows), "starts": pd.DataFrame(starts), "courses": pd.DataFrame(courses)}
 
 
 def concluded(tables: dict[str, pd.DataFrame]) -> Conclusion:
@@ -131,7 +156,8 @@ def noise(rng: np.random.Generator) -> Conclusion:
     """Slips are routed as like the one as the other, nothing goes through it, and cold starts are as warm ones."""
     overlap = [lambda _: float(rng.normal(0.6, 0.1)) for _ in range(4)]
     slip, alike, cold, warm = overlap
-    return concluded(made_up(slip, alike, lambda _: float(rng.normal(0, 0.2)), cold, warm))
+    nats = [float(number) for number in rng.normal(0, 0.1, MADE_UP.problems)]
+    return concluded(made_up(slip, alike, lambda _: float(rng.normal(0, 0.2)), cold, warm, lambda case: nats[case]))
 
 
 def test_planted_numbers_are_found():
@@ -139,7 +165,11 @@ def test_planted_numbers_are_found():
     cases = range(MADE_UP.problems)
     alike = np.mean([0.8 + 0.01 * (case % 4) - 0.6 - 0.01 * (case % 3) for case in cases])
     assert findings.at("alike").mean == pytest.approx(alike)
-    assert {findings.finding(name).comparisons for name in ("alike", "undone", "cold")} == {3}
+    assert {findings.finding(name).comparisons for name in ("alike", "undone", "cold")} == {6}
+    assert findings.at("slower").mean == pytest.approx(4 / 3 * 0.305)
+    assert findings.at("first").mean == pytest.approx(0.305)
+    assert findings.at("warmed").mean == pytest.approx(2 / 3 * 0.305)
+    assert findings.at("course", run="cold", step=1).mean == 0.0
     assert findings.at("kept", draft="slip").mean == pytest.approx(0.9)
     shares = [0.5 + 0.01 * (case % 2) for case in cases]
     assert findings.at("undone").mean == pytest.approx(np.average(shares, weights=[2.0 + case for case in cases]))
@@ -167,6 +197,9 @@ def test_tokens_are_mapped_only_where_all_problems_have_as_many():
         ({"undone": lambda _: -0.3}, "is held back by the routers"),
         ({"undone": lambda _: 0.009}, "does not detectably go through the routers"),
         ({"cold": lambda _: 0.9}, "is routed more like"),
+        ({"nats": lambda case: -0.3 - case / 100}, "are likelier after a cold start"),
+        ({"nats": lambda case: 0.3 + case / 100}, "loses more to a cold start than later ones"),
+        ({"nats": lambda case: (case % 2 - 0.5) / 10}, "does not detectably help a cold start"),
     ],
 )
 def test_the_answer_follows_the_intervals(tables: dict[str, Number], expected: str, tmp_path: Path):

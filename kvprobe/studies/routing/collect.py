@@ -16,7 +16,7 @@ from kvprobe.inference.model import Model
 from kvprobe.patching.metrics import LogitDiff
 from kvprobe.routing import Routing, agreement, load, mediate_each, read
 from kvprobe.studies.routing import Config
-from kvprobe.studies.routing.beginnings import beginnings
+from kvprobe.studies.routing.beginnings import Beginnings, beginnings
 from kvprobe.tasks.steps import LONGEST, Draft, draw_problem
 from kvprobe.tasks.worded_steps import Wording
 from kvprobe.tasks.worked_sums import WorkedSum, draw_sum
@@ -46,6 +46,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     return {
         "samples": parts("slips", lambda case: after_a_slip(model, *case), doing="Reading after a slip"),
         "starts": parts("starts", lambda case: cold_and_warm(model, *case, config), doing="Reading cold and warm"),
+        "courses": parts("courses", lambda case: courses(model, *case, config), doing="Answering cold and warm"),
     }
 
 
@@ -99,10 +100,7 @@ def exchanges(model: Model, sound: KVCache, changed: KVCache, suffix: Tokens, wr
 def cold_and_warm(model: Model, number: int, worked: WorkedSum, config: Config) -> pd.DataFrame:
     """How alike the routing of a question's first tokens is at the beginning of a conversation and after another one,
     after nothing at all and after another one, and after two different conversations; at the same positions."""
-    wording, rng = worked.wording, np.random.default_rng([config.seed, number, 1])
-    others = [draw_problem(LONGEST, rng) for _ in range(2)]
-    earlier = [(wording.question(other), wording.steps(other.steps())) for other in others]
-    begun = beginnings(wording, worked.question, earlier)
+    begun = begun_after(worked, number, config)
     text = begun.turn[: config.start]
 
     def routed_after(before: Tokens) -> Routing:
@@ -114,3 +112,39 @@ def cold_and_warm(model: Model, number: int, worked: WorkedSum, config: Config) 
         pairs["nothing"] = routed_after(begun.opening[:0])
     rows = [alike(other, first).assign(pair=name) for name, other in pairs.items()]
     return pd.concat(rows, ignore_index=True).assign(sample=number)
+
+
+def begun_after(worked: WorkedSum, number: int, config: Config) -> Beginnings:
+    """The question at the beginning of a conversation, and after each of two that are drawn."""
+    wording, rng = worked.wording, np.random.default_rng([config.seed, number, 1])
+    others = [draw_problem(LONGEST, rng) for _ in range(2)]
+    earlier = [(wording.question(other), wording.steps(other.steps())) for other in others]
+    return beginnings(wording, worked.question, earlier)
+
+
+def courses(model: Model, number: int, worked: WorkedSum, config: Config) -> pd.DataFrame:
+    """Whether the right value of each step of the answer is the likeliest, and how likely it is, the steps before it
+    given: where the conversation begins with the question, where another one was before, and each of the two with the
+    question and the answer routed as in the other; at the same positions."""
+    wording, steps = worked.wording, worked.slip.problem.steps()
+    begun = begun_after(worked, number, config)
+    answer = wording.after(worked.asked, "answer", wording.steps(steps))
+    text = (worked.asked + answer)[len(begun.opening) :].shifted(begun.turn.positions[0])
+    ends = [len(wording.ids(wording.stated(steps[: place + 1]))) - 1 for place in range(len(steps))]
+    caches = {
+        "cold": model.prefill(begun.opening) if len(begun.opening) else None,
+        "warm": model.prefill(begun.earlier[0]),
+    }
+    kept = len(answer) + 1
+    runs = {name: read(model, text, cache, logits=kept) for name, cache in caches.items()}
+    for name, other in (("cold", "warm"), ("warm", "cold")):
+        routing = runs[other].routing
+        runs[f"{name}, routed {other}"] = read(model, text, caches[name], routing=routing, logits=kept)
+    rows: list[dict[str, object]] = []
+    for name, run in runs.items():
+        scores = run.logits[0, ends].float().log_softmax(-1)
+        values = [answer.ids[end] for end in ends]
+        for place, (value, score) in enumerate(zip(values, scores, strict=True)):
+            right, log_probability = float(int(score.argmax()) == value), float(score[value])
+            rows.append({"run": name, "step": place + 1, "right": right, "log_probability": log_probability})
+    return pd.DataFrame(rows).assign(sample=number)

@@ -15,6 +15,7 @@ from kvprobe.stats import DIFFERENCE, SHARE
 from kvprobe.studies.routing import Config
 from kvprobe.studies.routing.collect import ALL, sums
 from kvprobe.tasks.worded_steps import Wording
+from kvprobe.tidy import Rows, beside
 from kvprobe.wording import few_clusters
 
 BY_CASE: tuple[Estimand, ...] = (
@@ -52,6 +53,25 @@ STARTS: tuple[Estimand, ...] = (
 )
 START_PLACES: tuple[Estimand, ...] = (Mean(name="start", of="overlap", by=("pair", "place"), within=SHARE),)
 """Of the tokens of a beginning, the first included, which all others leave out."""
+COURSES: tuple[Estimand, ...] = (
+    Difference(
+        name="slower", of="log_probability", where={"run": "warm"}, less={"run": "cold"}, unit="nats", **HEADLINE
+    ),
+    Difference(name="first", of="lost", where={"first": True}, less={"first": False}, unit="nats", **HEADLINE),
+    Difference(
+        name="warmed",
+        of="log_probability",
+        where={"run": "cold, routed warm"},
+        less={"run": "cold"},
+        unit="nats",
+        **HEADLINE,
+    ),
+    Mean(name="course", of="right", by=("run", "step"), within=SHARE),
+    Mean(name="course_all", of="right", by=("run",), within=SHARE),
+    Mean(name="log_probability", of="log_probability", by=("run", "step"), unit="nats"),
+    Mean(name="log_probability_all", of="log_probability", by=("run",), unit="nats"),
+)
+"""`lost`: how much likelier the right value of a step is in a warm start, of rows of the cold one."""
 LOADS: tuple[Estimand, ...] = (Mean(name="load", of="share", by=("layer", "expert"), within=SHARE),)
 MARGINS: tuple[Estimand, ...] = tuple(
     Mean(name="margin", of=f"margin_{name}", keys={"draft": name}, unit="logits")
@@ -75,6 +95,7 @@ def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -
         (exchanged, EXCHANGES),
         (later, STARTS),
         (starts.assign(place=starts["token"]), START_PLACES),
+        (beside_warm(tables["courses"]), COURSES),
         (loads, LOADS),
         (rows.drop_duplicates("sample"), MARGINS),
     )
@@ -93,6 +114,12 @@ def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -
         "layers": layers,
     }
     return Conclusion(findings, controls_of(findings, model), shown, few_clusters(config.problems, "problems"))
+
+
+def beside_warm(rows: Rows) -> Rows:
+    """Each row of the cold start with what it loses to the warm one, and whether it is of the first step."""
+    lost = beside(rows, "log_probability", {"run": "warm"}, ("sample", "step")) - rows["log_probability"]
+    return rows.assign(lost=lost.where(rows["run"] == "cold"), first=rows["step"] == 1)
 
 
 def controls_of(findings: Findings, model: Model) -> list[Control]:

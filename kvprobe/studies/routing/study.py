@@ -22,6 +22,8 @@ STYLES = {
     "cold": Style("#56b4e9", "s"),
     "nothing": Style("#7f7f7f", "^"),
     "warm": Style("#cc79a7"),
+    "cold, routed warm": Style("#0072b2", "D", "--"),
+    "warm, routed cold": Style("#d55e00", "v", "--"),
 }
 
 
@@ -70,6 +72,19 @@ STUDY = Study(
             "those at the beginning of one (cold), after nothing at all, and after another conversation (warm).",
             size=(5.6, 3.0),
         ),
+        Lines(
+            file="course_by_step",
+            finding="log_probability",
+            caption="How likely the right value of each step is, the steps before it given, at the beginning of a "
+            "conversation (cold), after another one (warm), and with the routing of the other. 95 % intervals over "
+            "problems.",
+            x="step",
+            line="run",
+            x_label="step of the answer",
+            y_label="log-probability (nats)",
+            styles=STYLES,
+            curves=True,
+        ),
         Heatmaps(
             file="overlap_by_token",
             finding="token",
@@ -115,6 +130,24 @@ STUDY = Study(
             below="is routed more like",
             unclear="is not detectably routed differently from",
         ),
+        Claim(
+            "slower",
+            above="are less likely after a cold start",
+            below="are likelier after a cold start",
+            unclear="are not detectably less likely after a cold start",
+        ),
+        Claim(
+            "first",
+            above="loses more to a cold start than later ones",
+            below="loses less to a cold start than later ones",
+            unclear="does not detectably lose more to a cold start than later ones",
+        ),
+        Claim(
+            "warmed",
+            above="helps a cold start",
+            below="harms a cold start",
+            unclear="does not detectably help a cold start",
+        ),
     ),
     labels={
         "draft": {"slip": "after the slip", "harmless": "after the harmless change", "sound": "after the sound draft"},
@@ -126,16 +159,25 @@ STUDY = Study(
             "nothing": "after nothing and later",
             "warm": "later and later (warm)",
         },
+        "run": {
+            "cold": "cold start",
+            "warm": "after another conversation",
+            "cold, routed warm": "cold start, routed as warm",
+            "warm, routed cold": "warm, routed as a cold start",
+        },
     },
     written={
         **dict.fromkeys(
             ("undone", "undone_by", "done_by", "undone_layer", "load", "overlap", "overlap_all", "overlap_last"),
             percent,
         ),
-        **dict.fromkeys(("token", "start", "start_all", "kept"), percent),
+        **dict.fromkeys(("token", "start", "start_all", "kept", "course", "course_all"), percent),
         "bits": lambda value: plain(value, 4),
         "chance": lambda value: f"{100 * value.mean:.1f} %",
         **dict.fromkeys(("alike", "cold"), points),
+        **dict.fromkeys(
+            ("slower", "first", "warmed", "log_probability", "log_probability_all"), lambda value: plain(value, 5)
+        ),
         "nats": plain,
         "logits": lambda value: plain(value, 1),
     },
