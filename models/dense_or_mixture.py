@@ -1,8 +1,9 @@
 """Does a mistake poison mixtures of experts more than dense models? `python models/dense_or_mixture.py FOLDER`
 
 FOLDER holds models that `kvprobe train steps` made, of several shapes and seeds. The study `poisoning` is run on each
-(runs that are there are not run again), and a table has a row for each measure, with the value of each seed, and how
-much more the mixtures have than the dense models: the difference of means, with a 95 % interval over seeds (Welch's t).
+(runs that are there are not run again), and a table has a row for each measure, with the value of each seed (of more
+than three, their mean and range), and how much more the mixtures have than the dense models: the difference of means,
+with a 95 % interval over seeds (Welch's t).
 """
 
 import sys
@@ -55,9 +56,16 @@ def main() -> None:
     print("|---" * (1 + len(heads) + len(more)) + "|")
     for words, (name, keys) in MEASURES.items():
         seeds = {shape: [100 * one.at(name, **keys).mean for one in findings[shape]] for shape in shapes}
-        cells = [", ".join(f"{value:.1f}" for value in values) for values in seeds.values()]
+        cells = list(map(listed, seeds.values()))
         cells += [difference(seeds["moe"], values) for shape, values in seeds.items() if shape != "moe"]
         print(f"| {words} | {' | '.join(cells)} |")
+
+
+def listed(values: Sequence[float]) -> str:
+    """Each seed's value; of many, the mean and the range."""
+    if len(values) <= 3:
+        return ", ".join(f"{value:.1f}" for value in values)
+    return f"{np.mean(values):.1f} (range {min(values):.1f} to {max(values):.1f})"
 
 
 def difference(mixture: Sequence[float], dense: Sequence[float]) -> str:

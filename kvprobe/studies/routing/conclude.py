@@ -68,8 +68,8 @@ COURSES: tuple[Estimand, ...] = (
     ),
     Mean(name="course", of="right", by=("run", "step"), within=SHARE),
     Mean(name="course_all", of="right", by=("run",), within=SHARE),
-    Mean(name="log_probability", of="log_probability", by=("run", "step"), unit="nats"),
-    Mean(name="log_probability_all", of="log_probability", by=("run",), unit="nats"),
+    Mean(name="log_probability", of="log_probability", by=("run", "step"), unit="nats", within=(-np.inf, 0.0)),
+    Mean(name="log_probability_all", of="log_probability", by=("run",), unit="nats", within=(-np.inf, 0.0)),
 )
 """`lost`: how much likelier the right value of a step is in a warm start, of rows of the cold one."""
 LOADS: tuple[Estimand, ...] = (Mean(name="load", of="share", by=("layer", "expert"), within=SHARE),)

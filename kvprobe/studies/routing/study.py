@@ -11,7 +11,7 @@ from kvprobe.studies.routing.conclude import conclude
 from kvprobe.wording import percent, plain, points
 
 NEGLIGIBLE = 0.01
-"""Of the damage: a share that is of no account."""
+"""Of the damage, a share that is of no account; and so many nats of a log-probability."""
 
 STYLES = {
     "sound, slip": Style("#d55e00", "s"),
@@ -135,18 +135,21 @@ STUDY = Study(
             above="are less likely after a cold start",
             below="are likelier after a cold start",
             unclear="are not detectably less likely after a cold start",
+            negligible=NEGLIGIBLE,
         ),
         Claim(
             "first",
             above="loses more to a cold start than later ones",
             below="loses less to a cold start than later ones",
             unclear="does not detectably lose more to a cold start than later ones",
+            negligible=NEGLIGIBLE,
         ),
         Claim(
             "warmed",
             above="helps a cold start",
             below="harms a cold start",
             unclear="does not detectably help a cold start",
+            negligible=NEGLIGIBLE,
         ),
     ),
     labels={
