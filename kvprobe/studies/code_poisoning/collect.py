@@ -13,7 +13,7 @@ from kvprobe.fingerprint import digest
 from kvprobe.inference.model import Model
 from kvprobe.names import full_repr
 from kvprobe.studies.code_poisoning import Config
-from kvprobe.studies.code_poisoning.answers import Answer, fix_of, judged, judged_all
+from kvprobe.studies.code_poisoning.answers import Answer, fix_of, judged_all
 from kvprobe.studies.code_poisoning.coder import Coder
 from kvprobe.studies.code_poisoning.drafts import Draft, drafts_of
 from kvprobe.studies.code_poisoning.noticing import probed, suspicions
@@ -57,10 +57,9 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
             found += [(number, draft) for draft in drafts_of(task, texts, rng)]
         return found
 
-    def fresh(number: int) -> tuple[str, bool]:
+    def fresh(number: int) -> str:
         rows = of_task[number]
-        row = rows[rows["how"] == LIKELIEST].iloc[0]
-        return row["text"], bool(row["right"])
+        return rows[rows["how"] == LIKELIEST]["text"].iloc[0]
 
     others = tasks(config.tasks)
     answers = parts("answers", lambda group: fixes(coder, drafts(group), others, fresh), "Mending")
@@ -101,24 +100,32 @@ def fixes(
     coder: Coder,
     drafts: Sequence[tuple[int, Draft]],
     others: Sequence[CodeTask],
-    fresh: Callable[[int], tuple[str, bool]],
+    fresh: Callable[[int], str],
 ) -> list[Row]:
-    """What each way to go on makes of each draft."""
+    """What each way to go on makes of each draft.
+
+    Args:
+        others: all tasks, of which the one after a draft's is asked for next.
+        fresh: the likeliest first answer to a task.
+    """
     asked = [
         (number, draft, arm, function, prompt)
         for number, draft in drafts
         for arm, function, prompt in draft.arms(coder, others[(number + 1) % len(others)].whole)
     ]
     replies = coder.replies([prompt for *_, prompt in asked])
-    answers = judged_all([(function, reply.text) for (*_, function, _), reply in zip(asked, replies, strict=True)])
-    rows = [
-        row_of(number, draft, arm, reply.text, answer)
-        for (number, draft, arm, _, _), reply, answer in zip(asked, replies, answers, strict=True)
+    made = [
+        *(
+            (number, draft, arm, function, reply.text)
+            for (number, draft, arm, function, _), reply in zip(asked, replies, strict=True)
+        ),
+        *((number, draft, "fresh", draft.task.whole, fresh(number)) for number, draft in drafts),
     ]
-    for number, draft in drafts:
-        text, _ = fresh(number)
-        rows.append(row_of(number, draft, "fresh", text, judged(draft.task.whole, [text])[0]))
-    return rows
+    answers = judged_all([(function, text) for *_, function, text in made])
+    return [
+        row_of(number, draft, arm, text, answer)
+        for (number, draft, arm, _, text), answer in zip(made, answers, strict=True)
+    ]
 
 
 def row_of(number: int, draft: Draft, arm: str, text: str, answer: Answer) -> Row:
