@@ -59,7 +59,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
 
     def fresh(number: int) -> str:
         rows = of_task[number]
-        return rows[rows["how"] == LIKELIEST]["text"].iloc[0]
+        return rows[rows["how"] == LIKELIEST]["text"].tolist()[0]
 
     others = tasks(config.tasks)
     answers = parts("answers", lambda group: fixes(coder, drafts(group), others, fresh), "Mending")
