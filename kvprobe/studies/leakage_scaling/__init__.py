@@ -29,11 +29,11 @@ class Config(Settings):
     """
 
     conversations: tuple[int, ...] = ranged((48, 150, 500, 1500, 5000, 10_000), 40, 50_000)
-    tested: int = ranged(960, 16, 10_000)
+    tested: int = ranged(600, 16, 10_000)
     arms: tuple[Arm, ...] = ("turn", "summary", "masked", "late", "later")
     readers: tuple[Reader, ...] = ("pooled", "slot", "attention", "hidden", "transformer", "asked", "neutral")
-    slots: int = ranged(16, 1, 64)
-    layers: int = ranged(8, 1, 200)
+    slots: int = ranged(12, 1, 64)
+    layers: int = ranged(6, 1, 200)
     shared: int = ranged(48, 0, 1000)
     untrained: bool = True
     batch: int = ranged(256, 1)

@@ -164,7 +164,7 @@ def _trained(known: Known, seen: Tensor, network: Callable[[int], torch.nn.Modul
 
 
 def _answered(known: Known) -> Evidence:
-    """What the model itself says when asked, less what it says of all conversations that the reader knows."""
+    """What the model itself says when asked, less what it says about all conversations that the reader knows."""
     said = known.features.float().transpose(0, 1)
     beyond = said - said[:, ~known.tested].mean(1, keepdim=True)
     return Evidence(beyond[:, known.inner], beyond[:, known.tested])
