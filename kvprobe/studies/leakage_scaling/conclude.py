@@ -60,12 +60,12 @@ def conclude(tables: dict[str, Rows], config: Config, model: Model) -> Conclusio
     findings.number("chance", 1 / CLASSES)
     if len(tables["use"]):
         findings.extend(use_of(tables["use"]))
-    full = [
-        finding.value.mean
+    full = {
+        str(finding.keys["reader"]): finding.value.mean
         for finding in findings.where("read", world=GRAMMAR, arm="turn", held_out=STRICT)
         if finding.keys["conversations"] == max(config.conversations)
-    ]
-    findings.number("in_view", max(full) if full else None)
+    }
+    weak = [reader for reader in config.readers if full.get(reader, 0.0) < ENOUGH]
     world = worlds_of(config)[0]
     first = world.conversations[0]
     facts = {
@@ -73,14 +73,13 @@ def conclude(tables: dict[str, Rows], config: Config, model: Model) -> Conclusio
         "words": {test.held_out: len(set(test.clusters)) for test in world.tests},
         "most": max(config.conversations),
         "fewest": min(config.conversations),
-        "enough": bool(full and max(full) >= ENOUGH),
         "readers": list(config.readers),
     }
     warnings = few_clusters(min(facts["words"].values()), "held-out ways of stating the code")
-    if not facts["enough"]:
+    if weak:
         warnings.append(
-            f"In full view the best reader reads {100 * max(full, default=0.0):.0f} % of the digits, less than "
-            f"{100 * ENOUGH:.0f} %: what is not detected elsewhere is no null; upper ends of intervals bound it."
+            f"In full view these readers read less than {100 * ENOUGH:.0f} % of the digits: {', '.join(weak)}. What "
+            "they do not find elsewhere is no null; upper ends of intervals bound it."
         )
     return Conclusion(findings, [*controls_of(tables, curves, model)], facts, warnings)
 

@@ -113,7 +113,7 @@ STUDY = Study(
         "digit": lambda digit: f"digit {digit}",
     },
     written={
-        **dict.fromkeys(("read", "by_digit", "floor", "chance", "in_view"), percent),
+        **dict.fromkeys(("read", "by_digit", "floor", "chance"), percent),
         "excess_read": points,
         **dict.fromkeys(("bits", "leak", "excess", "limit"), formatted(".3f")),
         "used": formatted("+.2f"),
