@@ -53,6 +53,7 @@ MODULES = {
     "reliance": "test_reliance_study",
     "memento_toy": "test_memento_toy",
     "lossy_memento": "test_lossy_memento",
+    "pointers": "test_pointers",
 }
 """Where each study's tiny run is."""
 AROUND = {

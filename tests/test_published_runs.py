@@ -216,3 +216,20 @@ def test_the_table_of_lossy_mementos_is_that_of_its_run(row: str):
         numbers = re.findall(r"[\d.]+", cell)
         for number, value in zip(numbers, (finding.value.mean, *finding.value.ends), strict=True):
             assert 100 * value == pytest.approx(float(number), abs=0.51 * 10 ** -len(number.partition(".")[2])), cell
+
+
+POINTERS = {
+    r"turned by a donor whose list is in another order \(address\)": ("address", {}),
+    r"turned by a donor whose things have changed places \(content\)": ("content", {}),
+    "right answers, list in view": ("right", {"arm": "in view"}),
+    "right answers, list hidden after the summary": ("right", {"arm": "hidden after"}),
+    "right answers, list hidden before it": ("right", {"arm": "computed again"}),
+}
+
+
+@pytest.mark.parametrize("row", POINTERS)
+def test_the_table_of_pointers_is_that_of_its_run(row: str):
+    findings, cells = findings_and_cells("pointers-quick", row, "pointers")
+    name, keys = POINTERS[row]
+    for cell, form in zip(cells, ("located (pointer)", "copied (payload)"), strict=True):
+        assert cell == percent(findings.at(name, form=form, **keys)).replace("-", "−")

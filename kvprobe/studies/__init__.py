@@ -88,6 +88,7 @@ STUDIES = {
         "reliance",
         "memento_toy",
         "lossy_memento",
+        "pointers",
     )
 }
 

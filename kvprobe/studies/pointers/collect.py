@@ -1,0 +1,91 @@
+"""Each conversation is answered with its payload in view and hidden, and with its pointer's slots exchanged."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import product
+
+import numpy as np
+import pandas as pd
+import torch
+
+from kvprobe.attention import attend
+from kvprobe.cache.cache import KVCache
+from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.runs import Run
+from kvprobe.faults.scope import named_bands
+from kvprobe.inference.forward import onwards
+from kvprobe.inference.model import Model, load
+from kvprobe.policies import RestartInPlace
+from kvprobe.studies.pointers import Config
+from kvprobe.studies.pointers.cases import FORMS, KNOWN, MOVED, RENAMED, Case, bindings, memos
+from kvprobe.text.tokens import Tokens
+from kvprobe.tidy import chosen
+
+VIEW, LATE, RESTART, STAND_IN = "in view", "hidden after", "computed again", "stand-in"
+"""Of the payload: in view throughout; hidden once the pointer had seen it; hidden before, so that the pointer has never
+seen it; hidden, with the pointer of the `renamed` conversation."""
+ARMS, EXCHANGED, LOOKED, MASS = "arms", "exchanged", "looked", "mass"
+PARTS = ("K", "V", "KV")
+AT_ONCE = 8
+
+
+def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
+    """Tables by `form` and `case`: `arms` (`right`: whether the right one of the two is the likelier; `margin` between
+    them; `bits` that the answer knows of which it is), `exchanged` (margins after an exchange with a `donor`, by `band`
+    and `part`; `own` and `way`, the margin without and how far it is to that of the renamed conversation), `looked`
+    (margins with the payload hidden in one band of layers) and `mass` (attention of the last token to the payload in
+    view, by layer).
+    """
+
+    def read(form: str) -> pd.DataFrame:
+        rng = np.random.default_rng([config.seed, (*FORMS, *KNOWN).index(form)])
+        if form in KNOWN:
+            reader = load("ordinal", device=config.device, dtype=config.dtype)
+            cases = memos(reader, form, config.memos, rng)
+        else:
+            reader, cases = model, bindings(model, form, config.conversations, config.shots, rng)
+        tables = [read_case(reader, case, config.bands).assign(case=number) for number, case in enumerate(cases)]
+        return pd.concat(tables, ignore_index=True).assign(form=form)
+
+    rows = table_of_parts(run, [*FORMS, *KNOWN], "form", read, doing="Asking where pointers lead", unit="form")
+    return {
+        name: chosen(rows, {"table": name}).drop(columns="table").dropna(axis=1, how="all")
+        for name in (ARMS, EXCHANGED, LOOKED, MASS)
+    }
+
+
+def read_case(model: Model, case: Case, bands: int) -> pd.DataFrame:
+    """All that is measured of one case; see `collect`."""
+    own, moved, renamed = (model.prefill(tokens[: case.cut]) for tokens in (case.own, case.moved, case.renamed))
+    suffix = case.own[case.cut :]
+    layers = named_bands(model.geometry.n_layers, bands)
+    asked = partial(outcomes, model, suffix=suffix, case=case)
+    hidden, again = own.mask(case.payload), model.apply(RestartInPlace(case.payload), own)
+    arms = {VIEW: own, LATE: hidden, RESTART: again, STAND_IN: hidden.patch(renamed, case.pointer)}
+    tables = [asked([cache]).assign(table=ARMS, arm=arm) for arm, cache in arms.items()]
+    margin = tables[0]["margin"].item()
+    there = outcomes(model, [renamed], case.renamed[case.cut :], case)["margin"].item()
+    keys, patched = [], []
+    donors: Mapping[str, KVCache] = {MOVED: moved, RENAMED: renamed}
+    for (donor, cache), (band, where), part in product(donors.items(), layers.items(), PARTS):
+        keys.append({"donor": donor, "band": band, "part": part})
+        patched.append(own.patch(cache, case.pointer, layers=where, part=part))
+    rows = pd.concat([pd.DataFrame(keys), asked(patched)], axis=1)
+    tables.append(rows.assign(table=EXCHANGED, own=margin, way=margin - there))
+    blind = asked([own.mask(case.payload, layers=where) for where in layers.values()])
+    tables.append(blind.assign(table=LOOKED, band=list(layers), own=margin))
+    seen = attend(model, onwards(own, [suffix])[0], own).mass(case.payload).mean((1, 2)).tolist()
+    tables.append(pd.DataFrame({"table": MASS, "layer": range(len(seen)), "mass": seen}))
+    return pd.concat(tables, ignore_index=True)
+
+
+def outcomes(model: Model, caches: Sequence[KVCache], suffix: Tokens, case: Case) -> pd.DataFrame:
+    """What is answered after each of these caches, which have the same slots."""
+    said = []
+    for some in (caches[start : start + AT_ONCE] for start in range(0, len(caches), AT_ONCE)):
+        joined = KVCache.join(list(some)) if len(some) > 1 else some[0]
+        _, logits = model.extend(joined, onwards(joined, [suffix] * len(some)))
+        said.append(logits[:, -1, [case.right, case.wrong]].double().cpu())
+    margin = torch.cat(said).diff(dim=1)[:, 0].neg()
+    bits = 1 + torch.nn.functional.logsigmoid(margin) / np.log(2)
+    return pd.DataFrame({"margin": margin, "right": (margin > 0).double(), "bits": bits})

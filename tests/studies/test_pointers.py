@@ -1,0 +1,175 @@
+"""The pointers study: what is known of the model ordinal is found, conversations of one layout, made-up tables."""
+
+import re
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.study import Conclusion
+from kvprobe.faults.scope import EVERY_LAYER
+from kvprobe.inference.model import Model, load
+from kvprobe.studies.pointers import Config
+from kvprobe.studies.pointers.cases import FORMS, KNOWN, MOVED, OBJECT, PLACE, RENAMED, Case, bindings, memos
+from kvprobe.studies.pointers.collect import (
+    ARMS,
+    EXCHANGED,
+    LATE,
+    LOOKED,
+    MASS,
+    PARTS,
+    RESTART,
+    STAND_IN,
+    VIEW,
+    outcomes,
+    read_case,
+)
+from kvprobe.studies.pointers.conclude import conclude
+from kvprobe.studies.pointers.study import STUDY
+from kvprobe.tidy import chosen
+from tests.experiments.made_up import answer_of
+from tests.models import any_model
+from tests.refusals import refused
+
+SMALL = Config(conversations=8, shots=0, bands=2, memos=8)
+MODEL, HOLD = "wordy", [True]
+LOCATED, COPIED = KNOWN
+
+
+def test_a_run_holds_every_number_and_finds_what_is_known_of_ordinal(finished: Run):
+    findings = Conclusion.of(finished.metrics).findings
+    assert findings.values("right", "form") == [*FORMS, *KNOWN]
+    assert findings.values("right", "arm", form=OBJECT) == [VIEW, LATE, RESTART, STAND_IN]
+    for form, held, other in ((LOCATED, "address", "content"), (COPIED, "content", "address")):
+        assert findings.at("right", form=form, arm=VIEW).mean == 1
+        assert findings.at(held, form=form).mean > 0.7
+        assert abs(findings.at(other, form=form).mean) < 0.2
+    assert findings.at("right", form=COPIED, arm=LATE).mean == 1, "content outlives the list"
+    assert findings.at("right", form=COPIED, arm=STAND_IN).mean == 0
+    assert findings.at("lost", form=LOCATED).mean > 0.2, "an address does not"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_conversations_and_their_donors_have_one_layout_and_differ_as_they_say(smol: Model, form: str):
+    for number, case in enumerate(bindings(smol, form, 4, 1, np.random.default_rng(0))):
+        texts = {name: smol.tokenizer.decode(getattr(case, name).ids) for name in ("own", MOVED, RENAMED)}
+        assert len({(tokens.segments, len(tokens)) for tokens in (case.own, case.moved, case.renamed)}) == 1
+        listed, pointer = (
+            {name: read(smol, getattr(case, name), segment) for name in texts} for segment in ("list", "pointer")
+        )
+        pairs = {name: set(re.findall(r"The (\w+) is with (\w+)", text)) for name, text in listed.items()}
+        assert pairs["own"] == pairs[MOVED] != pairs[RENAMED]
+        assert listed["own"] != listed[MOVED]
+        assert pointer["own"] == pointer[RENAMED]
+        assert (pointer["own"] == pointer[MOVED]) == (form == OBJECT)
+        right, wrong = (smol.tokenizer.decode([token]).strip() for token in (case.right, case.wrong))
+        assert (listed["own"].index(right) < listed["own"].index(wrong)) == (number % 2 == 0)
+        assert not {right, wrong} & set(pointer["own"].replace(".", " ").split())
+        assert texts["own"].endswith("We ask")
+
+
+def read(model: Model, tokens: Any, segment: str) -> str:
+    return model.tokenizer.decode(tokens[tokens.span(segment)].ids)
+
+
+def test_an_exchange_of_all_that_differs_is_the_other_conversation():
+    """With the list exchanged too, the answer is that of the renamed conversation, whose way is the whole."""
+    model = load("ordinal")
+    case = memos(model, LOCATED, 1, np.random.default_rng(3))[0]
+    own, renamed = (model.prefill(tokens[: case.cut]) for tokens in (case.own, case.renamed))
+    table = read_case(model, case, 1)
+    both = outcomes(model, [own.patch(renamed, case.payload, case.pointer)], case.own[case.cut :], case)
+    row = chosen(table, {"table": EXCHANGED, "donor": RENAMED, "band": EVERY_LAYER, "part": "KV"})
+    assert row["own"].item() - both["margin"].item() == pytest.approx(row["way"].item(), abs=1e-3)
+    assert chosen(table, {"table": LOOKED})["margin"].iloc[-1] == pytest.approx(
+        chosen(table, {"table": ARMS, "arm": LATE})["margin"].item(), abs=1e-4
+    )
+    assert isinstance(case, Case)
+
+
+def test_a_tokenizer_that_splits_names_is_refused(roomy: Model):
+    refused(lambda: bindings(roomy, PLACE, 1, 0, np.random.default_rng(0)), "'Anna' as several tokens")
+
+
+def made_up(
+    address: float = 0.0,
+    content: float = 0.0,
+    right: float = 1.0,
+    late: float = 0.5,
+    kept: float = 0.0,
+    known: float = 1.0,
+) -> dict[str, pd.DataFrame]:
+    """By default what is in view is looked up by the pointer's text, and nothing is held."""
+    cases, wave = np.arange(24), 0.02 * (-1.0) ** np.arange(24)
+    tables: dict[str, list[dict[str, Any]]] = {name: [] for name in (ARMS, EXCHANGED, LOOKED, MASS)}
+    for form in (*FORMS, *KNOWN):
+        turned = {MOVED: address, RENAMED: content}
+        if form in KNOWN:
+            turned = {MOVED: known * (form == LOCATED), RENAMED: known * (form == COPIED)}
+        keys = {"form": form, "case": cases}
+        for arm, share in ((VIEW, right), (LATE, late), (RESTART, 0.5), (STAND_IN, 0.5)):
+            margin = 4.0 * (arm == VIEW) + kept * (arm == LATE) + wave
+            bits = 1.0 * (arm == VIEW) + wave
+            tables[ARMS].append(
+                {**keys, "arm": arm, "right": cases < share * len(cases), "margin": margin, "bits": bits}
+            )
+        for donor, band, part in product((MOVED, RENAMED), ("0–1", EVERY_LAYER), PARTS):
+            margin = 4.0 - 8.0 * turned[donor] + wave
+            where = {"donor": donor, "band": band, "part": part}
+            tables[EXCHANGED].append({**keys, **where, "margin": margin, "own": 4.0, "way": 8.0 + wave})
+        tables[LOOKED] += [{**keys, "band": band, "margin": 2.0 + wave, "own": 4.0} for band in ("0–1", EVERY_LAYER)]
+        tables[MASS] += [{**keys, "layer": layer, "mass": 0.1 + wave} for layer in range(2)]
+    frames = {name: pd.concat(map(pd.DataFrame, rows), ignore_index=True) for name, rows in tables.items()}
+    frames[ARMS]["right"] = frames[ARMS]["right"].astype(float)
+    return frames
+
+
+def concluded(**numbers: float) -> Conclusion:
+    return conclude(made_up(**numbers), Config(), any_model())
+
+
+def example() -> tuple[Config, Conclusion]:
+    return Config(), concluded()
+
+
+def noise(rng: np.random.Generator) -> Conclusion:
+    """Nothing is held anywhere, and hiding changes nothing."""
+    tables = made_up(known=0.0, right=0.5)
+    for name, column in ((EXCHANGED, "margin"), (ARMS, "margin")):
+        tables[name][column] = 4.0 + rng.normal(size=len(tables[name]))
+    tables[ARMS]["right"] = rng.integers(2, size=len(tables[ARMS])).astype(float)
+    return conclude(tables, Config(), any_model())
+
+
+def test_planted_numbers_are_found():
+    findings = concluded(address=0.25, content=0.5, late=0.75, kept=1.5).findings
+    for name, value in (("address", 0.25), ("content", 0.5), ("lost", 0.25), ("kept", 1.5)):
+        assert findings.at(name, form=PLACE).mean == pytest.approx(value, abs=0.01), name
+    assert findings.at("content_at", form=OBJECT, part="V", band="0–1").mean == pytest.approx(0.5, abs=0.01)
+    assert findings.at("looked", form=OBJECT, band="0–1").mean == pytest.approx(0.5, abs=0.01)
+    assert {claim.finding: findings.where(claim.finding)[0].comparisons for claim in STUDY.claims} == dict.fromkeys(
+        ("address", "content", "lost", "kept"), 16
+    )
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ({}, ("holds no address that was detected", "holds nothing that was detected of whom it means")),
+        ({}, ("Hiding the list then costs right answers", "nothing of the hidden list was detected in the answer")),
+        ({"address": 0.5, "content": 0.5}, ("A pointer by its thing holds an address", "and holds whom it means")),
+        ({"right": 0.75}, ("fewer than nine in ten, so what was not detected is undecided",)),
+        ({"kept": 1.0, "late": 1.0}, ("No cost of hiding", "still leans the answer to the right one")),
+    ],
+)
+def test_the_answer_follows_the_intervals(numbers: dict[str, float], expected: tuple[str, ...], tmp_path: Path):
+    said = answer_of(STUDY, Config(), concluded(**numbers), tmp_path)
+    assert [phrase for phrase in expected if phrase not in said] == []
+
+
+def test_the_control_fails_where_what_is_known_is_not_found():
+    assert [concluded(known=known).controls[0].holds for known in (1.0, 0.3)] == [True, False]
