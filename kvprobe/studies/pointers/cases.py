@@ -44,7 +44,7 @@ Turn = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
-class Case:
+class PointerCase:
     """A conversation and its donors, all of one layout, up to the answer.
 
     Attributes:
@@ -67,7 +67,7 @@ class Case:
         return self.own.span(self.pointer).stop
 
 
-def bindings(model: Model, form: str, count: int, shots: int, rng: np.random.Generator) -> list[Case]:
+def bindings(model: Model, form: str, count: int, shots: int, rng: np.random.Generator) -> list[PointerCase]:
     """Random cases of one form; every other one points to the first of two people.
 
     Raises:
@@ -78,7 +78,7 @@ def bindings(model: Model, form: str, count: int, shots: int, rng: np.random.Gen
     return [_binding(model, form, number % 2, shots, rng) for number in range(count)]
 
 
-def _binding(model: Model, form: str, place: int, shots: int, rng: np.random.Generator) -> Case:
+def _binding(model: Model, form: str, place: int, shots: int, rng: np.random.Generator) -> PointerCase:
     people, things = rng.permutation(PEOPLE).tolist(), rng.permutation(THINGS).tolist()
     before: list[Turn] = []
     for shot in range(1, shots + 1):
@@ -92,7 +92,7 @@ def _binding(model: Model, form: str, place: int, shots: int, rng: np.random.Gen
         return tokens[: max(slot for slot, token in enumerate(tokens.ids) if token == lead) + 1]
 
     two, held = people[:2], things[:2]
-    return Case(
+    return PointerCase(
         read(two, held, place),
         read(two[::-1], held[::-1], 1 - place),
         read(two[::-1], held, place),
@@ -125,7 +125,7 @@ def _ids(model: Model, word: str) -> list[int]:
     return model.tokenizer(f" {word}", add_special_tokens=False).input_ids
 
 
-def memos(model: Model, form: str, count: int, rng: np.random.Generator) -> list[Case]:
+def memos(model: Model, form: str, count: int, rng: np.random.Generator) -> list[PointerCase]:
     """Random lists, each with a summary that names one of their places."""
     cases = []
     for _ in range(count):
@@ -135,5 +135,5 @@ def memos(model: Model, form: str, count: int, rng: np.random.Generator) -> list
         moved = Memo(renamed.things, other, memo.reference, memo.asked)
         tokens = [some.conversation().tokens(model.tokenizer) for some in (memo, moved, renamed)]
         right, wrong = model.tokenizer.convert_tokens_to_ids([memo.answer, renamed.answer])
-        cases.append(Case(tokens[0], tokens[1], tokens[2], "block", "summary", right, wrong))
+        cases.append(PointerCase(tokens[0], tokens[1], tokens[2], "block", "summary", right, wrong))
     return cases

@@ -17,7 +17,7 @@ from kvprobe.inference.forward import onwards
 from kvprobe.inference.model import Model, load
 from kvprobe.policies import RestartInPlace
 from kvprobe.studies.pointers import Config
-from kvprobe.studies.pointers.cases import FORMS, KNOWN, MOVED, RENAMED, Case, bindings, memos
+from kvprobe.studies.pointers.cases import FORMS, KNOWN, MOVED, RENAMED, PointerCase, bindings, memos
 from kvprobe.text.tokens import Tokens
 from kvprobe.tidy import chosen
 
@@ -54,7 +54,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     }
 
 
-def read_case(model: Model, case: Case, bands: int) -> pd.DataFrame:
+def read_case(model: Model, case: PointerCase, bands: int) -> pd.DataFrame:
     """All that is measured of one case; see `collect`."""
     own, moved, renamed = (model.prefill(tokens[: case.cut]) for tokens in (case.own, case.moved, case.renamed))
     suffix = case.own[case.cut :]
@@ -79,7 +79,7 @@ def read_case(model: Model, case: Case, bands: int) -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True)
 
 
-def outcomes(model: Model, caches: Sequence[KVCache], suffix: Tokens, case: Case) -> pd.DataFrame:
+def outcomes(model: Model, caches: Sequence[KVCache], suffix: Tokens, case: PointerCase) -> pd.DataFrame:
     """What is answered after each of these caches, which have the same slots."""
     said = []
     for some in (caches[start : start + AT_ONCE] for start in range(0, len(caches), AT_ONCE)):
