@@ -1,6 +1,7 @@
 """The lossy_memento study: a hand-made slot that stores a digit, whole runs on a tiny model, made-up tables."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model, load
 from kvprobe.report.findings import Findings
 from kvprobe.stats import Estimate
+from kvprobe.studies import lossy_memento
 from kvprobe.studies.lossy_memento import Config
 from kvprobe.studies.lossy_memento.collect import ANSWERS, LAYERS, LINEAR, MLP, MODEL, PROBES, REACH, probe, read_model
 from kvprobe.studies.lossy_memento.conclude import conclude, findings_of
@@ -94,6 +96,14 @@ def test_a_run_shows_everything(finished: Run):
     assert {claim.finding for claim in STUDY.claims} <= set(findings.names)
     assert set(findings.values("answered", "arm")) == {RETAINED, RESTART, STAND_IN, *SWAPPED}
     assert only(findings, "held", reader=LINEAR).mean <= 3 * BITS
+
+
+def test_two_models_of_one_training_are_refused(tmp_path: Path):
+    model = toy(TINY)
+    model.lanes.plain.save_pretrained(tmp_path / "same")
+    model.tokenizer.save_pretrained(tmp_path / "same")
+    config = replace(SMALL, others=(str(tmp_path / "same"),))
+    refused(lambda: lossy_memento.run(config, tmp_path, model=model), "same design, training and seed")
 
 
 def test_other_models_are_refused():

@@ -9,13 +9,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvprobe.errors import UserError
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model, load
 from kvprobe.probing.calibration import calibrated_tasks, fit_temperature
 from kvprobe.progress import Bar
 from kvprobe.studies.lossy_memento import Config
-from kvprobe.studies.lossy_memento.reading import RESTART, RETAINED, answers, caches, trained, vectors
+from kvprobe.studies.lossy_memento.reading import RESTART, RETAINED, Trained, answers, caches, trained, vectors
 from kvprobe.studies.memento_toy.mlp import mlp_scores
 from kvprobe.tasks.lossy_mementos import BASE, BITS
 from kvprobe.tidy import chosen
@@ -30,10 +31,17 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     `arm`; `probes`, what each `reader` reads of a block's omitted digits in the layer that the inner fold chose: the
     share that is `right`, and the `bits`; `layers`, the same of the linear probe by layer; and `reach`, how far a
     restarted memento `varies` with what it omits.
+
+    Raises:
+        UserError: two models are of one training, so that their numbers would be mixed.
     """
     given = {config.model: lambda: model} | {
         name: partial(load, name, device=config.device, dtype=config.dtype) for name in config.others or ()
     }
+    names: dict[Trained, str] = {}
+    for name, loaded in given.items():
+        if (first := names.setdefault(trained(loaded()), name)) != name:
+            raise UserError(f"{first} and {name} are of the same design, training and seed; name one of them.")
     rows = table_of_parts(
         run,
         list(given),
