@@ -243,3 +243,16 @@ def test_a_whole_run_resumes_and_reads_both_solutions_alike_before_the_wrong_lin
     before = before[(before["place"] == "before") & (before["reader"] != "hash")]
     assert (before.groupby(["reader", before["sample"] // 2])["right"].mean() == 0.5).all()
     assert set(finished.df()["arm"]) >= {"review", "masked", "recomputed", "failing", "warned", "fresh"}
+
+
+def test_a_critique_without_code_leaves_the_first_answer_as_it_was():
+    tables = made_up()
+    silent = tables["samples"]["arm"] == "critique"
+    said = tables["samples"].assign(right=tables["samples"]["right"].where(~silent, 0.0))
+    said = said.assign(code=said["code"].where(~silent, 0.0))
+    concluded_so = concluded({**tables, "samples": said})
+    right = {
+        draft: concluded_so.findings.at("right", arm="critique", draft=draft).mean for draft in ("planted", "sound")
+    }
+    assert right == {"planted": 0.0, "sound": 1.0}
+    assert all(control.holds for control in concluded_so.controls)

@@ -267,10 +267,13 @@ def noise(rng: np.random.Generator) -> Conclusion:
 def test_planted_numbers_are_found():
     findings = example()[1].findings
     strict = {"world": GRAMMAR, "held_out": "both", "reader": "pooled"}
-    assert findings.at("leak", arm="summary", reader="pooled").mean == pytest.approx(0.6 * 0.875, abs=0.03)
-    assert findings.at("leak", arm="late", reader="pooled").above()
+    for kind in ("subject", "both"):
+        leak = findings.at("leak", arm="summary", reader="pooled", held_out=kind)
+        assert leak.mean == pytest.approx(0.6 * 0.875 / 5, abs=0.01)
+        assert findings.at("leak", arm="late", reader="pooled", held_out=kind).above()
     assert findings.at("used", arm="masked").mean == pytest.approx(0.4, abs=0.1)
-    assert findings.finding("leak", arm="masked", reader="pooled").comparisons == 4 * len(EXAMPLE.readers)
+    leak = findings.finding("leak", arm="masked", reader="pooled", held_out="both")
+    assert leak.comparisons == 2 * 4 * len(EXAMPLE.readers)
     limit = findings.at("limit", arm="summary", state=RETAINED, **strict)
     assert limit.low < 0.6 < limit.high
 

@@ -160,7 +160,7 @@ PROBES: tuple[Estimand, ...] = (
 
 
 def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -> Conclusion:
-    answers = tables["samples"].assign(wrong=1 - tables["samples"]["right"])
+    answers = standing(tables["samples"])
     findings = measure(
         answers,
         ANSWERS,
@@ -174,6 +174,14 @@ def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -
     templates = len(set(answers["template"]))
     controls = controls_of(findings, tables)
     return Conclusion(findings, controls, facts(answers), few_clusters(templates, "templates"))
+
+
+def standing(rows: Rows) -> pd.DataFrame:
+    """What is right and wrong in the end: a critique that holds no code, as of an answer that it calls correct, leaves
+    the first answer as it was."""
+    silent = (rows["arm"] == "critique") & (rows["code"] == 0)
+    right = rows["right"].where(~silent, (~rows["draft"].isin(WRONG)).astype(float))
+    return rows.assign(right=right, wrong=1 - right)
 
 
 def kinds(rows: Rows) -> pd.DataFrame:
@@ -206,7 +214,7 @@ def controls_of(findings: Findings, tables: Mapping[str, pd.DataFrame]) -> list[
     ]
     control = findings.at("read", place="at", reader=HASH)
     first = findings.at("first", how="likeliest")
-    code = min(finding.value.mean for finding in findings.where("code"))
+    code = min(finding.value.mean for finding in findings.where("code") if finding.keys["arm"] != "critique")
     tasks = len(set(tables["samples"]["sample"]))
     return [
         Control(
@@ -225,8 +233,8 @@ def controls_of(findings: Findings, tables: Mapping[str, pd.DataFrame]) -> list[
             0.2 <= first.mean <= 0.9,
         ),
         Control(
-            f"Answers hold code that can be read: in the arm where fewest do, {code:.0%} (expected: at least three "
-            "quarters; more tokens, `new`, may help).",
+            f"Answers hold code that can be read: in the arm where fewest do, critiques aside, {code:.0%} (expected: "
+            "at least three quarters; more tokens, `new`, may help).",
             code >= 0.75,
         ),
     ]

@@ -21,8 +21,8 @@ from kvprobe.tidy import Rows
 from kvprobe.wording import few_clusters
 
 CURVE = ["world", "reader", "arm", "held_out"]
-STRICT = "both"
-"""The kind of hold-out that claims are about: wording and subject are new."""
+KNOWN_WORDING, STRICT = "subject", "both"
+"""The kinds of hold-out that claims are about: codes and subjects are new; or the wording, too."""
 ENOUGH = 0.9
 """Of the digits in full view a reader must read so many before what it does not find elsewhere is called a null."""
 HALF = 2e-3
@@ -101,21 +101,21 @@ def curves_of(samples: Rows) -> Curves:
 
 
 def add_leaks(findings: Findings, curves: Curves) -> None:
-    """What is read of the retained slots beyond what is read of the recomputed ones, with the most conversations; of
-    new wording and subjects it holds together, and may be claimed (`leak`)."""
+    """What is read of the retained slots beyond what is read of the recomputed ones, with the most conversations. The
+    shares of digits hold together, and may be claimed (`leak`); bits are for bounds, since a reader that was calibrated
+    on other wording may mislead."""
     both = [keys[:4] for keys in curves if keys[4] == RETAINED and (*keys[:4], RESTART) in curves]
-    claimed = [keys for keys in both if keys[0] == GRAMMAR and keys[3] == STRICT]
+    claimed = [keys for keys in both if keys[0] == GRAMMAR and keys[3] in (KNOWN_WORDING, STRICT)]
     for keys in both:
         retained, restart = (curves[*keys, state][1:] for state in (RETAINED, RESTART))
         read, bits = (
             [one - other for one, other in zip(*curve, strict=True)] for curve in zip(retained, restart, strict=True)
         )
         named = dict(zip(CURVE, keys, strict=True))
-        findings.add(Finding("excess_read", named, points(read, DIFFERENCE)[-1]))
         findings.add(Finding("excess", named, points(bits)[-1], BITS))
         if keys in claimed:
-            named = {"reader": keys[1], "arm": keys[2]}
-            findings.add(Finding("leak", named, points(bits, comparisons=len(claimed))[-1], BITS, len(claimed)))
+            value = points(read, DIFFERENCE, len(claimed))[-1]
+            findings.add(Finding("leak", {key: named[key] for key in CURVE[1:]}, value, comparisons=len(claimed)))
 
 
 def use_of(use: Rows) -> Findings:
@@ -133,13 +133,13 @@ def use_of(use: Rows) -> Findings:
 
 def controls_of(tables: dict[str, Rows], curves: Curves, model: Model) -> Iterator[Control]:
     """Nothing is read of a restart, and the first layers cannot know."""
-    bits = [curve[2] for keys, curve in curves.items() if keys[4] == RESTART]
-    values = [value for curve in bits for value in points(curve, comparisons=sum(map(len, bits)))]
-    above = sum(value.above() for value in values)
+    read = [curve[1] for keys, curve in curves.items() if keys[4] == RESTART]
+    values = [value for curve in read for value in points(curve, SHARE, sum(map(len, read)))]
+    above = sum(value.above(1 / CLASSES) for value in values)
     most = max((value.mean for value in values), default=0.0)
     yield Control(
-        f"Restart: of {len(values)} points of curves of recomputed slots, {above} are above zero bits with intervals "
-        f"that hold together; the highest mean is {most:.3f} bits per digit.",
+        f"Restart: of {len(values)} points of curves of recomputed slots, {above} are above chance with intervals that "
+        f"hold together; the highest mean is {100 * most:.1f} % of the digits.",
         above == 0,
     )
     reach = tables["reach"]

@@ -74,8 +74,8 @@ def read(reader: Reader, known: Known) -> Evidence:
 
 @one_thread()
 def scored(known: Known, evidence: Evidence) -> tuple[Float[Tensor, "targets tested"], Float[Tensor, "targets tested"]]:
-    """Whether each digit of the tested conversations is read, and how many bits are gained about it: its surprisal
-    given frequencies alone, less that given the evidence.
+    """Whether each digit of the tested conversations is read, and how many bits are gained about it: the log2(10) bits
+    of a digit less its surprisal given the evidence. Codes are drawn evenly, so nothing can be gained by chance.
 
     The temperature is that of least cross-entropy on the inner fold; as there, a share of 1 / (n + 1) follows the
     frequencies (see `kvprobe.probing.calibration`).
@@ -91,7 +91,7 @@ def scored(known: Known, evidence: Evidence) -> tuple[Float[Tensor, "targets tes
     rare = torch.tensor(1 / (count + 1), dtype=torch.float64, device=labels.device)
     mixed = torch.logaddexp(posterior + torch.log1p(-rare), base + rare.log())
     truth = labels[:, known.tested][..., None]
-    gained = mixed.gather(-1, truth) - base.expand_as(mixed).gather(-1, truth)
+    gained = mixed.gather(-1, truth) + log(CLASSES)
     return mixed.argmax(-1).eq(truth[..., 0]).double(), gained[..., 0] / log(2)
 
 

@@ -6,7 +6,7 @@ from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies.leakage_scaling import Config
 from kvprobe.studies.leakage_scaling.collect import CODES, GRAMMAR, SHARED, UNTRAINED, collect
-from kvprobe.studies.leakage_scaling.conclude import STRICT, conclude
+from kvprobe.studies.leakage_scaling.conclude import KNOWN_WORDING, STRICT, conclude
 from kvprobe.studies.leakage_scaling.reading import RESTART, RETAINED
 from kvprobe.wording import formatted, percent, points
 
@@ -18,6 +18,13 @@ READERS = {
     "transformer": Style("#d55e00", "v"),
     "asked": Style("#000000", "P"),
     "neutral": Style("#7f7f7f", "X"),
+}
+HELD_OUT_LABELS: dict[Any, str] = {
+    "nothing": "new codes alone",
+    "wording": "new wording",
+    "subject": "new subjects",
+    "both": "new wording and subjects",
+    CODES: "new codes in known contexts",
 }
 LOOK: dict[str, Any] = {
     "x": "conversations",
@@ -42,10 +49,11 @@ STUDY = Study(
         Lines(
             file="by_conversations",
             finding="read",
-            caption="Digits read in conversations whose wording and subject are new, by the number of conversations "
-            "that a reader learned from. Grey: what all readers together read of recomputed slots (restart); dashed: "
-            "chance. Bars: 95 % intervals over held-out ways of stating the code and over training sets.",
-            where={"world": GRAMMAR, "state": RETAINED, "held_out": STRICT},
+            caption="Digits read, by the number of conversations that a reader learned from: where codes and subjects "
+            "are new, and where the wording is new, too. Grey: what all readers together read of recomputed slots "
+            "(restart); thin line: chance. Bars: 95 % intervals over what was held out and over training sets.",
+            where={"world": GRAMMAR, "state": RETAINED, "held_out": (KNOWN_WORDING, STRICT)},
+            row=lambda keys: HELD_OUT_LABELS[keys["held_out"]],
             band=("floor", "restart"),
             rules=(0.1,),
             y_label="digits read (share)",
@@ -74,8 +82,8 @@ STUDY = Study(
         Claim(
             "leak",
             above="hold some of the hidden number",
-            below="hold less of the hidden number than recomputed slots, which cannot be: doubt the run",
-            unclear="hold nothing of the hidden number that was detected",
+            below="are read worse than recomputed slots",
+            unclear="hold nothing of the hidden number that this reader detects",
         ),
         Claim(
             "used",
@@ -102,20 +110,14 @@ STUDY = Study(
             "neutral": "the model, slots in a neutral prompt",
         },
         "state": {RETAINED: "retained", RESTART: "computed again"},
-        "held_out": {
-            "nothing": "new codes alone",
-            "wording": "new wording",
-            "subject": "new subjects",
-            "both": "new wording and subjects",
-            CODES: "new codes in known contexts",
-        },
+        "held_out": HELD_OUT_LABELS,
         "world": {GRAMMAR: "conversations of the grammar", SHARED: "Memento's split", UNTRAINED: "random weights"},
         "digit": lambda digit: f"digit {digit}",
     },
     written={
         **dict.fromkeys(("read", "by_digit", "floor", "chance"), percent),
-        "excess_read": points,
-        **dict.fromkeys(("bits", "leak", "excess", "limit"), formatted(".3f")),
+        "leak": points,
+        **dict.fromkeys(("bits", "excess", "limit"), formatted(".3f")),
         "used": formatted("+.2f"),
         "said": formatted(".2f"),
     },
