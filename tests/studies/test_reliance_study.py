@@ -20,7 +20,7 @@ from kvprobe.inference.forced import given_answer
 from kvprobe.policies import RestartInPlace
 from kvprobe.studies.compaction.arms import HIDDEN_SEGMENTS
 from kvprobe.studies.compaction.replies import answers_after
-from kvprobe.studies.reliance import Config
+from kvprobe.studies.reliance import Config, collect
 from kvprobe.studies.reliance.collect import (
     EXCHANGED,
     Asking,
@@ -67,7 +67,7 @@ def test_retained_summaries_differ_by_what_was_in_view_and_recomputed_ones_do_no
 def test_turns_lie_between_and_leads_are_the_models_own_where_it_answers_rightly(monkeypatch: pytest.MonkeyPatch):
     model, case = models.any_model(), stated_twice(2)[1]
     said = f"You said that it is {case.answers['own']}, I think."
-    monkeypatch.setattr(type(model), "generate", lambda *_, **__: SimpleNamespace(text=said))
+    monkeypatch.setattr(collect, "answers_after", lambda _, rows, *__: SimpleNamespace(texts=[said] * rows.batch))
     rows = measure(model, {EVERY_LAYER: range(model.geometry.n_layers)}, replace(ALL, answer=1), case)
     assert set(rows["words"].dropna()) == {"You said that it is"}
     tokens = case.talk("own", "own", 2, "You said that it is").tokens(model.tokenizer)
@@ -76,8 +76,8 @@ def test_turns_lie_between_and_leads_are_the_models_own_where_it_answers_rightly
     expected = given_answer(model, retained, tokens[begins : answer.start], tokens.ids[answer]).log_prob
     row = rows.query("turns == 2 and source == 'own' and state == 'retained' and word == 'own'").iloc[0]
     assert row["logprob"] == pytest.approx(expected, abs=1e-5)
-    monkeypatch.setattr(type(model), "generate", lambda *_, **__: SimpleNamespace(text="I do not know."))
-    assert lead_of(model, case, 2, "model") == LEAD
+    monkeypatch.setattr(collect, "answers_after", lambda *_: SimpleNamespace(texts=["I do not know."]))
+    assert lead_of(model, case, retained, tokens[begins:], "model") == LEAD
 
 
 @pytest.mark.parametrize("bands", [1, 2])
@@ -204,7 +204,7 @@ def test_replies_are_those_that_the_model_gives_after_each_cache():
     texts = [answers_after(model, left, [asked], 3).texts[0] for left in states.values()]
     said = texts[1].strip()[:4] or texts[1]
     asked_for = replace(case, compaction=replace(case.compaction, summary_answer=said))
-    found = answers_rightly(model, asked_for, states, "own", 0, 3)
+    found = answers_rightly(model, asked_for, KVCache.join(list(states.values())), asked, 3)
     assert found == [float(said.lower() in text.lower()) for text in texts]
     assert found[1] == 1.0
 

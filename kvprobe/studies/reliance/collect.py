@@ -13,12 +13,13 @@ from itertools import product
 from typing import Any, Literal, get_args
 
 import pandas as pd
+import torch
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.faults.scope import named_bands
-from kvprobe.inference.forced import given_answer
+from kvprobe.inference.forward import onwards
 from kvprobe.inference.model import Model
 from kvprobe.patching.metrics import LogProb
 from kvprobe.patching.patch_sweep import patch_sweep
@@ -34,6 +35,7 @@ from kvprobe.text.tokens import Tokens
 LONGEST_LEAD = 32
 """Tokens of a reply in which the answer is looked for."""
 EXCHANGED = ("K", "V", "KV")
+WORDS: tuple[Word, ...] = ("own", "other")
 Source = Literal["own", "reworded", "other", "unrelated"]
 STATED: dict[Source, Stated] = {"own": "own", "reworded": "reworded", "other": "other", "unrelated": "own"}
 """What the turns state before those of `unrelated` are replaced, token by token."""
@@ -46,8 +48,8 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     `samples`: `logprob` of each answer (`word`) after a `lead`, in nats, by what was in view (`source`) and what was
     done about it (`state`): nothing (`view`), the turns masked (`retained`), or the summaries computed again
     (`recomputed`). `replies`: whether the model's own reply is `right`, where the turns stated the answer or spoke of
-    something else. `exchanged`: the summary's answer, where the turns stated it too, by `band` and `part`: `undone` is
-    what the exchange adds to it.
+    something else. `exchanged`: the summary's answer, where the turns stated it too, at once and as soon as turns lie
+    between, by `band` and `part`: `undone` is what the exchange adds to it.
     """
     bands = named_bands(model.geometry.n_layers, config.bands)
     cases, doing, unit = stated_twice(config.contexts), "Asking after summaries", "conversation"
@@ -63,25 +65,38 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
 
 def measure(model: Model, bands: Mapping[str, Sequence[int]], config: Config, case: StatedTwice) -> pd.DataFrame:
     """The rows of the three tables of one conversation."""
-    leads = {cell: lead_of(model, case, *cell) for cell in product(config.turns, config.leads)}
+    leads: dict[tuple[int, Lead], str] = {}
     rows: list[dict[str, Any]] = []
+    swept = {0, min(turns for turns in config.turns if turns)}
     for source in get_args(Source):
         states = states_of(model, case, source)
-        for (turns, lead), words in leads.items():
-            asking = {word: Asking.of(model, case, source, word, turns, words) for word in get_args(Word)}
-            cell = {"turns": turns, "lead": lead}
-            for (word, asked), (state, left) in product(asking.items(), states.items()):
-                row = {"source": source, "state": state, "word": word, "words": words}
-                logprob = given_answer(model, left, asked.prompt, asked.answer).log_prob
-                rows.append({**cell, **row, "logprob": logprob})
+        caches, read = KVCache.join(list(states.values())), 0
+        for turns in config.turns:
+            tokens = case.talk(STATED[source], None, turns).tokens(model.tokenizer, generation_prompt=True)
+            onward = tokens[tokens.span(first_of(turns)).start :]
+            ask = onward.span("ask").start
+            caches, read = read_on(model, caches, onward[read:ask]), ask
+            question = onward[ask:]
             if source == "own":
-                undone = exchanged(model, states, asking["own"], bands)
-                rows += ({**cell, "band": band, "part": part, "undone": nats} for (band, part), nats in undone.items())
-        if source in ("own", "unrelated"):
-            for turns in config.turns:
-                right = answers_rightly(model, case, states, source, turns, config.answer)
+                leads |= {(turns, lead): lead_of(model, case, caches, question, lead) for lead in config.leads}
+            for lead in config.leads:
+                cell = {"turns": turns, "lead": lead}
+                asking = {word: Asking.of(model, case, source, word, turns, leads[turns, lead]) for word in WORDS}
+                for word, asked in asking.items():
+                    row = {**cell, "source": source, "word": word, "words": leads[turns, lead]}
+                    worth = asked.worth(model, caches, ask)
+                    rows += (
+                        {**row, "state": state, "logprob": nats} for state, nats in zip(states, worth, strict=True)
+                    )
+                if source == "own" and lead == "model" and turns in swept:
+                    undone = exchanged(model, states, asking["own"], bands)
+                    rows += (
+                        {**cell, "band": band, "part": part, "undone": nats} for (band, part), nats in undone.items()
+                    )
+            if source in ("own", "unrelated"):
+                right = answers_rightly(model, case, caches, question, config.answer)
                 cell = {"turns": turns, "source": source}
-                rows += ({**cell, "state": state, "right": right[place]} for place, state in enumerate(states))
+                rows += ({**cell, "state": state, "right": one} for state, one in zip(states, right, strict=True))
     return pd.DataFrame(rows).assign(context=contexts().index(case.context))
 
 
@@ -98,10 +113,27 @@ class Asking:
         answer = tokens.part("answer")
         return cls(tokens[tokens.span(first_of(turns)).start : answer.start], tokens.ids[answer])
 
+    @property
+    def read(self) -> Tokens:
+        """With the answer but for its last token, whose probability is read off the token before it."""
+        return self.prompt + Tokens.of(self.answer[:-1], "answer", self.prompt.following)
+
+    def worth(self, model: Model, caches: KVCache, start: int) -> list[float]:
+        """The log-probability of the answer after each row of a cache that holds the first `start` of these tokens."""
+        rows = onwards(caches, [self.read[start:]])
+        log_probs = model.extend(caches, rows, logits=len(self.answer))[1].double().log_softmax(-1)
+        answer = torch.tensor(self.answer, device=log_probs.device)
+        return log_probs.gather(-1, answer[None, :, None].expand(len(log_probs), -1, -1)).sum((1, 2)).tolist()
+
 
 def first_of(turns: int) -> str:
     """The first segment after the summaries."""
     return BETWEEN[0] if turns else "ask"
+
+
+def read_on(model: Model, caches: KVCache, tokens: Tokens) -> KVCache:
+    """Every row of a cache, which then holds these tokens, too."""
+    return model.extend(caches, onwards(caches, [tokens]))[0] if len(tokens) else caches
 
 
 def states_of(model: Model, case: StatedTwice, source: Source) -> States:
@@ -121,27 +153,23 @@ def exchanged(
     model: Model, states: States, asked: Asking, bands: Mapping[str, Sequence[int]]
 ) -> dict[tuple[str, str], float]:
     """What the answer gains, in nats, where K or V of a band of layers is that of the recomputed summaries."""
-    read = asked.prompt + Tokens.of(asked.answer[:-1], "answer", asked.prompt.following)
     metric, over = LogProb.of(asked.answer), {"band": list(bands.values())}
     caches = states["retained"], states["recomputed"]
-    swept = patch_sweep(model, *caches, read, metric, over, parts=EXCHANGED, progress=False)
+    swept = patch_sweep(model, *caches, asked.read, metric, over, parts=EXCHANGED, progress=False)
     return dict(zip(product(bands, EXCHANGED), swept.effect.tolist(), strict=True))
 
 
-def answers_rightly(
-    model: Model, case: StatedTwice, states: States, source: Source, turns: int, length: int
-) -> list[float]:
-    """Whether the model's greedy answer under each state holds the right words, as 0 or 1."""
-    tokens = case.talk(STATED[source], None, turns).tokens(model.tokenizer, generation_prompt=True)
-    question = tokens[tokens.span(first_of(turns)).start :]
-    said = answers_after(model, KVCache.join(list(states.values())), [question], length)
+def answers_rightly(model: Model, case: StatedTwice, caches: KVCache, question: Tokens, length: int) -> list[float]:
+    """Whether the model's greedy answer after each row holds the right words, as 0 or 1."""
+    said = answers_after(model, caches, [question], length)
     return [float(case.answers["own"].lower() in text.lower()) for text in said.texts]
 
 
-def lead_of(model: Model, case: StatedTwice, turns: int, lead: Lead) -> str:
-    """The words before the answer: the model's own with everything in view, if it answers rightly then; or ours."""
+def lead_of(model: Model, case: StatedTwice, caches: KVCache, question: Tokens, lead: Lead) -> str:
+    """The words before the answer: the model's own with everything in view (the first row), if it answers rightly then;
+    or ours."""
     if lead == "ours":
         return LEAD
-    asking = case.talk("own", None, turns)
-    before, answer, _ = model.generate(asking, max_new_tokens=LONGEST_LEAD).text.partition(case.answers["own"])
+    (said,) = answers_after(model, caches.rows([0]), [question], LONGEST_LEAD).texts
+    before, answer, _ = said.partition(case.answers["own"])
     return before.strip() if answer and before.strip() else LEAD
