@@ -73,6 +73,12 @@ class Estimate:
     def __neg__(self) -> "Estimate":
         return Estimate(-self.mean, -self.high, -self.low, self.clusters, -self.largest, -self.smallest)
 
+    @property
+    def exponential(self) -> "Estimate":
+        """The number of which this is the logarithm."""
+        ends = {end: float(np.exp(getattr(self, end))) for end in ("mean", *_ENDS)}
+        return replace(self, **ends)
+
     def columns(self, name: str) -> dict[str, float]:
         """As columns of a table, `name`, `name_low` and so on, from which `of_columns` makes it again."""
         return {name: self.mean} | {f"{name}_{end}": getattr(self, end) for end in _ENDS}

@@ -27,6 +27,11 @@ def signed(value: Estimate, digits: int = 3) -> str:
     return _written(value, f"+.{digits}f")
 
 
+def times(value: Estimate) -> str:
+    """The factor of which this is the logarithm."""
+    return two_digits(value.exponential)
+
+
 def formatted(form: str) -> Callable[[Estimate], str]:
     """How a number is written with its interval, all in this format."""
     return lambda value: _written(value, form)

@@ -247,9 +247,14 @@ def test_a_tradeoff_draws_quality_against_the_memory_of_the_same_condition():
             value = 1 - quality if measure == "kl" else quality
             mean = Estimate(value, value - 0.1, value + 0.1, 9)
             findings.add(Finding("quality", {"kind": kind, "level": level, "measure": measure}, mean))
+        findings.add(
+            Finding("log_kl", {"kind": kind, "level": level}, Estimate(-quality, -quality - 1, -quality + 1, 9))
+        )
     findings.number("chance", 0.05, measure="code")
     divergence, _, right, _ = Tradeoff().draw(findings, label, "t").axes
     assert (divergence.get_yscale(), right.get_yscale()) == ("log", "linear")
+    distances = {line.get_label(): line.get_xydata().tolist() for line in divergence.lines}
+    assert distances["random"] == [[20, pytest.approx(np.exp(-0.3))], [50, pytest.approx(np.exp(-0.8))]]
     lines = {line.get_label(): line.get_xydata().tolist() for line in right.lines}
     assert lines["random"] == [[20, 0.3], [50, 0.8]]
     assert [point[1] for point in lines["full"] + lines["chance"]] == [0.9, 0.9, 0.05, 0.05]

@@ -22,6 +22,7 @@ from kvprobe.studies.policies.collect import FULL
 from kvprobe.studies.policies.conclude import BY_PLACE, MARGINS, MEASURES, concluded, judged_budgets
 from kvprobe.studies.policies.study import STUDY
 from kvprobe.text.tokens import Tokens
+from kvprobe.wording import times
 from tests.experiments.made_up import page_of
 from tests.studies.runs import whole_run
 
@@ -170,7 +171,7 @@ def test_the_answer_says_who_beats_random_eviction_who_does_worse_and_how_little
 
 def test_gains_are_on_the_same_budget_and_those_of_quantisation_on_as_much_memory_or_more():
     findings = made_up(lambda measure, kind, level, _: 0.5 + level / 1000 + 0.1 * (kind == "tova")).findings
-    for measure, gain in {"kl": -0.1, "agreement": 0.1}.items():
+    for measure, gain in {"kl": -np.log(0.65 / 0.55), "agreement": 0.1}.items():
         keys = {"kind": "tova", "level": 50, "against": 50, "baseline": "random-sinks"}
         assert findings.at("gain", measure=measure, **keys).mean == pytest.approx(gain)
     quantised = findings.where("gain_quantised", baseline="random")
@@ -181,6 +182,25 @@ def test_gains_are_on_the_same_budget_and_those_of_quantisation_on_as_much_memor
     assert set(findings.values("gain", "level")) == {20, 50}
     comparisons = {finding.comparisons for finding in findings.where("gain")}
     assert comparisons == {len(findings.where("gain", baseline="random"))} == {72}
+
+
+def test_a_policy_that_is_always_ten_times_nearer_is_nearer_though_one_conversation_has_nearly_all_the_distance():
+    def values(measure: str, kind: str, level: int, sample: int) -> float:
+        hard = 30.0 if sample == 3 else 0.01 * (1 + sample % 5)
+        return hard * (0.1 if kind == "h2o" else 0.0 if level == 100 else 1.0) if measure == "kl" else 0.9
+
+    findings = made_up(values).findings
+    for baseline in ("random", "random-sinks"):
+        keys = {"measure": "kl", "level": 50, "against": 50, "baseline": baseline}
+        nearer = findings.at("gain", kind="h2o", **keys)
+        assert (nearer.low, nearer.mean, nearer.high) == pytest.approx((np.log(10),) * 3)
+        assert findings.at("gain", kind="tova", **keys).mean == 0
+        assert findings.at("nearer", kind="h2o", **keys).mean == 1
+        assert findings.at("nearer", kind="h2o", **keys).above(0.5)
+        assert findings.at("nearer", kind="tova", **keys).mean == 0.5
+    assert times(nearer) == "10 (no spread)"
+    only = made_up(values, config=replace(MADE_UP, budgets=(100,))).findings
+    assert only.at("gain", measure="kl", kind="tova", level=100, against=100, baseline="random").mean == 0
 
 
 def test_a_measure_at_which_the_full_cache_fails_is_not_judged(tmp_path: Path):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvprobe.text.transcript import Transcript
 
 Part = HeatMap | TokenView | AttentionView
-FORMATS = ("percent", "points", "plain", "signed")
+FORMATS = ("percent", "points", "plain", "signed", "times")
 """Filters of templates that write a number with its interval; see `kvprobe.wording`."""
 HEIGHTS = {TokenView: 24, HeatMap: 46, AttentionView: 70}
 """Of the frame in a notebook, in rem."""

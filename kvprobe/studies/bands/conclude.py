@@ -1,7 +1,6 @@
 """From answers to findings: what noise costs in each band and layer, which bands differ, and whether scales agree."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations, product
 from math import inf
 from typing import Any
@@ -218,11 +217,8 @@ def add_factors(findings: Findings, rows: Rows) -> None:
             }
             for name, step in steps.items():
                 times = estimate(step[np.isfinite(step)], comparisons=len(FACTORS) * len(full))
-                ends = {
-                    end: float(np.exp(getattr(times, end))) for end in ("mean", "low", "high", "smallest", "largest")
-                }
                 keys = {"task": task, "parts": parts, "factor": factor}
-                findings.add(Finding(name, keys, replace(times, **ends), "", len(FACTORS) * len(full)))
+                findings.add(Finding(name, keys, times.exponential, "", len(FACTORS) * len(full)))
 
 
 def _add(

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvprobe.experiments.estimands import Estimand, Mean, measure
+from kvprobe.experiments.estimands import Estimand, Mean, Share, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.policies.catalogue import CATALOGUE, SINKS, TAIL, WINDOW
@@ -41,7 +41,7 @@ GAINS = {"policy": "gain", "quantised": "gain_quantised", "baseline": "gain_base
 ABOVE_CHANCE = 0.1
 """By how much the full cache must significantly exceed chance for a measure to show anything."""
 UNCHANGED = 1e-6
-"""Nats of KL that a policy which keeps everything may be from the full cache."""
+"""Nats of KL that a policy which keeps everything may be from the full cache; smaller distances count as this one."""
 CONDITION = ("measure", "kind", "level")
 
 
@@ -98,6 +98,8 @@ def concluded(table: Rows, config: Config, facts: Mapping[str, Any]) -> Conclusi
 def prepared(table: Rows) -> Rows:
     """A row for each sample, condition and measure, with what it is beside the full cache.
 
+    `held` is the value as it is held against others: of KL the logarithm, as distances differ by orders of magnitude.
+
     `forgotten` is whether, of the instructions that the full cache follows, some are lost and some are kept.
     """
     followed = np.stack([beside(table, place, {"kind": FULL}, ("sample",)) > 0 for place in BY_PLACE])
@@ -107,8 +109,10 @@ def prepared(table: Rows) -> Rows:
         ["sample", "kind", "level", "role"], [*MEASURES, *MARGINS, *BY_PLACE, "forgotten"], "measure"
     )
     from_full = rows["value"] - beside(rows, "value", {"kind": FULL}, ("sample", "measure"))
-    better = np.where(rows["measure"] == "kl", -1, 1)
-    return rows.assign(from_full=from_full, loss=-better * from_full, better=better)
+    distance = rows["measure"] == "kl"
+    better = np.where(distance, -1, 1)
+    held = np.where(distance, np.log(rows["value"].clip(lower=UNCHANGED)), rows["value"])
+    return rows.assign(from_full=from_full, loss=-better * from_full, better=better, held=held)
 
 
 def role(kind: str) -> str:
@@ -120,6 +124,7 @@ def role(kind: str) -> str:
 
 ESTIMANDS: tuple[Estimand, ...] = (
     Mean(name="quality", of="value", by=CONDITION, where={"measure": IN_NATS}, unit="nats"),
+    Mean(name="log_kl", of="held", by=("kind", "level"), where={"measure": "kl"}, unit="log nats"),
     Mean(
         name="quality",
         of="value",
@@ -136,9 +141,13 @@ ESTIMANDS: tuple[Estimand, ...] = (
 
 
 def gains(baseline: str) -> Iterator[Estimand]:
-    """What conditions gain on one baseline; for each kind of condition the intervals hold together."""
+    """What conditions gain on one baseline; for each kind of condition the intervals hold together.
+
+    A gain in KL is the logarithm of how many times nearer a condition is; a difference of means would be that of the
+    few conversations that lost their first slots. `nearer` is in how many conversations it is nearer.
+    """
     by, keys = (*CONDITION, "against"), {"baseline": baseline}
-    for names, within, unit in ((("kl",), UNBOUNDED, "nats"), (MEASURES[1:], DIFFERENCE, "")):
+    for names, within, unit in ((("kl",), UNBOUNDED, "log ratio"), (MEASURES[1:], DIFFERENCE, "")):
         for role, name in GAINS.items():
             yield Mean(
                 name=name,
@@ -150,11 +159,13 @@ def gains(baseline: str) -> Iterator[Estimand]:
                 unit=unit,
                 together=("baseline",),
             )
+    yield Share(name="nearer", of="nearer", by=by, where={"measure": "kl"}, keys=keys, together=("baseline",))
     yield Mean(name="gain_margin", of="gain", by=by, where={"measure": MARGINS}, keys=keys, unit="nats")
 
 
 def gained(rows: Rows, findings: Findings, config: Config, baseline: str) -> Rows:
-    """Rows at the judged budgets, with what they gain on a baseline of the same budget (`against`).
+    """Rows at the judged budgets, with what they gain on a baseline of the same budget (`against`), and whether they
+    are `nearer`; half where both are as near.
 
     Quantisation, which keeps all slots, is held against the next larger budget with at least as much memory.
     """
@@ -169,10 +180,11 @@ def gained(rows: Rows, findings: Findings, config: Config, baseline: str) -> Row
     }
     pairs = zip(rows["kind"], rows["level"], strict=True)
     rows = rows.assign(against=[rivals.get(pair, pair[1]) for pair in pairs])
-    rival = beside(rows, "value", {"kind": baseline}, ("sample", "measure", "against"))
+    rival = beside(rows, "held", {"kind": baseline}, ("sample", "measure", "against"))
     judged = (rows["role"] == "quantised") | rows["level"].isin(judged_budgets(config))
     others = judged & ~rows["kind"].isin((FULL, baseline))
-    return rows.assign(gain=rows["better"] * (rows["value"] - rival))[others]
+    gain = rows["better"] * (rows["held"] - rival)
+    return rows.assign(gain=gain, nearer=(1 + np.sign(gain)) / 2)[others]
 
 
 def judged_budgets(config: Config) -> list[int]:

@@ -96,7 +96,10 @@ STUDY = Study(
         Tradeoff(),
         InstructionsByPlace(),
     ),
-    claims=tuple(Claim(name, above="better", below="worse") for name in GAINS.values()),
+    claims=(
+        *(Claim(name, above="better", below="worse") for name in GAINS.values()),
+        Claim("nearer", above="nearer", below="farther", against=0.5),
+    ),
     inputs=inputs,
     labels={
         "kind": {FULL: "full cache"} | {name: kind.label for name, kind in CATALOGUE.items()},

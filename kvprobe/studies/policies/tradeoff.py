@@ -6,6 +6,7 @@ from kvprobe.report.findings import Finding, Findings
 from kvprobe.report.plots.figure import Labels
 from kvprobe.report.plots.lines import Style
 from kvprobe.report.plots.style import styled
+from kvprobe.stats import Estimate
 from kvprobe.studies.policies.collect import FULL
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANELS = {
-    "kl": "KL from the full cache (nats, log scale)",
+    "kl": "KL from the full cache (nats, geometric mean)",
     "agreement": "next token as with the full cache (share)",
     "code": "digits of the hidden code recalled (share)",
     "instructions": "instructions followed (share)",
@@ -42,8 +43,8 @@ class Tradeoff:
 
     file = "quality_by_memory"
     caption = (
-        "Means over conversations. Grey band: 95 % interval of random eviction; the tables hold the others. A policy "
-        "that keeps everything has a KL of zero, which is off the scale."
+        "Means over conversations, of KL geometric ones. Grey band: 95 % interval of random eviction; the tables hold "
+        "the others. A policy that keeps everything has a KL of zero, which is off the scale."
     )
 
     def draw(self, findings: Findings, labels: Labels, title: str) -> "Figure":
@@ -60,7 +61,7 @@ class Tradeoff:
                     whole = findings.at("quality", measure=measure, kind=FULL, level=100)
                     axis.axhline(whole.mean, color="black", ls="--", lw=0.9, label=labels("kind", FULL))
                     axis.set_ylim(-0.02, 1.04)
-                elif any(finding.value.mean > 0 for finding in findings.where("quality", measure=measure)):
+                elif not all(finding.value.unknown for finding in findings.where("log_kl")):
                     axis.set_yscale("log")
                 if level := findings.get("chance", measure=measure):
                     axis.axhline(level.mean, color="black", ls=":", lw=0.9, label="chance")
@@ -74,13 +75,20 @@ class Tradeoff:
         return figure
 
 
+def _value(findings: Findings, measure: str, point: Finding) -> Estimate:
+    """A measure of the condition of a point, with its ends."""
+    if measure != "kl":
+        return findings.at("quality", measure=measure, **point.keys)
+    return findings.at("log_kl", **point.keys).exponential
+
+
 def _line(axis: "Axes", findings: Findings, measure: str, name: str, style: Style, labels: Labels) -> None:
     points: list[Finding] = sorted(findings.where("memory", kind=name), key=lambda point: point.value.mean)
     if measure == "kl":
         # A condition that changes nothing is at zero, which a log scale cannot show.
         points = [point for point in points if point.value.mean < 1]
     memory = [100 * point.value.mean for point in points]
-    values = [findings.at("quality", measure=measure, **point.keys) for point in points]
+    values = [_value(findings, measure, point) for point in points]
     label = labels("kind", name)
     if name == "random":
         lows, highs = zip(*(value.ends for value in values), strict=True)
