@@ -1,11 +1,18 @@
-"""Tables on pages of results hold the numbers of the runs that lie beside them."""
+"""Pages of results hold the numbers of the runs that lie beside them.
 
+Every interval on a page is that of a finding of a run that the page names, or is in the list of those whose runs were
+not published, which may only shrink. For some tables it is held, too, that each cell has the finding of its row.
+"""
+
+import csv
 import json
 import re
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+import yaml
 
 from kvprobe.experiments.study import Conclusion
 from kvprobe.report.findings import Finding, Findings
@@ -13,6 +20,19 @@ from kvprobe.studies.bands import PARTS
 from kvprobe.wording import percent, plain
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+NOT_PUBLISHED = Path(__file__).parent / "intervals_without_runs.yaml"
+"""Of each page the intervals whose runs do not lie beside it, by the preset that each comes from."""
+LINKED = ("claims", "index")
+"""Pages whose intervals are those of the pages that they link."""
+NUMBER = r"[−+]?\d[\d,]*(?:\.\d+)?"
+INTERVAL = re.compile(
+    rf"(?<![\w.,–/−+-])({NUMBER})(?:[^()|\d]{{0,60}}\(|(?: %| (?:points|nats|logits)[a-z ]*)?, )"
+    rf"({NUMBER}) to ({NUMBER})(?=[ %a-z]*[),;])"
+)
+"""A number and its interval: "x (a to b)", "x points (a to b)", "(x %, a to b)"."""
+VARIANTS = np.array([(times, sign) for times in (1, 100) for sign in (1, -1)])
+"""A finding may be written in percent, and as a loss in place of a gain."""
+
 COLUMNS = [
     ("gaussian", "accuracy"),
     ("gaussian", "published"),
@@ -50,6 +70,92 @@ def written(finding: Finding) -> str:
     """As on the page, where 12.5 % is 13 %."""
     share = finding.value
     return f"{100 * share.mean + 1e-9:.0f} % ({100 * share.low:.0f} to {100 * share.high:.0f})"
+
+
+def text_of(page: str) -> str:
+    return " ".join((RESULTS / f"{page}.md").read_text(encoding="utf-8").split())
+
+
+def intervals(page: str) -> list[str]:
+    """As `x (a to b)`, each once."""
+    return list(dict.fromkeys(f"{mean} ({low} to {high})" for mean, low, high in INTERVAL.findall(text_of(page))))
+
+
+@cache
+def ends_of(run: str) -> np.ndarray:
+    """Means of a run with both ends of each, of the interval or of the range where there is none."""
+    if run.endswith(".csv"):
+        with (RESULTS / "runs" / run).open(encoding="utf-8") as file:
+            records = [{key: float(value) if value else None for key, value in row.items() if key in ENDS}
+                       for row in csv.DictReader(file)]  # fmt: skip
+    else:
+        records = json.loads((RESULTS / "runs" / run / "metrics.json").read_text())["findings"]
+    found = [[record["mean"], *(record[end] for end in ends)] for record in records for ends in (ENDS[1:3], ENDS[3:])]
+    return np.array([ends for ends in found if None not in ends], float).reshape(-1, 3)
+
+
+ENDS = ("mean", "low", "high", "smallest", "largest")
+
+
+def held(page: str) -> set[str]:
+    """The intervals of a page that are those of a run that it names, to the digit."""
+    declared = re.findall(r"\(runs/([\w.-]+?)(?:/config\.yaml)?\)", text_of(page).rpartition(" Runs: ")[2])
+    if not declared:
+        return set()
+    found = np.concatenate([ends_of(run) for run in declared])
+    variants = np.concatenate([found * times * sign for times, sign in VARIANTS])
+    variants = np.column_stack([variants[:, 0], np.sort(variants[:, 1:], axis=1)])
+    return {interval for interval in intervals(page) if is_among(interval, variants)}
+
+
+def is_among(interval: str, findings: np.ndarray) -> bool:
+    numbers = re.findall(NUMBER, interval)
+    values = [float(number.replace("−", "-").replace(",", "")) for number in numbers]
+    half = [0.5001 * 10.0 ** -len(number.partition(".")[2]) for number in numbers]
+    return bool((np.abs(findings - values) <= half).all(1).any())
+
+
+def listed() -> dict[str, dict[str, list[str]]]:
+    return yaml.safe_load(NOT_PUBLISHED.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", sorted({page.stem for page in RESULTS.glob("*.md")} - {*LINKED}))
+def test_every_interval_of_a_page_is_that_of_a_run_beside_it_or_is_listed_as_one_whose_run_is_not(page: str):
+    without = [interval for of_preset in listed().get(page, {}).values() for interval in of_preset]
+    assert sorted(without) == sorted({*intervals(page)} - held(page))
+
+
+def test_no_interval_is_listed_of_a_page_that_is_not_there():
+    assert {*listed()} <= {page.stem for page in RESULTS.glob("*.md")} - {*LINKED}
+
+
+@pytest.mark.parametrize("page", LINKED)
+def test_every_interval_of_a_page_that_links_others_is_on_one_of_these(page: str):
+    others = {interval for link in re.findall(r"\]\(([\w-]+)\.md\)", text_of(page)) for interval in bare(link)}
+    assert bare(page) <= others
+
+
+def bare(page: str) -> set[str]:
+    """The intervals of a page, whose signs of gain or loss may differ."""
+    return {re.sub("[−+]", "", interval) for interval in intervals(page)}
+
+
+@pytest.mark.parametrize(
+    ("written", "is_held"),
+    [
+        ("0.125 (−0.250 to 0.375)", True),
+        ("12 (−25 to 38)", True),
+        ("13 (−25 to 37)", True),
+        ("−12.5 (−37.5 to 25.0)", True),
+        ("0.13 (−0.25 to 0.39)", False),
+        ("12.5 (−25.0 to 37.0)", False),
+        ("12.5 (25.0 to 37.5)", False),
+    ],
+)
+def test_an_interval_is_held_to_the_digit_in_percent_and_with_its_sign_turned(written: str, is_held: bool):
+    one = np.array([[0.125, -0.25, 0.375]])
+    findings = np.concatenate([one, 100 * one, -100 * one[:, [0, 2, 1]]])
+    assert is_among(written, findings) is is_held
 
 
 @pytest.mark.parametrize("rate", [2, 10, 30])
