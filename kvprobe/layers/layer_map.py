@@ -1,8 +1,8 @@
 """Which components let damage through: a damaged run, with one output at a time put back as it was.
 
 The causal index of a component is π = 1 − KL(clean ‖ damaged, its output restored) / KL(clean ‖ damaged). Above zero
-the component transmits the damage: without its reaction, less arrives. Below zero its reaction was protective. The
-index of a single prompt proves nothing: see `verdicts`.
+the component transmits the damage: without its reaction, less arrives. Below zero more arrives without it. The index of
+a single prompt proves nothing: see `verdicts`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -28,8 +28,8 @@ STUDY = Study(
         Lines(
             file="strips",
             caption="The share of the damage that goes away when the output of one attention block or MLP is restored. "
-            "Shaded: 95 % intervals. Below −1 nothing is shown: an MLP whose reaction was protective may leave several "
-            "times the damage.",
+            "Shaded: 95 % intervals. Below −1 nothing is shown: with an MLP restored there may be several times the "
+            "damage.",
             finding="pi",
             x="layer",
             line="family",
