@@ -23,7 +23,7 @@ from kvprobe.studies.compaction.replies import answers_after
 from kvprobe.studies.reliance import Config, collect
 from kvprobe.studies.reliance.collect import (
     EXCHANGED,
-    Asking,
+    AskedAfter,
     Source,
     answers_rightly,
     exchanged,
@@ -84,7 +84,7 @@ def test_turns_lie_between_and_leads_are_the_models_own_where_it_answers_rightly
 def test_an_exchange_is_that_of_its_layers_and_part(bands: int):
     model, case = models.any_model(), stated_twice(2)[1]
     named = named_bands(model.geometry.n_layers, bands)
-    states, asked = states_of(model, case, "own"), Asking.of(model, case, "own", "own", 0, LEAD)
+    states, asked = states_of(model, case, "own"), AskedAfter.of(model, case, "own", "own", 0, LEAD)
     found = exchanged(model, states, asked, named)
     tokens = case.talk("own", "own").tokens(model.tokenizer)
     ask, answer = tokens.span("ask").start, tokens.part("answer")

@@ -81,7 +81,7 @@ def measure(model: Model, bands: Mapping[str, Sequence[int]], config: Config, ca
                 leads |= {(turns, lead): lead_of(model, case, caches, question, lead) for lead in config.leads}
             for lead in config.leads:
                 cell = {"turns": turns, "lead": lead}
-                asking = {word: Asking.of(model, case, source, word, turns, leads[turns, lead]) for word in WORDS}
+                asking = {word: AskedAfter.of(model, case, source, word, turns, leads[turns, lead]) for word in WORDS}
                 for word, asked in asking.items():
                     row = {**cell, "source": source, "word": word, "words": leads[turns, lead]}
                     worth = asked.worth(model, caches, ask)
@@ -101,14 +101,14 @@ def measure(model: Model, bands: Mapping[str, Sequence[int]], config: Config, ca
 
 
 @dataclass(frozen=True)
-class Asking:
+class AskedAfter:
     """What is read after the summaries, up to the answer, and the tokens of the answer."""
 
     prompt: Tokens
     answer: tuple[int, ...]
 
     @classmethod
-    def of(cls, model: Model, case: StatedTwice, source: Source, word: Word, turns: int, lead: str) -> "Asking":
+    def of(cls, model: Model, case: StatedTwice, source: Source, word: Word, turns: int, lead: str) -> "AskedAfter":
         tokens = case.talk(STATED[source], word, turns, lead).tokens(model.tokenizer)
         answer = tokens.part("answer")
         return cls(tokens[tokens.span(first_of(turns)).start : answer.start], tokens.ids[answer])
@@ -150,7 +150,7 @@ def states_of(model: Model, case: StatedTwice, source: Source) -> States:
 
 
 def exchanged(
-    model: Model, states: States, asked: Asking, bands: Mapping[str, Sequence[int]]
+    model: Model, states: States, asked: AskedAfter, bands: Mapping[str, Sequence[int]]
 ) -> dict[tuple[str, str], float]:
     """What the answer gains, in nats, where K or V of a band of layers is that of the recomputed summaries."""
     metric, over = LogProb.of(asked.answer), {"band": list(bands.values())}
