@@ -137,11 +137,17 @@ def restored_together(
     groups: Sequence[Sequence[Component]],
     *,
     kept: int = 1,
+    source: tuple[KVCache, Tokens] | None = None,
 ) -> tuple[float, Float[np.ndarray, "groups"]]:
     """KL(clean ‖ damaged) and the same with each group of components restored together; see `layer_map`.
 
+    Args:
+        source: a cache, and as many tokens that are read after it as the suffix has, whose run gives the outputs in
+            place of the clean one: an unrelated one is a control.
+
     Raises:
-        UserError: as `layer_map`; or a group is empty or names a component that the model does not have.
+        UserError: as `layer_map`; a group is empty or names a component that the model does not have; or the source
+            reads another number of tokens.
     """
     shape = model.geometry
     heads = {"attn": (None,), "mlp": (None,), "head": range(shape.n_heads)}
@@ -156,7 +162,11 @@ def restored_together(
     clean_suffix, damaged_suffix = _suffixes(model, clean, damaged, suffix)
     clean_run = clean_suffix.outputs(kept)
     kl_from_clean = KL(kept).to(clean_run.logits)
-    rows = [Replacement(tuple(group), clean_run) for group in groups]
+    given = clean_run if source is None else _suffixes(model, source[0], *source)[0].outputs(kept)
+    if given.attn.shape != clean_run.attn.shape:
+        read, wanted = given.attn.shape[1], clean_run.attn.shape[1]
+        raise UserError(f"The source reads {read} tokens, but the suffix has {wanted}; give as many.")
+    rows = [Replacement(tuple(group), given) for group in groups]
     restored = np.array([float(kl_from_clean(logits)) for logits in damaged_suffix.replaced(rows, kept)])
     return float(kl_from_clean(damaged_suffix.outputs(kept).logits)), restored
 

@@ -15,12 +15,13 @@ import torch
 
 import kvprobe.studies.filter_poison.collect as collecting
 from kvprobe.attention import LOOKS
+from kvprobe.cache.cache import KVCache
 from kvprobe.cache.differences import changed_slots
 from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
-from kvprobe.layers import restored_together
+from kvprobe.layers import Component, restored_together
 from kvprobe.layers.head_sets import FILTER, MATCHED, POISON
 from kvprobe.report.findings import Findings
 from kvprobe.report.views.patterns import heads_view
@@ -28,6 +29,7 @@ from kvprobe.studies.filter_poison import FALSE, Config
 from kvprobe.studies.filter_poison.collect import NONE, STRUCK, heads_by_half, pairs_of
 from kvprobe.studies.filter_poison.conclude import KINDS, STREAM, concluded, warnings_of
 from kvprobe.studies.filter_poison.study import STUDY
+from kvprobe.text.tokens import Tokens
 from tests.experiments.made_up import answer_of
 from tests.refusals import refused
 from tests.tasks.made_up import FOUR_FACTS
@@ -66,6 +68,26 @@ def test_sets_are_tested_on_the_half_that_they_were_not_found_on(finished: Run, 
     assert heads.groupby(["prompt", "family", "sort"]).size().max() == SMALL.random
 
 
+def test_blocks_are_exchanged_with_another_conversation(finished: Run, deep: Model):
+    table: Any = finished.df("unrelated")
+    assert table.groupby(["prompt", "family", "kind"]).size().eq(N_LAYERS).all()
+    one, _, other, _ = pairs_of(SMALL, deep)
+    clean, damaged = map(deep.prefill, one.prompts)
+
+    def left(source: tuple[KVCache, Tokens] | None) -> float:
+        """With the output of one MLP as in the run of a source."""
+        group = [Component("mlp", 2)]
+        return restored_together(deep, clean, damaged, one.suffix, [group], kept=SMALL.suffix, source=source)[1][0]
+
+    [row] = table.query("prompt == @one.id and family == @FALSE and kind == 'mlp' and layer == 2").to_dict("records")
+    assert row["restored"] == pytest.approx(left((deep.prefill(other.prompts[0]), other.suffix)), abs=1e-5)
+    assert left((clean, one.suffix)) == pytest.approx(left(None), abs=1e-6), "its own clean run"
+    assert left((damaged, one.suffix)) == pytest.approx(row["damage"], abs=1e-5), "the damaged run: nothing changes"
+    assert min(abs(row["restored"] - known) for known in (left(None), row["damage"])) > 1e-4
+    longer = pairs_of(replace(SMALL, suffix=4), deep)[2]
+    refused(lambda: left((deep.prefill(longer.prompts[0]), longer.suffix)), "reads 4 tokens, but the suffix has 3")
+
+
 def test_damage_strikes_what_was_said_and_nothing_else(deep: Model):
     pair = pairs_of(SMALL, deep)[0]
     struck = [{*changed_slots(clean, damaged).tolist()} for _, clean, damaged in collecting.damages(deep, SMALL, pair)]
@@ -99,7 +121,13 @@ def made_up(pi: dict[tuple[int, int], float] = PI, chosen: dict[str, float] = FO
     heads = runs[runs["family"] != NONE].merge(pd.DataFrame(sets), how="cross")
     heads = heads.assign(restored=heads["damage"] * (1 - heads["pi"] - rng.normal(0, 0.06, len(heads))))
     states = pd.DataFrame(product(damage, range(3)), columns=["family", "layer"])
-    return {"maps": maps, "states": states.assign(**dict.fromkeys(STREAM, 0.1 * states["layer"])), "heads": heads}
+    states = states.assign(**dict.fromkeys(STREAM, 0.1 * states["layer"]))
+    blocks = maps.loc[maps["kind"].isin(("attn", "mlp")) & (maps["family"] != NONE)]
+    blocks = blocks.assign(
+        restored=blocks["restored"] + np.where(blocks["kind"] == "mlp", 0.7, -0.2) * blocks["damage"]
+    )
+    unrelated = blocks[["kind", "layer", "family", "damage", "restored", "prompt"]]
+    return {"maps": maps, "states": states, "unrelated": unrelated, "heads": heads}
 
 
 @cache
@@ -122,6 +150,10 @@ def test_verdicts_and_shares_are_those_that_were_put_in():
     assert findings.find("called", kind="head", layer=1, head=0, verdict=FILTER)
     for family in ("zeros", FALSE):
         assert findings.at("pi", kind="head", layer=0, head=0, family=family).mean == pytest.approx(0.4, abs=0.05)
+    for kind, more in {"mlp": -0.7, "attn": 0.2}.items():
+        place = {"kind": kind, "layer": 1, "family": FALSE}
+        assert findings.at("reaction", **place).mean == pytest.approx(more)
+        assert findings.at("unrelated", **place).mean == pytest.approx(more, abs=0.05)
     assert findings.at("damage", family=FALSE).mean == findings.at("median_damage", family=FALSE).mean == 20
     assert findings.at("noised", band="0–1", family="zeros").mean == pytest.approx(0.9)
     assert findings.at("removed", family="all", sort=POISON, heads="chosen").mean == pytest.approx(0.5, abs=0.05)

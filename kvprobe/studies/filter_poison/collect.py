@@ -20,8 +20,9 @@ from kvprobe.faults import Fault, Scope
 from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.inference.model import Model
 from kvprobe.inference.trials import struck
-from kvprobe.layers import head_sets, layer_map, restored_sets
+from kvprobe.layers import Component, head_sets, layer_map, restored_sets, restored_together
 from kvprobe.layers.head_sets import HeadSets
+from kvprobe.layers.suffix import BLOCKS
 from kvprobe.names import unknown
 from kvprobe.patching.grid import even_bands
 from kvprobe.studies.filter_poison import FALSE, Config
@@ -51,10 +52,12 @@ def pairs_of(config: Config, model: Model) -> list[FactPair]:
 
 
 def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
-    """Three tables: `maps`, one row per conversation, family and component (see `LayerMap.df`), and control; the
-    `states` of its layers; and `heads`, sets of heads found on the other half, each restored together.
+    """Four tables: `maps`, one row per conversation, family and component (see `LayerMap.df`), and control; the
+    `states` of its layers; `unrelated`, blocks whose output is that of another conversation's clean run, as a control;
+    and `heads`, sets of heads found on the other half, each restored together.
     """
-    parts = partial(table_of_parts, run, pairs_of(config, model), unit="conversation")
+    pairs = pairs_of(config, model)
+    parts = partial(table_of_parts, run, pairs, unit="conversation")
 
     def restored(pair: FactPair) -> pd.DataFrame:
         tables = []
@@ -73,6 +76,19 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
             tables.append(table.assign(family=family))
         return pd.concat(tables, ignore_index=True).assign(prompt=pair.id, half=pair.half)
 
+    def unrelated(pair: FactPair) -> pd.DataFrame:
+        other = pairs[(pairs.index(pair) + len(pairs) // 2) % len(pairs)]
+        source = model.prefill(other.prompts[0]), other.suffix
+        blocks = [Component(kind, layer) for kind in BLOCKS for layer in range(model.geometry.n_layers)]
+        rows = pd.DataFrame([{"kind": block.kind, "layer": block.layer} for block in blocks])
+        groups, tables = [[block] for block in blocks], []
+        for family, clean, damaged in damages(model, config, pair):
+            damage, left = restored_together(
+                model, clean, damaged, pair.suffix, groups, kept=config.suffix, source=source
+            )
+            tables.append(rows.assign(family=family, damage=damage, restored=left))
+        return pd.concat(tables, ignore_index=True).assign(prompt=pair.id)
+
     def together(pair: FactPair) -> pd.DataFrame:
         sets = by_half[1 - pair.half]
         tables = [
@@ -86,7 +102,12 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     of_maps = [name for name in table if name not in of_states or name in _SHARED]
     maps, states = table.loc[table["kind"] != STATE, of_maps], table.loc[table["kind"] == STATE, of_states]
     by_half = heads_by_half(maps, config)
-    return {"maps": maps, "states": states, "heads": parts("heads", together, doing="Restoring sets of heads")}
+    return {
+        "maps": maps,
+        "states": states,
+        "unrelated": parts("unrelated", unrelated, doing="Exchanging blocks with another conversation's"),
+        "heads": parts("heads", together, doing="Restoring sets of heads"),
+    }
 
 
 def heads_by_half(maps: Rows, config: Config) -> dict[int, HeadSets]:

@@ -40,6 +40,9 @@ SHOWN = 4
 PROMPT: dict[str, Any] = {"over": "damage", "cluster": "prompt"}
 DAMAGE = Mean(name="damage", of="damage", by=("family",), cluster="prompt", unit="nats")
 NOISED = Ratio(name="noised", of="noised", by=("band", "family"), where={"kind": "band"}, **PROMPT)
+OF_BLOCKS = {"by": ("kind", "layer", "family"), **PROMPT}
+UNRELATED = Ratio(name="unrelated", of="gone", **OF_BLOCKS)
+REACTION = Ratio(name="reaction", of="more_left", **OF_BLOCKS)
 REMOVED = Ratio(name="removed", of="gone", by=("family", "sort", "heads"), **PROMPT)
 EVERY: Where = {"family": ALL, "heads": CHOSEN}
 BEYOND = Ratio(name="beyond", of="beyond", by=("sort",), where=EVERY, claims=CLAIMS, **PROMPT)
@@ -63,6 +66,7 @@ def concluded(tables: Mapping[str, Rows], config: Config) -> Conclusion:
     for family, median in once.groupby("family", sort=False)["damage"].median().items():
         findings.number("median_damage", median, "nats", family=str(family))
     add_components(findings, struck, config)
+    add_unrelated(findings, struck, tables["unrelated"])
     add_stream(findings, tables["states"])
     add_looks(findings, struck[struck["kind"] == "head"])
     add_tested(findings, tables["heads"], by_half)
@@ -98,6 +102,15 @@ def add_components(findings: Findings, struck: Rows, config: Config) -> None:
     for row in by_chance(struck[struck["kind"] != "band"], seed=config.seed, comparisons=CLAIMS).to_dict("records"):
         for statistic in ("mean", "high"):
             findings.number("chance", row[statistic], kind=row["kind"], statistic=statistic)
+
+
+def add_unrelated(findings: Findings, struck: Rows, table: Rows) -> None:
+    """The index of each block with the output of another conversation's clean run, as a share of the damage; and by how
+    much more damage its own clean output leaves. A filter reacts to *this* damage only if its own leaves more."""
+    own = struck.rename(columns={"restored": "own"})[["kind", "layer", "family", "prompt", "own"]]
+    rows = table.astype({"layer": "Int64"}).merge(own, on=["kind", "layer", "family", "prompt"])
+    rows = rows.assign(gone=rows["damage"] - rows["restored"], more_left=rows["own"] - rows["restored"])
+    findings.extend(measure(rows, [UNRELATED, REACTION]))
 
 
 def add_stream(findings: Findings, states: Rows) -> None:

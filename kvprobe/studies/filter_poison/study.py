@@ -102,8 +102,8 @@ STUDY = Study(
         },
     },
     written={
-        **dict.fromkeys(("pi", "noised", "removed"), percent),
-        **dict.fromkeys(("beyond", "beyond_one"), points),
+        **dict.fromkeys(("pi", "noised", "removed", "unrelated"), percent),
+        **dict.fromkeys(("beyond", "beyond_one", "reaction"), points),
         **dict.fromkeys(("look", "look_within"), formatted("+.2f")),
         "damage": formatted(".3f"),
         "median_damage": lambda nats: f"{nats.mean:.3f}",
