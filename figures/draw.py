@@ -1,25 +1,41 @@
-"""Draw the gallery from the runs of presets (each of which is run first if it has not been).
+"""Draw the gallery from what the runs of presets found.
 
-make figures
+    python figures/draw.py [NAME …]
+
+Of runs whose findings are published (docs/results/runs), the figures are drawn from these, in seconds. Other presets
+are run first, if they have not been: by name alone, since that takes hours. `make figures` draws the published ones.
 """
 
-from dataclasses import replace
+import json
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import matplotlib
+import yaml
 
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import from_mapping
-from kvprobe.experiments.study import Conclusion
+from kvprobe.experiments.study import Conclusion, Study
 from kvprobe.memory.budget import budget
 from kvprobe.presets import presets
+from kvprobe.report.findings import Findings
 from kvprobe.report.plots import memory, save
+from kvprobe.report.plots.figure import Figure
+from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies import find
-from kvprobe.studies.leakage.study import STUDY, by_layer
+from kvprobe.studies.leakage.study import by_layer
 
 GALLERY = Path(__file__).resolve().parent
 RUNS = GALLERY.parent / "runs"
-FIGURES = {
+PUBLISHED = GALLERY.parent / "docs" / "results" / "runs"
+FIGURES: dict[str, tuple[str, str | Figure]] = {
+    "leakage": ("leakage", replace(by_layer("leakage", "mean", ""), where={"read": "mean", "family": "v"})),
+    "leakage_topic": (
+        "leakage-topic",
+        replace(by_layer("leakage_topic", "mean", ""), where={"read": "mean", "family": "resid_post"}),
+    ),
     "leakage_by_segment": ("leakage", "layer_by_segment"),
     "use": ("use", "read_and_used"),
     "multihop": ("multihop", "by_distance"),
@@ -36,7 +52,6 @@ FIGURES = {
     "noise_by_layer": ("bands-smollm2", "kl_by_layer"),
     "noise_by_band": ("bands-smollm2", "accuracy_by_band"),
     "robustness": ("robustness-smollm2", "accuracy_by_rate"),
-    "gsm8k": ("gsm8k-qwen2.5-coder-1.5b", "accuracy_by_rate"),
     "bitflips": ("bitflips-smollm2", "shares_by_bit"),
     "patching": ("patching", "layer_by_segment"),
     "patching_by_head": ("patching", "layer_by_head"),
@@ -55,32 +70,91 @@ FIGURES = {
     "memento_layers": ("memento_toy-seeds", "by_layer"),
     "memento_training": ("memento_toy-seeds", "by_training"),
 }
-"""By file: the preset, and the figure of its run."""
-FAMILIES = {"leakage": ("leakage", "v"), "leakage_topic": ("leakage-topic", "resid_post")}
-"""By file: the preset of a leakage run, and the family that is drawn of its accuracy by layer."""
+"""By file: the preset, and the figure of its run, by its name or as it is declared."""
+GSM8K = {
+    "gsm8k-qwen2.5-coder-1.5b": Style("#d55e00"),
+    "gsm8k-qwen2.5-coder-1.5b-rates": Style("#0072b2", "s"),
+    "gsm8k-qwen2.5-coder-1.5b-rates-gaussian": Style("#009e73", "^"),
+}
+"""Runs on the same task at different rates, which are published."""
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Found:
+    """What a run found, and of which study and model it is."""
+
+    study: Study[Any]
+    model: str
+    findings: Findings
+
+
+def main(names: list[str]) -> None:
     matplotlib.use("Agg")
-    save(memory(budget("google/gemma-3-27b-it", memory="80GB")), GALLERY / "memory")
-    for name, (preset, family) in FAMILIES.items():
-        run = run_of(preset)
-        lines = replace(by_layer(name, "mean", ""), where={"read": "mean", "family": family})
-        drawn = lines.draw(Conclusion.of(run.metrics).findings, STUDY.label, str(run.config["settings"]["model"]))
-        assert drawn is not None
-        save(drawn, GALLERY / name)
-    for name, (preset, figure) in FIGURES.items():
-        run = run_of(preset)
-        for suffix in (".png", ".svg"):
-            (GALLERY / f"{name}{suffix}").write_bytes((run.path / "figures" / f"{figure}{suffix}").read_bytes())
+    drawn = names or [name for name, (preset, _) in FIGURES.items() if (PUBLISHED / preset).is_dir()]
+    for name in drawn:
+        preset, which = FIGURES[name]
+        found = published(preset) if (PUBLISHED / preset).is_dir() else run_of(preset)
+        declared = {figure.file: figure for figure in found.study.figures}
+        figure = declared[which] if isinstance(which, str) else which
+        drawing = figure.draw(found.findings, found.study.label, found.model)
+        assert drawing is not None, name
+        save(drawing, GALLERY / name)
+    if not names:
+        save(memory(budget("google/gemma-3-27b-it", memory="80GB")), GALLERY / "memory")
+        save(gsm8k(), GALLERY / "gsm8k")
+        print("Without published findings, and left as they are:", ", ".join(sorted(FIGURES.keys() - drawn)))
 
 
-def run_of(preset: str) -> Run:
-    """The run of a preset."""
+def published(name: str) -> Found:
+    """What was published of a run."""
+    settings = yaml.safe_load((PUBLISHED / name / "config.yaml").read_text(encoding="utf-8"))
+    metrics = json.loads((PUBLISHED / name / "metrics.json").read_text(encoding="utf-8"))
+    return Found(find(settings["study"]).declaration, settings["settings"]["model"], Conclusion.of(metrics).findings)
+
+
+def run_of(preset: str) -> Found:
+    """What the run of a preset found."""
     chosen = presets()[preset]
     study = find(chosen.study)
-    return study.run(from_mapping(study.config, chosen.settings), RUNS)
+    run: Run = study.run(from_mapping(study.config, chosen.settings), RUNS)
+    return Found(study.declaration, str(run.config["settings"]["model"]), Conclusion.of(run.metrics).findings)
+
+
+def gsm8k() -> Any:
+    """All rates of these runs, a panel for each fault, beside those that were published; a rate of 0 is a sound
+    cache."""
+    together, names, model = Findings(), {}, ""
+    for name in GSM8K:
+        found = published(name)
+        model, names[name] = found.model, f"kvprobe, {_counted(found.findings, 'sound')}"
+        names["published"] = f"published (Qwen2.5-1.5B-Instruct), {_counted(found.findings, 'published_sound')}"
+        for source, sound, run in (("accuracy", "sound", name), ("published", "published_sound", "published")):
+            at_once = found.findings.where(sound)[0]
+            for finding in found.findings.where(source):
+                for rate, each in ((0.0, at_once), (finding.keys["rate"], finding)):
+                    keys = {"fault": finding.keys["fault"], "run": run, "rate": rate}
+                    if together.find("accuracy", **keys) is None:
+                        together.add(replace(each, name="accuracy", keys=keys))
+    lines = Lines(
+        file="gsm8k",
+        caption="",
+        finding="accuracy",
+        x="rate",
+        line="run",
+        row=lambda keys: find("robustness").declaration.label("fault", keys["fault"]),
+        styles=GSM8K | {"published": Style("black", "D", "--")},
+        x_label="struck (% of the slots)",
+        y_label="right answers",
+        limits=(-0.03, 1.03),
+        size=(7.0, 2.0),
+    )
+    labels = {"n": "{} questions".format, "run": names.__getitem__}
+    return lines.draw(together, lambda key, value: labels[key](value), f"GSM8K, {model}")
+
+
+def _counted(findings: Findings, name: str) -> str:
+    return f"n = {findings.where(name)[0].value.clusters}"
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

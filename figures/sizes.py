@@ -4,7 +4,8 @@
 
 Takes numbers from the finished runs of the presets below in FOLDER (runs by default), each under its preset's name:
 `kvprobe run PRESET --name PRESET`. Where there is none, those of docs/results/runs/sizes.csv stay; its rows of
-`compaction` are copied from docs/results/caching-key.md.
+`compaction` are copied from docs/results/caching-key.md. Differences in figures/sizes_copied.csv are copied from
+docs/results/sizes.md, and drawn as long as no run gives them.
 """
 
 import sys
@@ -31,6 +32,7 @@ from kvprobe.tidy import Key
 
 GALLERY = Path(__file__).resolve().parent
 TABLE = GALLERY.parent / "docs" / "results" / "runs" / "sizes.csv"
+COPIED = GALLERY / "sizes_copied.csv"
 STYLES = {
     "SmolLM2 135M": Style("#56b4e9"),
     "Qwen2.5-Coder 0.5B": Style("#0072b2", "s"),
@@ -50,6 +52,7 @@ class Question:
         preset: the start of the presets' names.
         label: of the axis.
         series: by name, the finding that answers, and its keys.
+        scale: panels of one such name have one scale.
         small, medium: the presets of SmolLM2 and of the 0.5B, if they are named in another way.
     """
 
@@ -58,6 +61,7 @@ class Question:
     series: Mapping[str, tuple[str, Mapping[str, Key]]]
     small: str | None = None
     medium: str | None = None
+    scale: str = "share"
 
     def runs(self) -> dict[str, str]:
         """By model, the name of its preset."""
@@ -86,6 +90,16 @@ QUESTIONS = {
     "compaction": [
         right("the summarised turns hidden", dict(zip(ARMS, ("full", *PAIRS[0]), strict=True))),
         right("unrelated turns hidden", dict(zip(ARMS[1:], PAIRS[1], strict=True))),
+        Question(
+            "compaction",
+            "difference within a conversation (share)",
+            {
+                "retained less recomputed": ("gap", {"outcome": "right_summary"}),
+                "… unrelated turns hidden": ("gap_irrelevant", {"outcome": "right_summary"}),
+            },
+            "compaction",
+            scale="difference",
+        ),
     ],
     "reliance": [
         Question(
@@ -150,8 +164,14 @@ def main() -> None:
     table = table.sort_values("panel", kind="stable")
     table = table.loc[list(map(asked, table["panel"], table["series"], table["preset"]))]
     table.to_csv(TABLE, index=False, float_format="%.4g")
+    table = pd.concat([pd.read_csv(COPIED), table]).drop_duplicates(["panel", "series", "preset"], keep="last")
     findings = Findings(
-        Finding(row["panel"], {key: row[key] for key in ("series", "model")}, Estimate(*(row[name] for name in VALUES)))
+        Finding(
+            row["panel"],
+            {key: row[key] for key in ("series", "model")},
+            Estimate(*(row[name] for name in VALUES)),
+            comparisons=row["comparisons"],
+        )
         for row in table.to_dict("records")
     )
     for figure, questions in QUESTIONS.items():
@@ -162,11 +182,15 @@ def main() -> None:
                 line="model",
                 styles=STYLES,
                 label=question.label,
-                level=("", "", {}),
+                level=("zero", "", {}),
+                scale=question.scale,
             )
             for number, question in enumerate(questions)
         )
-        drawn = Dots(figure, "", panels).draw(findings, lambda _, value: str(value), "")
+        counted = "facts" if figure == "patching" else "conversations"
+        drawn = Dots(figure, "", panels).draw(
+            findings, lambda key, value, counted=counted: f"{value} {counted}" if key == "n" else str(value), ""
+        )
         if drawn is not None:
             save(drawn, GALLERY / f"sizes_{figure}")
 

@@ -7,16 +7,23 @@ not published, which may only shrink. For some tables it is held, too, that each
 import csv
 import json
 import re
+import sys
 from functools import cache, partial
+from importlib.util import module_from_spec, spec_from_file_location
 from math import nan
 from pathlib import Path
+from types import ModuleType
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import yaml
 
 from kvprobe.experiments.study import Conclusion
+from kvprobe.presets import presets
 from kvprobe.report.findings import Finding, Findings
+from kvprobe.report.reported import reported
+from kvprobe.studies import find
 from kvprobe.studies.bands import PARTS
 from kvprobe.wording import percent, plain
 
@@ -268,6 +275,47 @@ def test_what_each_factor_of_noise_does_is_that_of_its_run(row: str, factor: str
 def in_nats(finding: Finding) -> str:
     value = finding.value
     return f"{value.mean:.2f} ({value.low:.2f} to {value.high:.2f})"
+
+
+def gallery() -> ModuleType:
+    spec = spec_from_file_location("draw", RESULTS.parent.parent / "figures" / "draw.py")
+    assert spec is not None
+    assert spec.loader is not None
+    drawing = module_from_spec(spec)
+    sys.modules["draw"] = drawing  # where its dataclass looks for its module
+    spec.loader.exec_module(drawing)
+    return drawing
+
+
+def test_every_figure_of_the_gallery_is_one_of_its_presets_study():
+    for preset, figure in gallery().FIGURES.values():
+        declared = find(presets()[preset].study).declaration.figures
+        assert not isinstance(figure, str) or figure in [each.file for each in declared], preset
+
+
+def test_the_figure_of_gsm8k_has_all_rates_of_three_runs_and_all_published_ones():
+    figure = gallery().gsm8k()
+    published = {"gaussian": 0, "zeros": 2, "distractor": 3}
+    for fault, place in published.items():
+        lines = [dots.lines[0].get_xydata() for dots in figure.axes[place].containers]
+        table = reported("canarypwn-1.5b")
+        rates = [0.0, *table.rates]
+        ours = {min(rates, key=lambda rate, x=x: abs(rate - x)) for line in lines[:-1] for x in line[:, 0]}
+        assert ours == set(rates), fault
+        assert lines[-1][:, 1].tolist() == pytest.approx([table.clean, *table.rows[fault]])
+    plt.close(figure)
+
+
+def test_the_figure_of_compaction_shows_the_paired_differences_of_its_run():
+    found = gallery().published("compaction")
+    arms = next(figure for figure in found.study.figures if figure.file == "arms")
+    figure = arms.draw(found.findings, found.study.label, "")
+    shares, beyond, nats = ([dots.lines[0].get_xdata()[0] for dots in axis.containers] for axis in figure.axes[6:])
+    for shown, name, outcomes in ((shares, "gap", 8), (beyond, "beyond", 6), (nats, "gap", 3)):
+        known = {round(each.value.mean, 6) for each in found.findings.where(name)}
+        assert len(shown) == outcomes
+        assert {round(float(x), 6) for x in shown} <= known, name
+    plt.close(figure)
 
 
 CLAIMS = [line for line in (RESULTS / "claims.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")]

@@ -20,12 +20,13 @@ from kvprobe.report.document import HeatMap
 from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.plots.dots import Dots, Panel
 from kvprobe.report.plots.heatmaps import Heatmaps
-from kvprobe.report.plots.lines import Lines, Style
+from kvprobe.report.plots.lines import MOST, Lines, Style
+from kvprobe.report.plots.said import say
 from kvprobe.report.plots.style import save
 from kvprobe.stats import Estimate
 from kvprobe.studies.features.scatter import Scatter
 from kvprobe.studies.memory.stack_figure import StackFigure, stack_findings
-from kvprobe.studies.policies.tradeoff import PANELS, POLICY_STYLES, Tradeoff
+from kvprobe.studies.policies.tradeoff import GROUPS, PANELS, POLICY_STYLES, REFERENCE, Tradeoff
 from kvprobe.studies.robustness.study import FAULT_STYLES
 from kvprobe.tidy import crossed
 from tests.refusals import refused
@@ -251,15 +252,116 @@ def test_a_tradeoff_draws_quality_against_the_memory_of_the_same_condition():
             Finding("log_kl", {"kind": kind, "level": level}, Estimate(-quality, -quality - 1, -quality + 1, 9))
         )
     findings.number("chance", 0.05, measure="code")
-    divergence, _, right, _ = Tradeoff().draw(findings, label, "t").axes
+    figure = Tradeoff().draw(findings, label, "t")
+    divergence, _, right, _ = figure.axes
     assert (divergence.get_yscale(), right.get_yscale()) == ("log", "linear")
-    distances = {line.get_label(): line.get_xydata().tolist() for line in divergence.lines}
+    distances = {dots.get_label(): dots.lines[0].get_xydata().tolist() for dots in divergence.containers}
     assert distances["random"] == [[20, pytest.approx(np.exp(-0.3))], [50, pytest.approx(np.exp(-0.8))]]
-    lines = {line.get_label(): line.get_xydata().tolist() for line in right.lines}
-    assert lines["random"] == [[20, 0.3], [50, 0.8]]
-    assert [point[1] for point in lines["full"] + lines["chance"]] == [0.9, 0.9, 0.05, 0.05]
+    shown = {dots.get_label(): dots for dots in right.containers}
+    assert shown["random"].lines[0].get_xydata().tolist() == [[20, 0.3], [50, 0.8]]
+    assert [bar[:, 1].tolist() for bar in shown["random"].lines[2][0].get_segments()] == [
+        pytest.approx([mean - 0.1, mean + 0.1]) for mean in (0.3, 0.8)
+    ]
+    levels = {line.get_label(): line.get_ydata()[0] for line in right.lines}
+    assert (levels["full"], levels["chance"]) == (0.9, 0.05)
     assert [text.get_text() for text in right.texts] == ["4"]
-    assert right.collections[0].get_label() == "random, 95 % interval"
+    assert said_of(figure) == "t\nn = 9, 95 % intervals; one scale in each row"
+
+
+def test_every_policy_has_one_panel_beside_the_reference_and_none_has_more_lines_than_can_be_told_apart():
+    shown = [kind for kinds in GROUPS.values() for kind in kinds]
+    assert sorted([*shown, REFERENCE]) == sorted(policies.CATALOGUE)
+    assert max(map(len, GROUPS.values())) < MOST
+
+
+def said_of(figure: Figure) -> str:
+    return str(figure.get_suptitle()).replace("\u00a0", " ")
+
+
+def share(mean: float, low: float, high: float, **keys: Key) -> Finding:
+    return Finding("share", keys, Estimate(mean, low, high, 9))
+
+
+SHARES: dict[str, Any] = {"file": "f", "caption": "c", "finding": "share", "x": "x", "y_label": "y"}
+
+
+def test_what_panels_rest_on_is_said_once_or_for_each_with_its_letter():
+    one, other = Estimate(0.5, 0.4, 0.6, 48), Estimate(0.5, 0.4, 0.6, 12)
+    by_range = Estimate(0.5, clusters=3, smallest=0.1, largest=0.9)
+
+    def said(*shown: list[Finding]) -> str:
+        figure, axes = plt.subplots(1, len(shown), squeeze=False)
+        panels = list(zip(axes[0], shown, strict=True))
+        say(figure, panels, lambda key, value: f"{value} {key}-things", "t", "", "more")
+        letters = [axis.get_title(loc="left") for axis in axes[0]]
+        assert letters == (list("abc")[: len(shown)] if len(shown) > 1 else [""])
+        return " ".join(said_of(figure).split("\n"))
+
+    plain, small = Finding("a", {}, one), Finding("b", {}, other)
+    assert said([plain]) == said([plain], [plain]) == "t n = 48 n-things, 95 % intervals; more"
+    assert said([plain], [small], [plain]) == (
+        "t a, c: n = 48 n-things, 95 % intervals; b: n = 12 n-things, 95 % intervals; more"
+    )
+    held = Finding("c", {}, one, comparisons=9)
+    assert said([held]) == "t n = 48 n-things, 95 % intervals (together over 9 claims); more"
+    assert said([held, small]) == "t n = 12 to 48 n-things, 95 % intervals (some together over 9 claims); more"
+    assert said([Finding("d", {}, by_range)]) == "t n = 3 n-things, lines from the smallest to the largest; more"
+    assert said([Finding("e", {}, Estimate(0.5))]) == "t more"
+    plt.close("all")
+
+
+def test_many_lines_are_shared_out_among_panels_one_below_the_other():
+    lines = "abcdefghi"
+    found = Findings(share(0.5, 0.4, 0.6, line=line, x=x) for line in lines for x in (1, 2))
+    figure = Lines(line="line", styles={"i": Style("red")}, curves=True, **SHARES).draw(found, label, "t")
+    assert figure is not None
+    assert [[line.get_label() for line in axis.lines] for axis in figure.axes] == [list("iabcd"), list("efgh")]
+    assert figure.axes[0].get_ylim() == figure.axes[1].get_ylim()
+
+
+def test_no_number_lies_beyond_limits_and_that_an_interval_does_is_said():
+    limited = Lines(curves=True, limits=(0.0, 1.0), **SHARES)
+    figure = limited.draw(Findings([share(1.4, -0.2, 1.4, x=1), share(0.5, 0.2, 0.6, x=2)]), label, "t")
+    assert figure is not None
+    assert figure.axes[0].get_ylim() == (0.0, 1.4)
+    assert said_of(figure).endswith("; intervals that reach the lower edge go on beyond it")
+    inside = limited.draw(Findings([share(0.5, 0.2, 0.6, x=x) for x in (1, 2)]), label, "t")
+    assert inside is not None
+    assert "beyond" not in said_of(inside)
+
+
+@pytest.mark.parametrize("curves", [True, False])
+def test_an_interval_down_to_zero_has_no_floor_on_a_logarithmic_axis(curves: bool):
+    found = Findings([share(0.5, 0.0, 0.9, x=1), share(0.4, 0.1, 0.6, x=2)])
+    figure = Lines(curves=curves, log=True, **SHARES).draw(found, label, "t")
+    assert figure is not None
+    [axis] = figure.axes
+    assert axis.get_ylim()[0] == pytest.approx(0.1 / 1.5)
+    ends = axis.collections[0].get_paths()[0].vertices[:, 1]
+    assert min(ends) == 0.0
+    assert "lower edge go on beyond it" in said_of(figure)
+
+
+def test_dots_of_one_unit_have_one_scale_and_a_legend_says_on_how_many_each_rests():
+    found = Findings(
+        Finding(name, {"place": place, "arm": arm}, Estimate(mean, mean - 0.1, mean + 0.1, count))
+        for name, mean in (("a", 0.2), ("b", 0.8), ("c", 5.0))
+        for place in PLACES
+        for arm, count in zip(ARMS, (12, 24), strict=True)
+    )
+    look: dict[str, Any] = {"down": "place", "line": "arm", "styles": {arm: Style("red") for arm in ARMS}}
+    scales = {"a": "share", "b": "share", "c": ""}
+    panels = tuple(Panel(finding=name, label=name, scale=scale, **look) for name, scale in scales.items())
+    figure = Dots("f", "c", panels).draw(found, label, "t")
+    assert figure is not None
+    first, second, third = (axis.get_xlim() for axis in figure.axes)
+    assert first == second
+    assert first[0] < 0.1 < 0.9 < first[1] < third[0]
+    assert "panels of one unit have one scale" in said_of(figure)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["kept (n = 12)", "masked (n = 24)"]
+    four = Dots("f", "c", (*panels, panels[0])).draw(found, label, "t")
+    assert four is not None
+    assert [axis.axison for axis in four.axes] == [True] * 4 + [False] * 2
 
 
 def test_a_budget_is_drawn_again_from_its_findings():

@@ -201,5 +201,11 @@ def test_the_control_fails_where_the_first_layers_know():
 
 def test_the_paper_stands_beside_runs_of_its_design_alone():
     designs = [PLAIN, Config(keep=1), Config(content="copy"), Config(block=3)]
-    shown = [bool(conclude(made_up(config, roles=ALL[:1]), config, MODEL).facts["published"]) for config in designs]
-    assert shown == [True, False, False, False]
+    concluded = [conclude(made_up(config, roles=ALL[:1]), config, MODEL) for config in designs]
+    assert [bool(each.facts["published"]) for each in concluded] == [True, False, False, False]
+    beside = [each.findings.frame("paper_by_distance") for each in concluded]
+    assert [len(each) for each in beside[1:]] == [0, 0, 0]
+    linear = beside[0][beside[0]["probe"] == "linear"]
+    assert dict(zip(linear["distance"], linear["mean"], strict=True)) == {1: 0.262, 2: 0.214, 7: 0.13}
+    first, last = concluded[0].findings.where("paper_by_layer", probe="linear")
+    assert (first.keys["layer"], first.value.mean, last.keys["layer"], last.value.mean) == (0, 0.131, 3, 0.262)

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvprobe.report.findings import Findings, Key
 from kvprobe.report.plots.figure import Labels
+from kvprobe.report.plots.said import say
 from kvprobe.report.plots.style import styled
 
 if TYPE_CHECKING:
@@ -50,6 +51,6 @@ class Bars:
             axis.set_xlabel(self.along)
             axis.set_ylabel(self.y_label)
             axis.axhline(0, color="black", lw=0.8)
-            figure.suptitle(title, fontsize=10)
+            say(figure, [(axis, known)], labels, title)
             figure.tight_layout()
         return figure

@@ -1,14 +1,15 @@
 """Dots over findings: panels in which numbers stand one below the other, with their intervals."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvprobe.report.findings import Findings, Key
+from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.plots.figure import Labels
 from kvprobe.report.plots.lines import Style
+from kvprobe.report.plots.said import Shown, say
 from kvprobe.report.plots.style import styled
 
 Level = tuple[str, str, Mapping[str, Key]]
@@ -31,6 +32,7 @@ class Panel:
         label: of the axis.
         where: the other keys; one of several values, where a tuple is given.
         level: see `Level`.
+        scale: panels of one such name have one scale; a scale of its own by default.
     """
 
     finding: str
@@ -40,6 +42,7 @@ class Panel:
     label: str
     where: Mapping[str, Key | tuple[Key, ...]] = field(default_factory=dict)
     level: Level | None = None
+    scale: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,25 +67,51 @@ class Dots:
             return None
         across = min(3, len(self.panels))
         shape = (-(-len(self.panels) // across), across)
+        size = (max(9.0, 3.7 * (across + 1)), 0.9 + 2.8 * shape[0])
+        scales: dict[str, Axes] = {}
         with styled():
-            figure, grid = plt.subplots(*shape, figsize=(11, 0.6 + 2.8 * shape[0]), squeeze=False)
-            for axis, panel in zip(grid.flat, self.panels, strict=True):
-                _draw(axis, panel, findings, labels)
+            figure, grid = plt.subplots(*shape, figsize=size, squeeze=False)
+            shown = [
+                (axis, _draw(axis, panel, findings, labels))
+                for axis, panel in zip(grid.flat, self.panels, strict=False)
+            ]
+            for axis in grid.flat[len(self.panels) :]:
+                axis.set_axis_off()
+            for (axis, _), panel in zip(shown, self.panels, strict=True):
+                if (first := scales.setdefault(panel.scale or str(id(panel)), axis)) is not axis:
+                    low, high = zip(axis.get_xlim(), first.get_xlim(), strict=True)
+                    axis.sharex(first)
+                    axis.set_xlim(min(low), max(high))
             for axes in grid:
                 names = [[text.get_text() for text in axis.get_yticklabels()] for axis in axes]
                 for axis, listed in zip(axes[1:], names[1:], strict=True):
                     axis.tick_params(labelleft=listed != names[0])
             named = {
-                text: dots for axis in grid.flat for dots, text in zip(*axis.get_legend_handles_labels(), strict=True)
+                text: dots for axis, _ in shown for dots, text in zip(*axis.get_legend_handles_labels(), strict=True)
             }
             if named:
-                figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=5, frameon=False)
-            figure.suptitle(title, fontsize=10)
+                counted = self._counted(shown, labels)
+                texts = [f"{text}{counted.get(text, '')}" for text in named]
+                figure.legend(named.values(), texts, loc="outside lower center", ncols=5, frameon=False)
+            own = "a scale for each panel" if len(scales) == len(self.panels) > 1 else ""
+            several = "panels of one unit have one scale" if 1 < len(scales) < len(self.panels) else ""
+            say(figure, shown, labels, title, own, several)
             figure.set_layout_engine("constrained")
         return figure
 
+    def _counted(self, shown: Sequence[Shown], labels: Labels) -> dict[str, str]:
+        """By how dots are called, on how many clusters they rest, if that differs between them and not otherwise."""
+        counts: dict[str, set[int]] = {}
+        for (_, findings), panel in zip(shown, self.panels, strict=True):
+            for finding in findings:
+                counts.setdefault(labels(panel.line, finding.keys[panel.line]), set()).add(finding.value.clusters)
+        if len(set.union(*counts.values())) == 1 or any(len(each) > 1 for each in counts.values()):
+            return {}
+        return {name: f" (n = {each.pop()})" for name, each in counts.items()}
 
-def _draw(axis: "Axes", panel: Panel, findings: Findings, labels: Labels) -> None:
+
+def _draw(axis: "Axes", panel: Panel, findings: Findings, labels: Labels) -> list[Finding]:
+    """Draws a panel; gives what it shows."""
     known = findings.where(panel.finding, **{**panel.where, panel.line: tuple(panel.styles)})
     down = list(dict.fromkeys(finding.keys[panel.down] for finding in known))
     apart = panel.line != panel.down
@@ -109,3 +138,4 @@ def _draw(axis: "Axes", panel: Panel, findings: Findings, labels: Labels) -> Non
     axis.set_xlabel(panel.label)
     axis.set_yticks(range(len(down)), [labels(panel.down, value).replace(" (", "\n(") for value in down])
     axis.set_ylim(len(down) - 0.5, -0.5)
+    return known

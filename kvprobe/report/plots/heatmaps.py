@@ -11,6 +11,7 @@ import pandas as pd
 from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.orientation import is_upward
 from kvprobe.report.plots.figure import Labels
+from kvprobe.report.plots.said import means_of, say
 from kvprobe.report.plots.style import heat, styled
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class Heatmaps:
         finding: what is drawn.
         rows, columns, panel: keys; a single panel without the last.
         label: of the colour bar.
+        x_label: of what goes across; the name of its key by default.
         where: the other keys; one of several values, where a tuple is given.
         drawn: which values of `panel` are drawn.
         stacked: whether panels stand one below the other.
@@ -44,6 +46,7 @@ class Heatmaps:
     columns: str
     panel: str = ""
     label: str
+    x_label: str | None = None
     where: Mapping[str, Key | tuple[Key, ...]] = field(default_factory=dict)
     drawn: Callable[[Key], bool] = lambda _: True
     stacked: bool = False
@@ -97,13 +100,15 @@ class Heatmaps:
                 axis.set_xticks([place + 0.5 for place in range(len(across))], named, **turned)
                 axis.tick_params(axis="y", rotation=0)
                 axis.label_outer()
-            grid[-1, 0].set_xlabel(self.columns)
+            for axis in grid[-1]:
+                axis.set_xlabel(self.columns if self.x_label is None else self.x_label)
             bar = figure.colorbar(grid[0, 0].collections[0], ax=grid, label=self.label, shrink=0.7)
-            bar.ax.yaxis.set_major_formatter(lambda offset, _: f"{middle + offset:.4g}")
+            bar.ax.yaxis.set_major_formatter(lambda offset, _: f"{round(middle + offset, 9) + 0.0:.4g}")
             lowest, highest = min(offsets.values()), max(offsets.values())
             if lowest >= 0 or highest <= 0:  # half of the scale means nothing
                 bar.ax.set_ylim(-limit * (lowest < 0), limit * (highest > 0))
-            figure.suptitle(title, fontsize=10)
+            shown = [[means_of(finding) for place, finding in known.items() if place[0] == panel] for panel in panels]
+            say(figure, list(zip(grid.flat, shown, strict=True)), labels, title, "means")
         return figure
 
     def _mark(self, axis: "Axes", finding: Finding, across: float, up: float, dark: bool) -> None:

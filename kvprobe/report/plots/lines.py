@@ -9,6 +9,7 @@ import numpy as np
 
 from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.plots.figure import Labels
+from kvprobe.report.plots.said import Shown, beyond, say
 from kvprobe.report.plots.style import styled
 from kvprobe.stats import Estimate
 
@@ -27,6 +28,10 @@ class Style:
 
 
 Keys = Mapping[str, Key]
+Row = tuple[str, tuple[Key, ...]]
+"""A row of panels: its name, and which lines it has."""
+MOST = 6
+"""Lines that one panel can have before they hide each other."""
 CYCLE = tuple(
     Style(colour, marker)
     for colour, marker in zip(("#56b4e9", "#0072b2", "#332288", "#7f7f7f", "#000000"), "osD^v", strict=True)
@@ -36,7 +41,8 @@ CYCLE = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class Lines:
-    """A figure of lines with intervals; points of one x are drawn side by side, and not joined where x is a name.
+    """A figure of lines with intervals; points of one x are drawn side by side, and not joined where x is a name. More
+    lines than `MOST` are shared out among panels one below the other.
 
     Attributes:
         file, caption: of the figure.
@@ -48,7 +54,8 @@ class Lines:
         band: a finding whose keys are the same in a whole panel, drawn as a dashed line with its interval, and its name
             in the legend.
         level: the same as a dotted line.
-        beside: a finding with the same keys, drawn hollow and dashed, and what to add to its names.
+        beside: a finding with the same keys, drawn hollow and dashed, or not joined beside curves, and what to add to
+            its names.
         rules: values of y at which a thin line is drawn; at 0 by default, where a number is negative.
         upright: numbers on the x axis of curves at which a dotted line is drawn.
         above: such a finding by which x is multiplied on a second axis above, and that axis's label.
@@ -56,7 +63,7 @@ class Lines:
         x_label: of the x axis; the name of its key by default.
         log: whether the y axis is logarithmic.
         curves: for many x: whether the x axis is linear (it is logarithmic otherwise), and intervals are shaded.
-        limits: of the y axis.
+        limits: of the y axis, which is longer where a number lies beyond; that an interval does is said.
         own_scales: whether each panel has a y axis of its own.
         styles: of lines, by value of their key; in their order by default.
         size: width and height of a panel, in inches.
@@ -95,9 +102,10 @@ class Lines:
         panels = list(dict.fromkeys(finding.keys.get(self.panel, "") for finding in known))
         if not panels:
             return None
-        rows = list(dict.fromkeys(self.row(finding.keys) for finding in known))
+        rows = self._rows(known)
         across = self._places([finding.keys[self.x] for finding in known])
         width, height = self.size
+        shown: list[Shown] = []
         with styled():
             figure, grid = plt.subplots(
                 len(rows),
@@ -108,27 +116,46 @@ class Lines:
                 squeeze=False,
             )
             for axes, row in zip(grid, rows, strict=True):
-                axes[0].annotate(row, (0, 1.13), xycoords="axes fraction", fontsize=9.5, weight="bold")
+                axes[0].annotate(row[0], (0, 1.13), xycoords="axes fraction", fontsize=9.5, weight="bold")
                 axes[0].set_ylabel(self.y_label)
                 for axis, panel in zip(axes, panels, strict=True):
                     axis.set_title(labels(self.panel, panel) if self.panel else "")
-                    self._panel(axis, findings, (row, panel), across, labels)
+                    shown.append((axis, self._panel(axis, findings, (row, panel), across, labels)))
+            for axis, own in shown if self.log else ():
+                _logarithmic(axis, own if self.own_scales else known)
             for axis in grid[-1]:
                 axis.set_xlabel(self.x if self.x_label is None else self.x_label)
-            figure.suptitle(self.title or title, fontsize=10)
+            own = "each panel has a scale of its own" if self.own_scales and len(shown) > 1 else ""
+            say(figure, shown, labels, self.title or title, own, beyond(shown))
             _legends(grid)
             figure.tight_layout(h_pad=2.2)
         return figure
 
-    def _known(self, findings: Findings, name: str, place: tuple[str, Key] | None = None) -> list[Finding]:
+    def _rows(self, known: Sequence[Finding]) -> list[Row]:
+        """The rows of panels: those of one name are several where they would have too many lines."""
+        rows: dict[str, dict[Key, None]] = {}
+        for finding in known:
+            rows.setdefault(self.row(finding.keys), {})[finding.keys.get(self.line, "")] = None
+        order = {line: place for place, line in enumerate(self.styles)}
+        shares: list[Row] = []
+        for name, lines in rows.items():
+            ordered = sorted(lines, key=lambda line: order.get(line, len(order)))
+            for share in np.array_split(np.arange(len(ordered)), -(-len(ordered) // MOST)):
+                shares.append((name, tuple(ordered[place] for place in share)))
+        return shares
+
+    def _known(self, findings: Findings, name: str, place: tuple[Row, Key] | None = None) -> list[Finding]:
         """The findings of a name that are drawn: all, or those of one row and panel."""
         return [
             finding
             for finding in findings.where(name, **self.where)
             if not finding.value.unknown
             and self.drawn(finding.keys.get(self.line, ""))
-            and place in (None, (self.row(finding.keys), finding.keys.get(self.panel, "")))
+            and (place is None or self._at(finding.keys, *place))
         ]
+
+    def _at(self, keys: Keys, row: Row, panel: Key) -> bool:
+        return self.row(keys) == row[0] and keys.get(self.line, "") in row[1] and keys.get(self.panel, "") == panel
 
     def _places(self, values: Sequence[Key]) -> dict[Key, float]:
         """Where each x stands on the axis: names one after the other; numbers by their logarithm, but by themselves in
@@ -143,10 +170,11 @@ class Lines:
         self,
         axis: "Axes",
         findings: Findings,
-        place: tuple[str, Key],
+        place: tuple[Row, Key],
         across: Mapping[Key, float],
         labels: Labels,
-    ) -> None:
+    ) -> list[Finding]:
+        """Draws a panel; gives what it shows, but for what stands beside it."""
         known = self._known(findings, self.finding, place)
         beside = self._known(findings, self.beside[0], place) if self.beside else []
         if self.band and (value := _common(findings, self.band[0], known)):
@@ -159,7 +187,7 @@ class Lines:
             axis.axhline(value, color="0.7", ls="--", lw=0.8, zorder=0)
         for value in self.upright:
             axis.axvline(value, color="0.35", ls=":", lw=0.9, zorder=0)
-        lines = list(dict.fromkeys(finding.keys.get(self.line, "") for finding in known))
+        lines = [line for line in place[0][1] if any(finding.keys.get(self.line, "") == line for finding in known)]
         named = any(isinstance(x, str) for x in across)
         for number, (line, shift) in enumerate(zip(lines, _offsets(len(lines), across.values()), strict=True)):
             name, style = labels(self.line, line), self.styles.get(line, CYCLE[number % len(CYCLE)])
@@ -169,31 +197,45 @@ class Lines:
                 for some in (known, beside)
             )
             if self.curves:
-                _curve(axis, points, self.log, ls=style.dashes, ms=3.5, label=name, **look)
+                _curve(axis, points, ls=style.dashes, ms=3.5, label=name, **look)
             else:
                 dashes = "none" if named else style.dashes
                 _points(axis, points, shift, ls=dashes, lw=1.3, ms=4.5, label=name, **look)
             if self.beside:
-                hollow = {**look, "mfc": "white", "ls": "--", "lw": 0.9, "ms": 5, "label": f"{name}{self.beside[1]}"}
-                _points(axis, hollow_points, shift + 0.03, **hollow)
+                counted = "".join(f" (n = {n})" for n in sorted({value.clusters for _, value in hollow_points} - {0}))
+                called = f"{name}{self.beside[1]}{counted}"
+                joined, aside = ("none", 0.0) if self.curves else ("--", shift + 0.03)
+                hollow = {**look, "mfc": "white", "ls": joined, "lw": 0.9, "ms": 5, "label": called}
+                _points(axis, hollow_points, aside, **hollow)
         if self.curves:
             axis.locator_params(axis="x", integer=True)
         else:
             names = [labels(self.x, x) if isinstance(x, str) else f"{x:g}" for x in across]
             axis.set_xticks(list(across.values()), names, fontsize=7.5, rotation=90 if named else 0)
-            axis.set_xlim(min(across.values()) - 0.3, max(across.values()) + 0.3)
+            first, last = min(across.values()), max(across.values())
+            beside_it = max(0.3, 0.03 * (last - first))
+            axis.set_xlim(first - beside_it, last + beside_it)
         if self.above and (value := _common(findings, self.above[0], known)):
             second = axis.secondary_xaxis("top")
             second.set_xticks(list(across.values()), [f"{float(x) * value.mean:.2g}" for x in across], fontsize=7.5)
             second.set_xlabel(self.above[1], fontsize=8)
-        if self.log:
-            axis.set_yscale("log")
         if self.limits:
-            axis.set_ylim(*self.limits)
+            means = [finding.value.mean for finding in (*known, *beside)]
+            axis.set_ylim(min(self.limits[0], *means), max(self.limits[1], *means))
+        return known
 
     def _on(self, finding: Finding, line: Key, across: Mapping[Key, float]) -> bool:
         """Whether a finding is a point of a line."""
         return finding.keys.get(self.line, "") == line and finding.keys[self.x] in across
+
+
+def _logarithmic(axis: "Axes", known: Sequence[Finding]) -> None:
+    """A logarithmic axis that begins below all ends of intervals, but not far below all numbers."""
+    axis.set_yscale("log")
+    means, lows = np.array([(finding.value.mean, finding.value.ends[0]) for finding in known]).T
+    if (means > 0).any():
+        smallest = means[means > 0].min()
+        axis.set_ylim(bottom=max(lows[lows > 0].min(initial=smallest), smallest / 30) / 1.5)
 
 
 def _common(findings: Findings, name: str, known: Sequence[Finding]) -> Estimate | None:
@@ -218,11 +260,9 @@ def _points(axis: "Axes", points: Points, shift: float, **look: Any) -> None:
         axis.errorbar(across + shift, means, yerr=bars, elinewidth=0.8, **look)
 
 
-def _curve(axis: "Axes", points: Points, log: bool, **look: Any) -> None:
-    """A line with a shaded interval; a logarithmic axis shows none of it below a tenth of the smallest number."""
+def _curve(axis: "Axes", points: Points, **look: Any) -> None:
+    """A line with a shaded interval."""
     across, means, low, high = _numbers(points)
-    if log:
-        low = np.maximum(low, means[means > 0].min(initial=1.0) / 10)
     axis.fill_between(across, low, high, color=look["color"], alpha=0.15, lw=0)
     axis.plot(across, means, **look)
 
@@ -234,8 +274,9 @@ def _numbers(points: Points) -> np.ndarray:
 
 def _offsets(count: int, across: Iterable[float]) -> list[float]:
     """By how much the points of each of so many lines are moved, so that their intervals do not cover each other."""
-    nearest = min((high - low for low, high in pairwise(sorted(across))), default=1.0)
-    half = min(0.17, 0.3 * nearest)
+    places = sorted(across)
+    nearest = min((high - low for low, high in pairwise(places)), default=1.0)
+    half = min(max(0.17, 0.012 * (places[-1] - places[0])), 0.3 * nearest)
     return np.linspace(-half, half, count).tolist() if count > 1 else [0.0] * count
 
 

@@ -118,6 +118,7 @@ STUDY = Study(
         Claim("change", above="larger", below="smaller", unclear="not detected", against=1.0),
     ),
     labels={
+        "n": "{} items".format,
         **LABELS,
         **dict.fromkeys(("noise", "other"), MATCHED_LABELS),
         "parts": PART_LABELS,

@@ -93,6 +93,7 @@ STUDY = Study(
         Claim("from_clean", above="above clean", below="below clean"),
     ),
     labels={
+        "n": "{} items".format,
         **LABELS,
         "rate": shown_rate,
         "field": FIELDS,

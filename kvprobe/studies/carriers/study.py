@@ -94,6 +94,7 @@ STUDY = Study(
         ),
     ),
     labels={
+        "n": "{} conversations".format,
         "question": {"hidden": "code in the hidden turn", "summary": "answer in the first summary", BOTH: "both"},
         "part": {"KV": "K and V"},
         "second": {"summary delimiters": "its delimiters"},

@@ -10,7 +10,7 @@ from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies.compaction import Config
 from kvprobe.studies.compaction.arms import ARMS, EFFECTS, MODES
 from kvprobe.studies.compaction.collect import collect
-from kvprobe.studies.compaction.conclude import OUTCOMES, conclude
+from kvprobe.studies.compaction.conclude import NATS, OUTCOMES, conclude
 from kvprobe.studies.compaction.reading import CALIBRATION, LOOKED_AT
 from kvprobe.wording import formatted, percent, points, signed
 
@@ -31,10 +31,32 @@ LEVELS: dict[str, tuple[str, str, dict[str, str]]] = {
 """The outcomes that are drawn, and what each arm is to be compared with."""
 
 
+APART = {outcome: Style("black") for outcome in OUTCOMES if outcome not in NATS}
+"""Shares, whose differences have one scale."""
+DIFFERENCES = {
+    "gap": "retained less recomputed",
+    "beyond": "the same beyond unrelated turns",
+}
+
+
 def dots(finding: str, key: str, styles: Mapping[str, Style], outcome: str, level: Level) -> Panel:
     """All arms, or all effects, on one outcome."""
     where, label = {"outcome": outcome}, OUTCOMES[outcome]
-    return Panel(finding=finding, down=key, line=key, styles=styles, label=label, where=where, level=level)
+    scale = "" if outcome in NATS else f"{finding}: share"
+    return Panel(finding=finding, down=key, line=key, styles=styles, label=label, where=where, level=level, scale=scale)
+
+
+def paired(finding: str, label: str, styles: Mapping[str, Style]) -> Panel:
+    """Differences within conversations, by outcome."""
+    return Panel(
+        finding=finding,
+        down="outcome",
+        line="outcome",
+        styles=styles,
+        label=label,
+        level=("no difference", "", {}),
+        scale="" if styles.keys() & NATS else "difference: share",
+    )
 
 
 STUDY = Study(
@@ -51,9 +73,15 @@ STUDY = Study(
     figures=(
         Dots(
             "arms",
-            "Six outcomes under the eight arms, with intervals. Orange retained, green recomputed; dots and squares "
-            "gapped, diamonds and triangles contiguous.",
-            tuple(dots("outcome", "condition", OF_ARM, outcome, level) for outcome, level in LEVELS.items()),
+            "Six outcomes under the eight arms, each with its own interval: orange retained, green recomputed; dots "
+            "and squares gapped, diamonds and triangles contiguous. Below, what decides between them: differences "
+            "within conversations, retained less recomputed (both gapped, delimiters dropped). Their intervals hold "
+            "together as in the table.",
+            (
+                *(dots("outcome", "condition", OF_ARM, outcome, level) for outcome, level in LEVELS.items()),
+                *(paired(name, f"{label} (share)", APART) for name, label in DIFFERENCES.items()),
+                paired("gap", f"{DIFFERENCES['gap']} (nats)", dict.fromkeys(NATS, Style("black"))),
+            ),
         ),
         Dots(
             "effects",
@@ -74,6 +102,7 @@ STUDY = Study(
     ),
     claims=tuple(Claim(name, above="raises", below="lowers") for name in ("gap", "beyond", "effect")),
     labels={
+        "n": "{} conversations".format,
         "outcome": OUTCOMES,
         "condition": {"full": "full context"} | dict(zip(CALIBRATION, UNRELATED, strict=True)),
         "effect": {

@@ -78,6 +78,7 @@ STUDY = Study(
         Claim("leans", above=SAW, below=NOW, unclear="neither of the two more often"),
     ),
     labels={
+        "n": "{} conversations".format,
         **dict.fromkeys(("place", "first", "second"), PLACE_LABELS),
         "arm": {FULL: "in view", MASKED: "hidden", CLOSED: "hidden, gap closed", SHARED: "softmax alone"},
         "measure": {"margin": "right answer's margin", "kl": "damage (KL) that goes away"},

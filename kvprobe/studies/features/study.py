@@ -96,6 +96,7 @@ STUDY = Study(
         ),
     ),
     labels={
+        "n": "{} conversations".format,
         **dict.fromkeys(("arm", "segment"), SLOTS),
         "reader": {
             "latents": "latents",

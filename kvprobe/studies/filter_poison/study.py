@@ -86,6 +86,7 @@ STUDY = Study(
         Claim("look_within", above="pass more on", below="pass less on"),
     ),
     labels={
+        "n": "{} conversations".format,
         "kind": KINDS,
         "family": {name: fault.label for name, fault in CATALOGUE.items()} | {FALSE: "another fact", ALL: "all"},
         "content": {name: fault.content for name, fault in CATALOGUE.items()}

@@ -111,6 +111,7 @@ STUDY = Study(
         Claim("healing", above="grows", below="shrinks", unclear="does not detectably change"),
     ),
     labels={
+        "n": "{} sessions".format,
         **{key: {"in_place": "rebuilt in place"} for key in ("run", "than", "reference")},
         **dict.fromkeys(("turn", "before"), "turn {}".format),
         "turns": {"all": "turns 4 to 8", "new": "turn 4 (a new topic)", "back": "turns 5 to 8 (asking back)"},

@@ -85,6 +85,7 @@ STUDY = Study(
                 caption=f"Where the secret can be read: accuracy by layer and segment, {split} split.",
                 rows="layer",
                 columns="arm",
+                x_label="",
                 panel="family",
                 label="accuracy per label (pale: chance)",
                 where={"split": split, "read": "mean", "arm": SEGMENTS},
@@ -117,6 +118,7 @@ STUDY = Study(
         ),
     ),
     labels={
+        "n": "{} conversations".format,
         "arm": ARMS,
         "reading": READINGS,
         "family": probings.FAMILIES,

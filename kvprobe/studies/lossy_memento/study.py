@@ -102,6 +102,7 @@ STUDY = Study(
         ),
     ),
     labels={
+        "n": "{} blocks".format,
         "arm": {
             RETAINED: "retained",
             RESTART: "computed again",

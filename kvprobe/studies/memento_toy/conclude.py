@@ -1,8 +1,9 @@
 """From what was read, exchanged and closed to findings; each trace is a cluster."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -41,15 +42,27 @@ def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclu
     shown = replace(trace, blocks=trace.blocks[: config.hidden_from]).conversation()
     masked = tuple(map(block_name, hidden_blocks(config.hidden_from, config.keep)))
     design = (config.content, config.keep, config.blocks, config.block, layers)
+    published = PUBLISHED if design == ("sum", 0, 10, 2, 4) else ()
+    add_paper(findings, published)
     facts = {
         "chat": chat_record(shown, masked=masked),
         "layers": layers,
         "first": config.hidden_from,
         "last": config.blocks,
         "parameters": sum(parameter.numel() for parameter in model.lanes.plain.parameters()),
-        "published": list(PUBLISHED) if design == ("sum", 0, 10, 2, 4) else [],
+        "published": list(published),
     }
     return Conclusion(findings, [light_cone(tables["reach"], model)], facts)
+
+
+def add_paper(findings: Findings, published: Sequence[Mapping[str, Any]]) -> None:
+    """Add what the paper read, whose probe is not known, beside what each of ours did."""
+    for cell, probe in product(published, findings.values("by_layer", "probe")):
+        keys = {"model": MAIN, "probe": probe, "arm": RETAINED}
+        if cell["layer"] == PUBLISHED[-1]["layer"]:
+            findings.number("paper_by_distance", cell["paper"], **keys, distance=cell["distance"])
+        if cell["distance"] == PUBLISHED[0]["distance"]:
+            findings.number("paper_by_layer", cell["paper"], **keys, layer=cell["layer"])
 
 
 def findings_of(tables: Mapping[str, Rows], config: Config, layers: int) -> Findings:

@@ -14,6 +14,7 @@ from kvprobe.studies.memento_toy.conclude import conclude
 from kvprobe.studies.memento_toy.digits import RESTART, RETAINED
 from kvprobe.studies.memento_toy.exchange import DONOR, OWN
 from kvprobe.studies.memento_toy.probes import LINEAR, MLP
+from kvprobe.tasks.mementos import BASE
 from kvprobe.wording import formatted, percent, plain, points, share, signed
 
 ARMS = {RETAINED: Style(ARM_COLOURS["masked"]), RESTART: Style(ARM_COLOURS["restart"], "s")}
@@ -22,8 +23,9 @@ ARMS = {RETAINED: Style(ARM_COLOURS["masked"]), RESTART: Style(ARM_COLOURS["rest
 LOOK: dict[str, Any] = {
     "line": "arm",
     "styles": ARMS,
-    "y_label": "digits read (share)",
+    "y_label": f"digits read (share; chance {1 / BASE:g})",
     "level": ("visible_text", "all text in view"),
+    "rules": (1 / BASE,),
     "curves": True,
     "size": (3.2, 3.0),
 }
@@ -51,22 +53,25 @@ STUDY = Study(
         Lines(
             file="by_distance",
             finding="by_distance",
+            beside=("paper_by_distance", ", in the paper (50,000 samples)"),
             x="distance",
             x_label="blocks after the digits' own",
             panel="probe",
             caption="Hidden digits read in K and V of the last layer of later mementos, retained and computed again "
-            "without hidden blocks. Dotted: the best that can be done from all text in view. Shaded: 95 % intervals "
-            "over traces.",
+            "without hidden blocks. Dotted: the best that can be done from all text in view; dashed: chance. Shaded: "
+            "95 % intervals over traces. Hollow: the paper's toy, whose probe is not described.",
             where={"model": MAIN},
             **LOOK,
         ),
         Lines(
             file="by_layer",
             finding="by_layer",
+            beside=("paper_by_layer", ", in the paper (50,000 samples)"),
             x="layer",
             panel="probe",
             caption="Hidden digits read in the first memento that is written while they are hidden, by layer. Dotted: "
-            "the best that can be done from all text in view. Shaded: 95 % intervals over traces.",
+            "the best that can be done from all text in view. Shaded: 95 % intervals over traces. Hollow: the paper's "
+            "toy.",
             where={"model": MAIN},
             **LOOK,
         ),
@@ -128,6 +133,7 @@ STUDY = Study(
         ),
     ),
     labels={
+        "n": "{} traces".format,
         "arm": {RETAINED: "retained", RESTART: "computed again (floor)"},
         "model": {MAIN: "this model", UNTRAINED: "random weights"},
         "probe": {LINEAR: "linear probe", MLP: "probe with a hidden layer"},

@@ -96,6 +96,7 @@ STUDY = Study(
         Claim("gain", above="used", below="turned away", unclear="no use detected", negligible=1e-3),
     ),
     labels={
+        "n": "{} conversations".format,
         "arm": {ALL: "all arms"},
         "condition": {name: name.replace(", ", ",\n") for name in USE_ARMS},
         "split": SPLITS,

@@ -20,6 +20,7 @@ def maps(finding: str, columns: str, caption: str, stacked: bool = False) -> Hea
         caption=caption,
         rows="layer",
         columns=columns,
+        x_label="KV head" if columns == "head" else columns,
         panel="part",
         drawn=lambda part: part != "resid_pre",
         label=SHARE,
@@ -83,6 +84,7 @@ STUDY = Study(
         Claim("interaction", above="part takes both", below="part is in either"),
     ),
     labels={
+        "n": "{} facts".format,
         "part": {"KV": "K and V", "resid_pre": "residual stream from this layer on"},
         "score": {"score": "attribution", "linear": "plain gradient"},
         "seen": {f"{who}: KV": f"{who}: K and V" for who in ("reader", "total")},

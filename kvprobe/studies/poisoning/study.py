@@ -136,6 +136,7 @@ STUDY = Study(
         ),
     ),
     labels={
+        "n": "{} problems".format,
         "draft": {"slip": "after the slip", "sound": "after a sound draft", "harmless": "after the harmless change"},
         "arm": {
             "continue": "gone on with",

@@ -102,6 +102,7 @@ STUDY = Study(
     ),
     inputs=inputs,
     labels={
+        "n": "{} conversations".format,
         "kind": {FULL: "full cache"} | {name: kind.label for name, kind in CATALOGUE.items()},
         "level": "{:g} %".format,
         "measure": NAMES,

@@ -208,6 +208,7 @@ STUDY = Study(
         Claim("undone", above="gives back", below="takes more"),
     ),
     labels={
+        "n": "{} conversations".format,
         "source": {
             "own": "the same answer",
             "reworded": "the same in other words",

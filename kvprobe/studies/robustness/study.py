@@ -113,6 +113,7 @@ STUDY = Study(
         Claim("reading_lost", above="loses more", below="loses less"),
     ),
     labels={
+        "n": "{} items".format,
         **LABELS,
         **dict.fromkeys(("fault", "first", "second"), FAULTS),
         "drawn": UNITS,

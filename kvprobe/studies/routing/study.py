@@ -153,6 +153,7 @@ STUDY = Study(
         ),
     ),
     labels={
+        "n": "{} problems".format,
         "draft": {"slip": "after the slip", "harmless": "after the harmless change", "sound": "after the sound draft"},
         "pair": {
             "sound, slip": "sound draft and slip",

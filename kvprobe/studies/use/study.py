@@ -110,6 +110,7 @@ STUDY = Study(
         Claim("step", above="takes more", below="takes less"),
     ),
     labels={
+        "n": "{} conversations".format,
         "view": {
             IN_VIEW: "everything in view",
             CODE_MASKED: "the code's own slots masked",
