@@ -90,19 +90,21 @@ class Found:
 
 def main(names: list[str]) -> None:
     matplotlib.use("Agg")
-    drawn = names or [name for name, (preset, _) in FIGURES.items() if (PUBLISHED / preset).is_dir()]
+    others = {"memory": lambda: memory(budget("google/gemma-3-27b-it", memory="80GB")), "gsm8k": gsm8k}
+    drawn = names or [*others, *(name for name, (preset, _) in FIGURES.items() if (PUBLISHED / preset).is_dir())]
     for name in drawn:
-        preset, which = FIGURES[name]
-        found = published(preset) if (PUBLISHED / preset).is_dir() else run_of(preset)
-        declared = {figure.file: figure for figure in found.study.figures}
-        figure = declared[which] if isinstance(which, str) else which
-        drawing = figure.draw(found.findings, found.study.label, found.model)
-        assert drawing is not None, name
-        save(drawing, GALLERY / name)
+        save(others[name]() if name in others else figure_of(name), GALLERY / name)
     if not names:
-        save(memory(budget("google/gemma-3-27b-it", memory="80GB")), GALLERY / "memory")
-        save(gsm8k(), GALLERY / "gsm8k")
         print("Without published findings, and left as they are:", ", ".join(sorted(FIGURES.keys() - drawn)))
+
+
+def figure_of(name: str) -> Any:
+    """A figure of the gallery, from what the run of its preset found."""
+    preset, which = FIGURES[name]
+    found = published(preset) if (PUBLISHED / preset).is_dir() else run_of(preset)
+    declared = {figure.file: figure for figure in found.study.figures}
+    figure = declared[which] if isinstance(which, str) else which
+    return figure.draw(found.findings, found.study.label, found.model)
 
 
 def published(name: str) -> Found:
