@@ -66,6 +66,8 @@ FIGURES: dict[str, tuple[str, str | Figure]] = {
     "poisoning_layers": ("poisoning", "undone_by_layer"),
     "reliance": ("reliance", "answers_by_source"),
     "reliance_layers": ("reliance", "undone_by_band"),
+    "leakage_scaling": ("leakage_scaling", "by_conversations"),
+    "code_poisoning": ("code_poisoning-qwen1.5b", "code_poisoning"),
     "memento": ("memento_toy-seeds", "by_distance"),
     "memento_layers": ("memento_toy-seeds", "by_layer"),
     "memento_training": ("memento_toy-seeds", "by_training"),

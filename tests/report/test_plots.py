@@ -302,6 +302,7 @@ def test_what_panels_rest_on_is_said_once_or_for_each_with_its_letter():
     assert said([plain], [small], [plain]) == (
         "t a, c: n = 48 n-things, 95 % intervals; b: n = 12 n-things, 95 % intervals; more"
     )
+    assert said([plain], [plain], [small]).startswith("t a–b: n = 48 n-things, 95 % intervals; c: n = 12")
     held = Finding("c", {}, one, comparisons=9)
     assert said([held]) == "t n = 48 n-things, 95 % intervals (together over 9 claims); more"
     assert said([held, small]) == "t n = 12 to 48 n-things, 95 % intervals (some together over 9 claims); more"

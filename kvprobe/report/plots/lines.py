@@ -211,7 +211,9 @@ class Lines:
             axis.locator_params(axis="x", integer=True)
         else:
             names = [labels(self.x, x) if isinstance(x, str) else f"{x:g}" for x in across]
-            axis.set_xticks(list(across.values()), names, fontsize=7.5, rotation=90 if named else 0)
+            axis.set_xticks(
+                list(across.values()), names, fontsize=7.5, rotation=90 if named else 45 * (max(map(len, names)) > 4)
+            )
             first, last = min(across.values()), max(across.values())
             beside_it = max(0.3, 0.03 * (last - first))
             axis.set_xlim(first - beside_it, last + beside_it)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, islice
 from string import ascii_lowercase
 from textwrap import wrap
 from typing import TYPE_CHECKING
@@ -26,13 +26,13 @@ def say(figure: "Figure", panels: Sequence[Shown], labels: Labels, title: str, *
         labels: also of the key `n`: what is counted, such as `{"n": "{} conversations".format}`.
         more: what else is to be said of the figure.
     """
-    notes: dict[str, list[str]] = {}
-    for (axis, findings), letter in zip(panels, letters(), strict=False):
+    notes: dict[str, list[int]] = {}
+    for place, ((axis, findings), letter) in enumerate(zip(panels, letters(), strict=False)):
         if len(panels) > 1:
             axis.set_title(letter, loc="left", x=-0.02, ha="right", weight="bold")
         if note := rests_on(findings, labels):
-            notes.setdefault(note, []).append(letter)
-    said = [f"{', '.join(of)}: {note}" if len(notes) > 1 else note for note, of in notes.items()]
+            notes.setdefault(note, []).append(place)
+    said = [f"{_spans(of)}: {note}" if len(notes) > 1 else note for note, of in notes.items()]
     width = int(13 * figure.get_figwidth())
     lines = wrap("; ".join(filter(None, [*said, *more])), width)
     figure.suptitle("\n".join(filter(None, [title, *lines])), fontsize=10)
@@ -57,6 +57,16 @@ def means_of(finding: Finding) -> Finding:
 def letters() -> Iterator[str]:
     """a, b, …, z, aa, bb, …"""
     return (letter * times for times in count(1) for letter in ascii_lowercase)
+
+
+def _spans(places: Sequence[int]) -> str:
+    """The letters of panels, such as `a–c, f`."""
+    named = list(islice(letters(), places[-1] + 1))
+    first = [place for place in places if place - 1 not in places]
+    last = [place for place in places if place + 1 not in places]
+    return ", ".join(
+        named[start] if start == end else f"{named[start]}–{named[end]}" for start, end in zip(first, last, strict=True)
+    )
 
 
 def _together(comparisons: Sequence[int]) -> str:

@@ -49,17 +49,17 @@ STUDY = Study(
     figures=(
         Dots(
             "code_poisoning",
-            "A: right answers by what is done after a first answer. B: what fixes are, where the model was asked to "
-            "review a wrong answer and fix it. C: right and wrong solutions of templates never seen, as a probe "
+            "a: right answers by what is done after a first answer. b: what fixes are, where the model was asked to "
+            "review a wrong answer and fix it. c: right and wrong solutions of templates never seen, as a probe "
             "distinguishes them; dashed: chance. 95 % intervals over templates.",
             (
-                Panel(finding="right", down="arm", line="draft", styles=DRAFTS, label="A   right answers"),
+                Panel(finding="right", down="arm", line="draft", styles=DRAFTS, label="right answers"),
                 Panel(
                     finding="fix",
                     down="fix",
                     line="draft",
                     styles={kind: DRAFTS[kind] for kind in ("own wrong", "planted")},
-                    label="B   share of fixes",
+                    label="share of fixes",
                     where={"arm": "review"},
                 ),
                 Panel(
@@ -67,7 +67,7 @@ STUDY = Study(
                     down="place",
                     line="reader",
                     styles=READERS,
-                    label="C   distinguished",
+                    label="distinguished",
                     level=("chance", "chance", {}),
                 ),
             ),
@@ -128,6 +128,7 @@ STUDY = Study(
         Claim("costs", above="takes more tokens", below="takes fewer tokens", unclear="takes about as many tokens"),
     ),
     labels={
+        "n": "{} templates".format,
         "draft": {
             "own wrong": "own wrong answer",
             "own right": "own right answer",

@@ -93,12 +93,13 @@ STUDY = Study(
         ),
     ),
     labels={
+        "n": "{} held-out wordings or subjects".format,
         "arm": {
-            "turn": "a · the turn itself",
-            "summary": "b · the retained summary",
-            "masked": "c · a turn that never saw it",
-            "late": "d · a turn that saw it, hidden later",
-            "later": "e · two turns on",
+            "turn": "the turn itself",
+            "summary": "the retained summary",
+            "masked": "a turn that never saw it",
+            "late": "a turn that saw it, hidden later",
+            "later": "two turns on",
         },
         "reader": {
             "pooled": "ridge, averages",

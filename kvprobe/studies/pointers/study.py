@@ -78,12 +78,13 @@ STUDY = Study(
         ),
     ),
     labels={
+        "n": "{} cases".format,
         "arm": {
             VIEW: "list in view",
             LATE: "hidden after the pointer",
             RESTART: "hidden before the pointer",
             STAND_IN: "hidden, pointer of the renamed conversation",
-        }
+        },
     },
     written={
         **dict.fromkeys(("right", "address", "content", "address_at", "content_at", "looked", "mass"), percent),
