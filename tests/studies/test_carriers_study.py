@@ -34,7 +34,7 @@ MODEL, HOLD, UNDRAWN = "roomy", [True, True, True], ["codes"]
 PAIR = ("48213", "90577")
 CONTEXTS = short_contexts(3)
 FOLLOWING = tuple(
-    Compaction(context.id, "When?", "a ride", "a walk", "So?", "so", "Who?", "And us?", "us, too.")
+    Compaction(context.id, "When?", "a ride", "a walk", "So?", "so", "Who?", "And us?", "us, too.", "So.", "So, so.")
     for context in CONTEXTS
 )
 
