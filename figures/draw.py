@@ -67,6 +67,7 @@ FIGURES: dict[str, tuple[str, str | Figure]] = {
     "reliance": ("reliance", "answers_by_source"),
     "reliance_layers": ("reliance", "undone_by_band"),
     "leakage_scaling": ("leakage_scaling", "by_conversations"),
+    "leakage_by_amount": ("leakage_scaling", "for_ridge"),
     "code_poisoning": ("code_poisoning-qwen1.5b", "code_poisoning"),
     "memento": ("memento_toy-seeds", "by_distance"),
     "memento_layers": ("memento_toy-seeds", "by_layer"),

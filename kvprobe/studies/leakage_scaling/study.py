@@ -26,6 +26,13 @@ HELD_OUT_LABELS: dict[Any, str] = {
     "both": "new wording and subjects",
     CODES: "new codes in known contexts",
 }
+ARM_STYLES = {
+    "turn": Style("#000000", "P"),
+    "summary": Style("#0072b2"),
+    "late": Style("#d55e00", "v"),
+    "masked": Style("#009e73", "D"),
+    "later": Style("#7f7f7f", "s"),
+}
 LOOK: dict[str, Any] = {
     "x": "conversations",
     "x_label": "conversations that the reader knows",
@@ -58,6 +65,17 @@ STUDY = Study(
             rules=(0.1,),
             y_label="digits read (share)",
             **LOOK,
+        ),
+        Lines(
+            file="for_ridge",
+            finding="read",
+            caption="Digits read by ridge probes on averages, by the number of conversations that they learned from, "
+            "with new codes and subjects, and with new wording, too. Thin line: chance. Bars: 95 % intervals.",
+            where={"world": GRAMMAR, "state": RETAINED, "reader": "pooled", "held_out": (KNOWN_WORDING, STRICT)},
+            rules=(0.1,),
+            limits=(0.0, 1.03),
+            y_label="digits read (share)",
+            **{**LOOK, "line": "arm", "panel": "held_out", "styles": ARM_STYLES, "size": (3.6, 3.2)},
         ),
         Lines(
             file="bits_by_conversations",
