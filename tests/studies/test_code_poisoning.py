@@ -56,6 +56,7 @@ def test_the_code_of_an_answer_is_the_function_that_was_asked_for():
     assert code_in("```python\ndef f(x):\n    return (", "f") == ""
     assert code_in("```python\ndef f(x):\n    return x\n\ndef test():\n    assert f(", "f") == "def f(x):\n    return x"
     assert code_in("(" * 7000, "f") == ""
+    assert code_in(f"def f(x):\n    return {'x + ' * 1900}x", "f") == ""
 
 
 def test_names_comments_annotations_and_documentation_are_not_the_substance():

@@ -221,12 +221,19 @@ def test_intervals_of_curves_and_of_what_they_tend_to_cover():
 
 def test_a_flat_curve_has_a_limit_and_one_that_rises_has_none_that_is_known():
     rng, counts = np.random.default_rng(1), (48, 150, 500, 1500, 5000, 10_000)
-    flat, rising = (asymptote(counts, curve_of(rng, truth), 3.3) for truth in (np.zeros(6), 0.4 * np.arange(6)))
+    slow = 3.3 - 4 * np.array(counts, float) ** -0.1
+    flat, rising = (asymptote(counts, curve_of(rng, truth), 3.3) for truth in (np.zeros(6), slow))
     assert flat is not None
     assert rising is not None
     assert flat.low <= 0 <= flat.high < 0.5
     assert rising.high == pytest.approx(3.3)
     assert asymptote(counts[:3], curve_of(rng, np.zeros(3)), 3.3) is None
+
+
+def test_a_curve_that_rises_late_or_all_at_once_follows_no_power_law_and_has_no_limit():
+    rng, counts = np.random.default_rng(2), (48, 150, 500, 1500, 5000, 10_000)
+    for truth in ([0, 0, 0, 0.4, 0.8, 1.0], [0, 0.6, 2.0, 3.0, 3.2, 3.2]):
+        assert asymptote(counts, curve_of(rng, np.array(truth)), 3.3) is None
 
 
 EXAMPLE = Config(conversations=(48, 150, 500, 1500))

@@ -97,11 +97,26 @@ def test_code_that_got_past_the_list_still_meets_the_limits(monkeypatch: pytest.
     code = f"def f(n): return [{', '.join(f'lambda: {call}' for call in calls)}][n]()"
     found = run_tests(code, "f", [str(place) for place in range(len(calls))])
     assert set(found[:4] + found[5:]) <= {"<OSError>", "<BlockingIOError>", "<PermissionError>"}
-    assert found[4] in ("{}", "{'LC_CTYPE': 'C.UTF-8'}")
+    assert found[4] in ("{'PYTHONHASHSEED': '0'}", "{'LC_CTYPE': 'C.UTF-8', 'PYTHONHASHSEED': '0'}")
     flood = run_tests("def f():\n    for _ in range(10**5): print('x' * 100)\n    return 1", "f", ["", ""])
     assert set(flood) <= {STOPPED, "<OSError>"}
 
 
 def test_a_system_that_cannot_limit_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sandbox.sys, "platform", "win32")
-    refused(lambda: run_tests("def f(): return 1", "f", [""]), "Windows does not have")
+    refused(lambda: run_tests("def f(): return 1", "f", [""]), "this system does not have")
+
+
+def test_limits_that_cannot_be_set_are_an_error_and_no_wrong_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """As on macOS, where memory cannot be limited: every answer would look wrong."""
+    source = Path(sandboxed.__file__).read_text(encoding="utf-8")
+    (tmp_path / "mac.py").write_text(
+        source.replace("    import resource\n", "    raise ValueError\n"), encoding="utf-8"
+    )
+    monkeypatch.setattr(sandboxed, "__file__", str(tmp_path / "mac.py"))
+    refused(lambda: run_tests("def f(): return 1", "f", [""]), "this system does not have")
+
+
+def test_sets_have_the_same_order_in_each_process():
+    code = "def f(): return ''.join({*'abcdefghijklmnop'})"
+    assert run_tests(code, "f", [""]) == run_tests(code, "f", [""])

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -82,7 +83,9 @@ def code_in(text: str, name: str) -> str:
     for block in reversed(_BLOCK.findall(text) or [text]):
         body = definitions(block)
         if any(isinstance(node, ast.FunctionDef) and node.name == name for node in body):
-            return ast.unparse(ast.Module(body, []))
+            with suppress(RecursionError):  # "1 + 1 + 1 …": nested too deeply to be written or compared
+                substance(code := ast.unparse(ast.Module(body, [])))
+                return code
     return ""
 
 

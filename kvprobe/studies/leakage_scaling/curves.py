@@ -3,14 +3,14 @@
 Two things are drawn: clusters of test conversations, and sets of training conversations. A point is a table of draws ×
 clusters. Its variance is that of the clusters' means over clusters, plus that of the draws' means over draws. Of a
 number of conversations for which there is one draw only, the second is that of the next smaller number: more data make
-draws more alike.
+draws more alike. Where every number has one draw only, intervals are over test conversations alone.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float
-from scipy.special import stdtrit
+from scipy.special import chdtri, stdtrit
 
 from kvprobe.stats import FEWEST, UNBOUNDED, Estimate
 
@@ -19,6 +19,8 @@ SLOPES = np.linspace(0.1, 1.5, 29)
 """Exponents of the power laws that a curve may follow."""
 ENDS = 241
 """How many values of the asymptote are tried."""
+DOUBTED = 1e-4
+"""A law from which points are further away than in so few of its samples is not the curve's."""
 
 
 def of_draws(curve: Sequence[Point]) -> Float[np.ndarray, "points"]:
@@ -46,7 +48,7 @@ def points(curve: Sequence[Point], within: tuple[float, float] = UNBOUNDED, comp
 
 def asymptote(counts: Sequence[int], curve: Sequence[Point], most: float, comparisons: int = 1) -> Estimate | None:
     """The limit a of a − b · n^−c (b at least 0, c in `SLOPES`) with its profile interval, at most `most`; None for
-    fewer than four points or `FEWEST` clusters.
+    fewer than four points or `FEWEST` clusters, or where no such law fits: what it tends to then says nothing.
 
     Points share their test clusters, so their errors are alike: a common part, the mean covariance between points, and
     a part of its own. A value belongs to the interval where the best law that tends to it fits nearly as well as the
@@ -71,6 +73,8 @@ def asymptote(counts: Sequence[int], curve: Sequence[Point], most: float, compar
         falls = np.maximum(0.0, away @ weights @ shape / (shape @ weights @ shape))
         left = away - falls[:, None] * shape
         misfit = np.minimum(misfit, np.einsum("ei,ij,ej->e", left, weights, left))
+    if misfit.min() > chdtri(len(curve) - 3, DOUBTED):
+        return None
     inside = np.flatnonzero(misfit <= misfit.min() + _quantile(clusters, comparisons) ** 2)
     # One step further out on either side: the true ends lie between two values that were tried.
     low, high = ends[max(0, inside[0] - 1)], ends[min(len(ends) - 1, inside[-1] + 1)]

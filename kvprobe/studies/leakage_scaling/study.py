@@ -58,7 +58,8 @@ STUDY = Study(
             finding="read",
             caption="Digits read, by the number of conversations that a reader learned from: where codes and subjects "
             "are new, and where the wording is new, too. Grey: what all readers together read of recomputed slots "
-            "(restart); thin line: chance. Bars: 95 % intervals over what was held out and over training sets.",
+            "(restart); thin line: chance. Bars: 95 % intervals over what was held out and, where there are two, "
+            "over training sets.",
             where={"world": GRAMMAR, "state": RETAINED, "held_out": (KNOWN_WORDING, STRICT)},
             row=lambda keys: HELD_OUT_LABELS[keys["held_out"]],
             band=("floor", "restart"),

@@ -99,9 +99,10 @@ OF_LAYERS: tuple[Estimand, ...] = (
 
 
 def controls(tables: Mapping[str, Rows], findings: Findings, model: Model) -> list[Control]:
-    """A restart cannot know what the text omits; no reader knows more than was hidden; the text itself is read."""
+    """A restart cannot know what the text omits, no reader knows it either then, and the text itself is read."""
     varies = float(tables[REACH]["varies"].max())
-    most = max(finding.value.mean / (float(finding.keys["asked"]) * BITS) for finding in findings.where("held"))
+    known = [finding.value for finding in findings.where("per_digit", arm=RESTART)]
+    most = max(value.mean for value in known)
     text = [
         finding.value.mean
         for finding in findings.where("answered", kind=STATED)
@@ -114,7 +115,10 @@ def controls(tables: Mapping[str, Rows], findings: Findings, model: Model) -> li
             f"{varies:.1e} of their size (allowed for round-off: {model.round_off:.1e}).",
             varies <= model.round_off,
         ),
-        Control(f"No reader knows more than was hidden: the most is {most:.1%} of it.", most <= 1),
+        Control(
+            f"After a restart no reader detectably knows what the text omits: the most is {most:.4f} bits of a digit.",
+            not any(value.above() for value in known),
+        ),
         Control(
             f"Questions for stated digits, asked as in the training, are answered right in {worst:.1%} at the least "
             "(90 % wanted): what follows of omitted digits is not for want of understanding the question.",
