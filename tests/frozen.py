@@ -54,6 +54,7 @@ MODULES = {
     "memento_toy": "test_memento_toy",
     "lossy_memento": "test_lossy_memento",
     "pointers": "test_pointers",
+    "guard": "test_guard",
 }
 """Where each study's tiny run is."""
 AROUND = {

@@ -1,6 +1,7 @@
 """Cache policies, one a file: which slots stay, at which positions, and whether they are computed again."""
 
 from kvprobe.policies.attention import Attention
+from kvprobe.policies.guard import Guard
 from kvprobe.policies.h2o import H2O
 from kvprobe.policies.head_budgets import HeadBudgets
 from kvprobe.policies.layer_budgets import LayerBudgets
@@ -22,6 +23,7 @@ __all__ = [
     "TOVA",
     "Attention",
     "Chain",
+    "Guard",
     "HeadBudgets",
     "LayerBudgets",
     "MaskSpans",

@@ -89,6 +89,7 @@ STUDIES = {
         "memento_toy",
         "lossy_memento",
         "pointers",
+        "guard",
     )
 }
 

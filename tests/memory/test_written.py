@@ -22,6 +22,7 @@ from kvprobe.memory.written import plan_of
 from kvprobe.policies import (
     H2O,
     TOVA,
+    Guard,
     HeadBudgets,
     LayerBudgets,
     MaskSpans,
@@ -195,7 +196,7 @@ def test_lengths_that_leave_more_than_a_longer_one_are_known(policy: Policy, pro
 # Text and objects
 
 
-WITHOUT_BUDGET = (MaskSpans, PruneToolResults, RestartInPlace, RestartRebuilt, ZeroValues)
+WITHOUT_BUDGET = (Guard, MaskSpans, PruneToolResults, RestartInPlace, RestartRebuilt, ZeroValues)
 SETTINGS = {
     name: [field.name for field in fields(kind) if field.init and not field.kw_only]
     for name, kind in kinds().items()

@@ -1,18 +1,22 @@
 """Which slots stay under each policy, by loops over slots written from its docstring; helpers for tests."""
 
+import cmath
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from kvprobe.cache.rotary import Rotary
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.policies import (
     H2O,
     TOVA,
     Attention,
+    Guard,
     HeadBudgets,
     LayerBudgets,
     MaskSpans,
@@ -27,7 +31,8 @@ from kvprobe.policies import (
     SnapKV,
     ZeroValues,
 )
-from tests.random_caches import NAMES, random_tokens
+from kvprobe.policies.guard import Sound
+from tests.random_caches import NAMES, random_cache, random_tokens
 
 seeds = st.integers(0, 2**31)
 few = settings(max_examples=15)
@@ -208,6 +213,37 @@ def all_by_loop(policy: Policy, scene: Scene, place: Place) -> Slots:
     return set(live_at(scene, place))
 
 
+def guard_by_loop(policy: Guard, scene: Scene, place: Place) -> Slots:
+    return {slot for slot in live_at(scene, place) if worst_by_loop(policy.sound, scene, place[1], slot) <= LIMIT}
+
+
+def worst_by_loop(sound: Any, scene: Scene, row: int, slot: int) -> float:
+    """How far a slot's worst number is away, number by number; pairs of a key are turned back as complex numbers."""
+    cache, worst = scene.cache, 0.0
+    origin = int(cache.ledger.origins[row, slot])
+    for layer in range(cache.n_layers):
+        for head in range(cache.n_kv_heads):
+            key = cache.keys[layer][row, head, slot].tolist()
+            half = len(key) // 2
+            turned = [complex(*pair) * cmath.exp(-1j * origin * f) for pair, f in
+                      zip(zip(key[:half], key[half:], strict=True), FREQUENCIES, strict=True)]  # fmt: skip
+            numbers = [z.real for z in turned] + [z.imag for z in turned]
+            numbers += cache.values[layer][row, head, slot].tolist()
+            for channel, number in enumerate(numbers):
+                middle, span = (
+                    float(kinds[layer][int(origin > 0), head, channel]) for kinds in (sound.middles, sound.ranges)
+                )
+                worst = max(worst, abs(number - middle) / span)
+    return worst
+
+
+FREQUENCIES, LIMIT = (1.0, 0.1), 1.4
+GUARD = Guard(
+    replace(
+        Sound.of([random_cache(seed, 1, 12) for seed in range(8)], [Rotary(torch.tensor(FREQUENCIES))] * 3, 0.2),
+        limit=LIMIT,
+    )
+)
 Loop = Callable[..., Slots]
 POLICIES: list[tuple[Policy, Loop]] = [
     (SlidingWindow(1), window_by_loop),
@@ -237,6 +273,7 @@ POLICIES: list[tuple[Policy, Loop]] = [
     (ZeroValues(("T1", "summary")), all_by_loop),
 ]
 SPANS: list[tuple[Policy, Loop]] = [
+    (GUARD, guard_by_loop),
     (MaskSpans("T1"), spans_by_loop),
     (MaskSpans(("T1", "summary"), delimiters="kept"), spans_by_loop),
     (RestartInPlace("summary"), spans_by_loop),

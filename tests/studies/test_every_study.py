@@ -78,6 +78,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"samples": 361}, "not a multiple of the 30 sessions; expected 360 or 390"),
         ({"families": ("resid_post",)}, "expected k_pre, k or v as well"),
     ],
+    "guard": [
+        ({"faults": ("bits", "zero")}, "did you mean 'zeros'"),
+        ({"alarms": 0.0}, "'alarms' has 0; expected percents above 0, up to 50"),
+    ],
     "features": [({"active": 2000}, "'active' is 2000; expected 1 to 1024")],
 }
 """What a study refuses beside numbers that are out of the range of their setting."""
