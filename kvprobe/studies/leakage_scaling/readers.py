@@ -7,7 +7,6 @@ calibrates it; test conversations are touched once. All are calibrated alike, so
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import log
-from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -16,11 +15,17 @@ from torch import Tensor
 from kvprobe.probing.calibration import fit_temperature
 from kvprobe.probing.linear import log_frequency
 from kvprobe.probing.ridge import FittedFold, fitted_by_fold
-from kvprobe.studies.leakage_scaling.networks import AttentionPooled, Hidden, Transformer, trained, whitening
+from kvprobe.studies.leakage_scaling import Reader
+from kvprobe.studies.leakage_scaling.networks import (
+    CLASSES,
+    AttentionPooled,
+    Hidden,
+    Transformer,
+    trained,
+    whitening,
+)
 from kvprobe.threads import one_thread
 
-Reader = Literal["pooled", "slot", "attention", "hidden", "transformer", "asked", "neutral"]
-CLASSES = 10
 BEST = 4
 """Layers that the reader with a hidden layer sees: those whose ridge probes read most on the inner fold."""
 READ_FROM: dict[Reader, str] = {

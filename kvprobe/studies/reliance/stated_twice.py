@@ -54,8 +54,8 @@ class StatedTwice:
         own, and then in the segment `ask` the question that the summary answers, answered so in the part `answer`."""
         own_first = sorted(compactions(), key=lambda compaction: compaction != self.compaction)
         follow = ((each.followup_user, each.followup_assistant) for each in own_first)
-        silent = (texts for texts in follow if not self.is_stated(" ".join(texts)))
-        exchanges = [talk((name, *texts)) for name, texts in zip(BETWEEN[:between], silent, strict=False)]
+        silent = [texts for texts in follow if not self.is_stated(" ".join(texts))][:between]
+        exchanges = [talk((name, *texts)) for name, texts in zip(BETWEEN[:between], silent, strict=True)]
         before = (*self.before(stated).messages, *(message for chat in exchanges for message in chat.messages))
         words = (self.answers[answer], lead) if answer else ()
         return asked(Transcript(before), self.compaction.summary_question, *words)
