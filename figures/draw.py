@@ -65,6 +65,7 @@ FIGURES: dict[str, tuple[str, str | Figure]] = {
     "poisoning": ("poisoning", "right_by_arm"),
     "poisoning_layers": ("poisoning", "undone_by_layer"),
     "reliance": ("reliance", "answers_by_source"),
+    "reliance_right": ("reliance", "right_by_turns"),
     "reliance_layers": ("reliance", "undone_by_band"),
     "leakage_scaling": ("leakage_scaling", "by_conversations"),
     "leakage_by_amount": ("leakage_scaling", "for_ridge"),

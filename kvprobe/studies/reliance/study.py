@@ -17,7 +17,7 @@ from kvprobe.studies.reliance import Config
 from kvprobe.studies.reliance.collect import collect
 from kvprobe.studies.reliance.stated_twice import LEAD, stated_twice
 from kvprobe.tidy import Rows
-from kvprobe.wording import few_clusters
+from kvprobe.wording import few_clusters, percent, points
 
 OF_GAINS: dict[str, Any] = {"of": "gain", "cluster": "context", "unit": "nats"}
 BY_WHEN: dict[str, Any] = {**OF_GAINS, "by": ("when",), **HEADLINE}
@@ -221,4 +221,5 @@ STUDY = Study(
         "part": {"KV": "K and V"},
         "state": {"view": "in view", "retained": "hidden, summary retained", "recomputed": "hidden, recomputed"},
     },
+    written={"right": percent, "price": points, "price_by_turns": points},
 )
