@@ -169,11 +169,16 @@ def overview() -> Iterator[str]:
 
 
 def lines(kind: str, entries: Entries) -> Iterator[str]:
-    """All of one kind, a line each; one alone is written out, and many presets share the line of their study."""
+    """All of one kind, a line each; one alone is written out, and many presets stand beside their study."""
     if kind == "presets" and len(entries) > SCREEN:
+        line = ""
         for study, of_study in groupby(sorted(entries, key=itemgetter("study")), itemgetter("study")):
-            names = " ".join(entry["name"].removeprefix(study) or study for entry in of_study)
-            yield from wrap(f"{study:14}{names}", WIDTH, subsequent_indent=" " * 14, break_on_hyphens=False)
+            names = f"{study}: {' '.join(entry['name'].removeprefix(study) or study for entry in of_study)}"
+            if line and len(f"{line} | {names}") > WIDTH:
+                yield from wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+                line = ""
+            line = f"{line} | {names}" if line else names
+        yield from wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
         yield "\nkvprobe run STUDY-ENDING runs one; kvprobe ls presets STUDY: what each sets and how long it takes."
         return
     width = max((len(entry["name"]) for entry in entries), default=0)

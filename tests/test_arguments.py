@@ -20,6 +20,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.faults import Fault, Gaussian
 from kvprobe.inference.model import Model
+from kvprobe.policies.guard import Sound
 from kvprobe.policies.written import kinds
 from kvprobe.threads import one_thread
 from tests.models import llama, tiny_tokenizer
@@ -113,6 +114,7 @@ def constructors() -> dict[str, tuple[Callable[..., object], dict[str, Any]]]:
     """Policies, faults, metrics and what designs are made of, each by a right call."""
     needed: dict[str, Any] = {"budget": 32, "window": 4, "sinks": 1, "bits": 4, "keep_last": 1, "segments": "a"}
     needed |= {"seed": 0, "by": 1, "above": 0, "policy": policies.TOVA(8), "room": 1.0, "factor": 1.0, "matched": True}
+    needed["sound"] = Sound((torch.zeros(2, 1, 4),), (torch.ones(2, 1, 4),), 1.0, 0.01, (None,))
     damages = [getattr(faults, name) for name in faults.__all__]
     damages = [kind for kind in damages if isclass(kind) and issubclass(kind, Fault) and not isabstract(kind)]
     made = [*kinds().values(), *damages, faults.Scope, faults.Draws]

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 
 from kvprobe.errors import UserError
@@ -57,7 +58,8 @@ def _from_hub(repository: str) -> Path:
     try:
         return Path(hf_hub_download(repository, "config.json"))
     except Exception as error:  # the hub client raises a dozen types; all mean that there is no file
+        near = get_close_matches(repository, shipped_configs(), n=5, cutoff=0)
         raise UserError(
             f"The config of {repository!r} could not be fetched from the hub ({type(error).__name__}); check the id, "
-            f"give a config.json, or choose a config that ships: {', '.join(shipped_configs())}."
+            f"give a config.json, or choose one of {len(shipped_configs())} that ship, such as {', '.join(near)}."
         ) from error
