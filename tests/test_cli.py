@@ -109,9 +109,9 @@ def test_ls_shows_every_kind_and_the_names_of_one_as_programs_get_them(
         list_names(kind, entries[-1]["name"], json=True, out=tmp_path)
         assert entries[-1] in json.loads(capsys.readouterr().out)[kind]
     list_names("presets", out=tmp_path)
-    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["bitflips", "-quick", "-smollm2"] in shown
-    assert ["use", "-quick", "use"] in shown
+    shown = [of_study for line in capsys.readouterr().out.splitlines() for of_study in line.split(" | ")]
+    assert "bitflips: -quick -smollm2" in shown
+    assert "use: -quick use" in shown
     list_names("presets", "leakage-quick")
     assert "leakage-quick  leakage; " in capsys.readouterr().out
     list_names("models", "no such")

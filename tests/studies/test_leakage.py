@@ -138,6 +138,7 @@ def tables(
     changed: float | None = None,
     p: float = 0.02,
     count: int = FEWEST,
+    full: float = 0.95,
     noise: np.random.Generator | None = None,
 ) -> dict[str, pd.DataFrame]:
     """What probes read above the floor, and what masking adds to the margin, give or take 0.01 (or noise).
@@ -147,6 +148,7 @@ def tables(
         changed: less the restart; as much as `leak` by default.
         p: of labels permuted within conversations.
         count: of conversations.
+        full: the share that is read right in full view.
     """
     headline, splits = ("random", ("random",)) if count == 1 else ("leave-context-out", SPLITS)
     leads = {("masked", headline): leak, ("masked", "paired"): inside}
@@ -173,7 +175,9 @@ def tables(
     return {
         "samples": samples.assign(context=samples["sample"] // (40 // count), secret="4-8"),
         "probes": probes,
-        "readings": readings.assign(accuracy=0.3, bits=0.3, lead=0.3, **ends),
+        "readings": readings.assign(
+            accuracy=np.where(readings["arm"] == "hidden", full, 0.3), bits=0.3, lead=0.3, **ends
+        ),
         "codelength": at.assign(bits=3.0, context_bits=3.3, uniform_bits=3.4),
         "sparse": at.merge(every(k=(1, 8)), "cross").assign(accuracy=0.3, low=0.2, high=0.4, random=0.1),
         "picks": at.merge(every(fold=(0, 1)), "cross").assign(family="v", layer=1, read="mean"),
@@ -219,6 +223,8 @@ CENTRED = "centred on other secrets of the same conversation, information leaks"
         ({"leak": -0.1, "use": -0.5}, ("doubt the run", "The retained cache turns the model away"), (LEAKS,)),
         ({"leak": 0.0, "changed": 0.2}, (NONE, "from the visible text, information leaks"), (LEAKS,)),
         ({"leak": 0.2, "p": 0.1}, ("A leak is not confirmed",), (LEAKS, "information leaks")),
+        ({"leak": 0.0, "full": 0.2}, ("No leak was detected, but these probes cannot tell",), (NONE, LEAKS)),
+        ({"leak": 0.2, "full": 0.2}, (LEAKS,), (NONE,)),
         ({"leak": 0.5, "use": 0.5, "count": 5}, (NONE, "No use by the model"), (LEAKS, "information leaks")),
         ({"leak": 0.2, "count": 1}, ("Information leaks within this one",), ("not trained on", "visible text")),
     ],
