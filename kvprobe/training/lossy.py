@@ -26,7 +26,7 @@ from kvprobe.checks import require
 from kvprobe.tasks.lossy_mementos import ASK, PLACE_NAMES, WRITE, Digits, LossyDesign, vocabulary
 from kvprobe.training.loop import TrainingBatch, loss_of
 from kvprobe.training.schedule import Provenance, Schedule
-from kvprobe.training.words import word_tokenizer
+from kvprobe.training.words import word_shape, word_tokenizer
 
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ ' ' + message['content'] }}{% endfor %}"
 STATED, OMITTED = "stated digits", "omitted digits"
@@ -67,22 +67,16 @@ class Lossy:
         return f"lossy-{self.design.asked}-{self.design.slots}-{self.provenance}-{self.schedule.seed}"
 
     def model(self) -> PreTrainedModel:
-        config = LlamaConfig(
-            vocab_size=len(NUMBER),
-            hidden_size=self.width,
-            intermediate_size=self.inner,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.heads,
-            max_position_embeddings=256,
-            # Traces are short: with the usual 10,000 most frequencies would hardly rotate keys.
-            rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-            initializer_range=self.width**-0.5 / 2,
-            tie_word_embeddings=False,
-            bos_token_id=NUMBER["<bos>"],
-            eos_token_id=NUMBER["<eos>"],
-            pad_token_id=None,
+        shape = word_shape(
+            vocabulary(),
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            kv_heads=self.heads,
+            longest=256,
+            end="<eos>",
         )
+        config = LlamaConfig(intermediate_size=self.inner, **shape)
         # So that a study knows what a folder was trained for.
         config.update({"lossy": {**asdict(self.design), "provenance": self.provenance, "seed": self.schedule.seed}})
         return LlamaForCausalLM(config)

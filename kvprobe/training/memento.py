@@ -44,7 +44,7 @@ from kvprobe.tasks.mementos import (
 from kvprobe.text.tokens import PREAMBLE, Tokens
 from kvprobe.training.loop import TrainingBatch, loss_of
 from kvprobe.training.schedule import Provenance, Schedule, check_view, until_95
-from kvprobe.training.words import word_tokenizer
+from kvprobe.training.words import word_shape, word_tokenizer
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'memento' %} ={% endif %}"
@@ -92,23 +92,16 @@ class Memento:
         return f"memento-{self.content}-{self.provenance}-{self.keep}-{self.schedule.seed}"
 
     def model(self) -> PreTrainedModel:
-        words = vocabulary()
-        config = LlamaConfig(
-            vocab_size=len(words),
-            hidden_size=self.width,
-            intermediate_size=self.inner,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.heads,
-            max_position_embeddings=256,
-            # Traces are short: with the usual 10,000 most frequencies would hardly rotate keys.
-            rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-            initializer_range=self.width**-0.5 / 2,
-            tie_word_embeddings=False,
-            bos_token_id=words.index("<bos>"),
-            eos_token_id=words.index("<eos>"),
-            pad_token_id=None,
+        shape = word_shape(
+            vocabulary(),
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            kv_heads=self.heads,
+            longest=256,
+            end="<eos>",
         )
+        config = LlamaConfig(intermediate_size=self.inner, **shape)
         return LlamaForCausalLM(config)
 
     def tokenizer(self) -> PreTrainedTokenizerFast:

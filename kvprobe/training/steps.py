@@ -30,7 +30,7 @@ from transformers import (
 from kvprobe.tasks.steps import LONGEST, Problem, Step, draw_problem, draw_wrong, text_of, vocabulary
 from kvprobe.training.loop import TrainingBatch, loss_of
 from kvprobe.training.schedule import Corpus, Schedule, Shape
-from kvprobe.training.words import word_tokenizer
+from kvprobe.training.words import word_shape, word_tokenizer
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ ' <' + message['role'] + '> ' + message['content'] + ' <end>' }}"
@@ -74,22 +74,15 @@ class Steps:
         return f"steps-{self.shape}-{self.corpus}-{self.schedule.seed}"
 
     def model(self) -> PreTrainedModel:
-        words = vocabulary()
-        shape = {
-            "vocab_size": len(words),
-            "hidden_size": self.width,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.heads // 2,
-            "max_position_embeddings": 512,
-            # Conversations are short: with the usual 10,000 most frequencies would hardly rotate keys.
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-            "initializer_range": self.width**-0.5 / 2,
-            "tie_word_embeddings": False,
-            "bos_token_id": words.index("<bos>"),
-            "eos_token_id": words.index("<end>"),
-            "pad_token_id": None,
-        }
+        shape = word_shape(
+            vocabulary(),
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            kv_heads=self.heads // 2,
+            longest=512,
+            end="<end>",
+        )
         if self.shape == "moe":
             experts = {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "router_aux_loss_coef": 0.01}
             return MixtralForCausalLM(MixtralConfig(intermediate_size=self.expert, **experts, **shape))

@@ -1,6 +1,7 @@
-"""Tokenizers of small models: one token for each word of a list."""
+"""Tokenizers and shapes of small models: one token for each word of a list."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -28,3 +29,29 @@ def word_tokenizer(
     )
     built.chat_template = chat_template
     return built
+
+
+def word_shape(
+    words: Sequence[str], *, layers: int, width: int, heads: int, kv_heads: int, longest: int, end: str
+) -> dict[str, Any]:
+    """Settings of a small transformer over such words, whatever its blocks are.
+
+    Args:
+        longest: text, in words.
+        end: the word that ends a turn.
+    """
+    return {
+        "vocab_size": len(words),
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": longest,
+        # Texts are short: with the usual 10,000 most frequencies would hardly rotate keys.
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        "initializer_range": width**-0.5 / 2,
+        "tie_word_embeddings": False,
+        "bos_token_id": words.index("<bos>"),
+        "eos_token_id": words.index(end),
+        "pad_token_id": None,
+    }
