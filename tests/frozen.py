@@ -66,7 +66,18 @@ AROUND = {
     "policies": ("short",),
 }
 """Fixtures that pytest puts around a module's tests unasked."""
-MEASURED = ("time", "faster", "slope", "measured", "error", "worst", "worst_at")
+MEASURED = (
+    "time",
+    "faster",
+    "slope",
+    "measured",
+    "at_batch",
+    "batch_slope",
+    "worst_batch",
+    "error",
+    "worst",
+    "worst_at",
+)
 """Findings of the memory study that are measured times or bytes."""
 
 

@@ -64,6 +64,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"tasks": ("retreive",)}, "did you mean 'retrieve'"),
     ],
     "memory": [
+        ({"batches": (4,)}, "'batches' is 4; expected at least 3"),
         ({"timed": (64, 128)}, "'timed' is 64, 128; expected at least 3"),
         ({"memory": "24G"}, "24GiB"),
     ],

@@ -16,7 +16,7 @@ from kvprobe.studies.memory.conclude import concluded, slopes
 from kvprobe.studies.memory.study import STUDY
 from tests.experiments.made_up import answer_of
 
-SMALL = Config(contexts=(48, 160), prompt=24, new=4, timed=(8, 32, 96), repeats=2)
+SMALL = Config(contexts=(48, 160), prompt=24, new=4, batches=(1, 2, 3), timed=(8, 32, 96), repeats=2)
 MODEL, HOLD = "smol", [True]
 PARTS = ("weights", "cache", "reading", "generating", "peak")
 
@@ -37,6 +37,15 @@ GROWTH = pd.DataFrame(
 )
 
 
+BATCHES = pd.DataFrame(
+    {"batch": batch, "repeat": repeat, "seconds": 0.01 * batch ** (1 + 1e-5 * (repeat - 3.5)), "others": 0.0}
+    | {"cache_predicted": 10 * batch, "cache_measured": 10 * batch, "peak_predicted": 98 * batch}
+    | {"peak_measured": 100 * batch}
+    for batch in (1, 2, 4, 8)
+    for repeat in range(8)
+)
+
+
 def peaks(predicted: int, context: int = 64) -> pd.DataFrame:
     return pd.DataFrame({"what": PARTS}).assign(context=context, predicted=predicted, measured=1_000_000)
 
@@ -44,7 +53,7 @@ def peaks(predicted: int, context: int = 64) -> pd.DataFrame:
 def made_up(**changed: pd.DataFrame) -> Conclusion:
     """A conclusion from made-up tables: the budget one hundredth too large, time that is constant and linear."""
     taken = times(lambda _: 0.01, lambda length: 0.001 * length)
-    tables = {"samples": peaks(1_010_000), "growth": GROWTH, "times": taken}
+    tables = {"samples": peaks(1_010_000), "batches": BATCHES, "growth": GROWTH, "times": taken}
     return concluded(tables | changed, budget("smollm2-135m", context=64, memory="1GiB"))
 
 
@@ -53,8 +62,9 @@ def example() -> tuple[Config, Conclusion]:
 
 
 def noise(rng: np.random.Generator) -> Conclusion:
-    """Times that do not depend on the length."""
-    return made_up(times=times(lambda _: float(rng.lognormal()), lambda _: float(rng.lognormal())))
+    """Times that depend neither on the length nor on the batch."""
+    unmoved = times(lambda _: float(rng.lognormal()), lambda _: float(rng.lognormal()))
+    return made_up(times=unmoved, batches=BATCHES.assign(seconds=rng.lognormal(size=len(BATCHES))))
 
 
 def test_the_budget_of_real_weights_is_right_and_its_cache_equal_to_the_byte(finished: Run):
@@ -63,6 +73,11 @@ def test_the_budget_of_real_weights_is_right_and_its_cache_equal_to_the_byte(fin
     worst = {what: conclusion.findings.at("worst", what=what).mean for what in PARTS}
     assert worst["cache"] == worst["weights"] == 0
     assert all(abs(error) < 0.02 for error in worst.values())
+    found = conclusion.findings
+    assert found.at("equal_batches").mean == found.at("batches").mean == 3
+    one, three = (found.at("at_batch", batch=batch, measure="cache").mean for batch in (1, 3))
+    assert three == pytest.approx(3 * one)
+    assert abs(found.at("worst_batch").mean) < 0.02
     assert all("Other processes" in warning for warning in conclusion.warnings)
     assert conclusion.findings.values("faster", "length") == [8, 32, 96]
 
@@ -70,7 +85,7 @@ def test_the_budget_of_real_weights_is_right_and_its_cache_equal_to_the_byte(fin
 def test_slopes_are_over_repeats_and_hold_together_over_both_ways():
     rng = np.random.default_rng(0)
     drawn = times(lambda _: float(rng.lognormal()), float)
-    cached = slopes(drawn).query("way == 'cached'")["slope"].to_numpy()
+    cached = slopes(drawn, "length", ("cached", "anew")).query("way == 'cached'")["slope"].to_numpy()
     assert made_up(times=drawn).findings.at("slope", way="cached") == estimate(cached, comparisons=2)
 
 
@@ -81,11 +96,21 @@ def test_the_answer_is_decided_by_the_numbers(tmp_path: Path):
     assert "at 2 of 2 tokens" in right
     assert "After 512 tokens the next one takes 51.2 times as long" in right
     assert "without it, it grows with the length" in right
+    assert "to the byte for 4 of 4 batches, and the peak was off by at most 2.00 %" in right
+    assert "gets a token grows with the number of conversations" in right
     off = made_up(samples=peaks(1_200_000), growth=GROWTH.assign(measured=[10, 21]))
     wrongly = answer_of(STUDY, Config(prompt=64), off, tmp_path / "wrong")
     assert "The budget was not right" in wrongly
     assert "20.00 %" in wrongly
     assert "at 1 of 2 tokens" in wrongly
+
+
+def test_a_cache_of_a_batch_that_is_a_byte_off_is_counted_and_a_steady_step_has_no_slope():
+    off = BATCHES.assign(cache_measured=BATCHES["cache_measured"] + (BATCHES["batch"] == 4), seconds=0.01)
+    findings = made_up(batches=off).findings
+    assert (findings.at("equal_batches").mean, findings.at("batches").mean) == (3, 4)
+    assert made_up().findings.at("batch_slope").mean == pytest.approx(1, abs=1e-3)
+    assert findings.at("batch_slope").mean == pytest.approx(0, abs=1e-9)
 
 
 def test_the_worst_error_keeps_its_sign_and_context():

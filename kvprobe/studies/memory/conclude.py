@@ -1,6 +1,6 @@
-"""From bytes and seconds to findings: how far the budget is off, and how a token's time grows with the length."""
+"""From bytes and seconds to findings: how far the budget is off, and how a token's time grows with length and batch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -41,10 +41,13 @@ def concluded(tables: Mapping[str, Rows], budget: Budget, device: str = "cpu") -
         tables: see `collect`.
         budget: of the prompt after which the cache was watched.
     """
-    peaks, growth, times = (tables[name] for name in ("samples", "growth", "times"))
+    peaks, batches, growth, times = (tables[name] for name in ("samples", "batches", "growth", "times"))
     slope = Mean(name="slope", of="slope", by=("way",), cluster="repeat", together=())
-    findings = measure(slopes(times), [slope])
+    findings = measure(slopes(times, "length", WAYS), [slope])
+    by_batch = slopes(batches, "batch", ("seconds",))
+    findings.extend(measure(by_batch, [Mean(name="batch_slope", of="slope", cluster="repeat", together=())]))
     add_errors(findings, peaks)
+    add_batches(findings, batches)
     add_growth(findings, growth)
     add_times(findings, times)
     for along in get_args(Along):
@@ -69,11 +72,11 @@ def concluded(tables: Mapping[str, Rows], budget: Budget, device: str = "cpu") -
     }
     difference = float(times["difference"].max())
     seen = f"With the cache and without it the logits differ by {difference:.1e} of their spread (allowed: {SAME:g})."
-    return Conclusion(findings, [Control(seen, difference <= SAME)], facts, list(warnings_of(budget, times)))
+    others = max(float(taken["others"].max()) for taken in (times, batches))
+    return Conclusion(findings, [Control(seen, difference <= SAME)], facts, list(warnings_of(budget, others)))
 
 
-def warnings_of(budget: Budget, times: Rows) -> Iterator[str]:
-    others = float(times["others"].max())
+def warnings_of(budget: Budget, others: float) -> Iterator[str]:
     if others > QUIET:
         yield f"Other processes used {others:.1f} cores while tokens were timed, so seconds are too long."
     if not budget.widths.exact:
@@ -94,6 +97,22 @@ def add_errors(findings: Findings, peaks: Rows) -> None:
         findings.number("worst_at", peaks["context"][worst], "tokens", what=str(what))
 
 
+def add_batches(findings: Findings, batches: Rows) -> None:
+    """Bytes of the cache and of the peak by batch, measured and predicted, and milliseconds of a step: the median over
+    repeats with their range."""
+    for batch, repeats in batches.groupby("batch"):
+        for what in ("cache", "peak"):
+            for name, of in (("at_batch", "measured"), ("at_batch_budget", "predicted")):
+                findings.number(name, repeats[f"{what}_{of}"].iloc[0] / 1e6, "MB", batch=int(batch), measure=what)
+        step = {"batch": int(batch), "measure": "step"}
+        findings.add(Finding("at_batch", step, milliseconds(repeats["seconds"]), "ms"))
+    once = batches.drop_duplicates("batch")
+    findings.number("batches", len(once))
+    findings.number("equal_batches", (once["cache_measured"] == once["cache_predicted"]).sum())
+    off = once["peak_predicted"] / once["peak_measured"] - 1
+    findings.number("worst_batch", off[off.abs().idxmax()])
+
+
 def add_growth(findings: Findings, growth: Rows) -> None:
     """Bytes of the cache by generated token, as predicted by three views and as measured."""
     for view in VIEWS:
@@ -107,19 +126,23 @@ def add_times(findings: Findings, times: Rows) -> None:
     """Milliseconds to the next token by length, the median over repeats with their range, and how many times as long
     one takes without the cache."""
     for length, repeats in times.groupby("length"):
-        medians = {way: float(repeats[way].median()) for way in WAYS}
-        for way in WAYS:
-            low, high = 1e3 * repeats[way].min(), 1e3 * repeats[way].max()
-            value = Estimate(1e3 * medians[way], clusters=len(repeats), smallest=low, largest=high)
+        medians = {way: milliseconds(repeats[way]) for way in WAYS}
+        for way, value in medians.items():
             findings.add(Finding("time", {"way": way, "length": int(length)}, value, "ms"))
-        findings.number("faster", medians["anew"] / medians["cached"], length=int(length))
+        findings.number("faster", medians["anew"].mean / medians["cached"].mean, length=int(length))
 
 
-def slopes(times: Rows) -> Rows:
-    """For each repeat and way, by what power of the length a token's time grows."""
+def milliseconds(seconds: Rows) -> Estimate:
+    """The median, with the range."""
+    median, low, high = (1e3 * float(value) for value in (seconds.median(), seconds.min(), seconds.max()))
+    return Estimate(median, clusters=len(seconds), smallest=low, largest=high)
+
+
+def slopes(times: Rows, along: str, ways: Sequence[str]) -> Rows:
+    """For each repeat and way, by what power of the length or batch a pass's time grows."""
     tables = []
-    for way in WAYS:
-        seconds = times.pivot(index="repeat", columns="length", values=way)
+    for way in ways:
+        seconds = times.pivot(index="repeat", columns=along, values=way)
         slope = power_of_length(np.array(seconds.columns, float), seconds.to_numpy(float))
         tables.append(pd.DataFrame({"repeat": seconds.index, "way": way, "slope": slope}))
     return pd.concat(tables, ignore_index=True)

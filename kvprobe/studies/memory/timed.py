@@ -42,15 +42,11 @@ def token_times(model: Model, length: int, repeats: int) -> list[dict[str, int |
     """
     plain = model.lanes.plain
     ids = _ids(model, length)
-    past = DynamicCache(config=plain.config)
-    plain(ids[:, :-1], past_key_values=past, use_cache=True, logits_to_keep=1)
+    next_token = _next_token(model, ids)
     seconds: list[dict[str, int | float]] = []
     difference, clock = 0.0, Clock()
     for repeat in range(repeats + 1):
-        # Each repeat reads the last token once more, one slot further on: its time is that of this length.
-        cached, with_cache = _seconds(
-            lambda: plain(ids[:, -1:], past_key_values=past, use_cache=True, logits_to_keep=1), model
-        )
+        cached, with_cache = _seconds(next_token, model)
         anew, without = _seconds(lambda: plain(ids, use_cache=False, logits_to_keep=1), model)
         if repeat == 0:  # warms up, and is the one repeat that reads the same text both ways
             one, other = cached.logits[0, -1].float(), anew.logits[0, -1].float()
@@ -60,19 +56,39 @@ def token_times(model: Model, length: int, repeats: int) -> list[dict[str, int |
     return [{**row, "difference": difference, "others": clock.timing.others} for row in seconds]
 
 
+@torch.inference_mode()
+def step_times(model: Model, length: int, batch: int, repeats: int) -> list[dict[str, int | float]]:
+    """For each repeat: seconds of the pass that reads the next token of so many conversations at once, after the cache
+    of what stands before it; `others` is as in `token_times`."""
+    next_tokens, clock = _next_token(model, _ids(model, length, batch)), Clock()
+    _, *seconds = [_seconds(next_tokens, model)[1] for _ in range(repeats + 1)]  # the first one warms up
+    others = clock.timing.others
+    return [{"batch": batch, "repeat": at, "seconds": took, "others": others} for at, took in enumerate(seconds, 1)]
+
+
 def power_of_length(
     lengths: Float[np.ndarray, "lengths"], seconds: Float[np.ndarray, "repeats lengths"]
 ) -> Float[np.ndarray, "repeats"]:
-    """By what power of the length a token's time grows, for each repeat: the slope on logarithmic axes over the longer
-    half of the lengths, since the shorter half is ruled by what every pass costs."""
+    """By what power of the length (or batch) a pass's time grows, for each repeat: the slope on logarithmic axes over
+    the longer half of the lengths, since the shorter half is ruled by what every pass costs."""
     longer = lengths >= np.median(lengths)
     return np.polyfit(np.log(lengths[longer]), np.log(seconds[:, longer]).T, 1)[0]
 
 
-def _ids(model: Model, length: int) -> torch.Tensor:
+def _next_token(model: Model, ids: torch.Tensor) -> Callable[[], Any]:
+    """What reads the last token of each text after the cache of those before it. Called again it reads it once more,
+    one slot further on: its time is that of this length."""
+    plain = model.lanes.plain
+    past = DynamicCache(config=plain.config)
+    plain(ids[:, :-1], past_key_values=past, use_cache=True, logits_to_keep=1)
+    return lambda: plain(ids[:, -1:], past_key_values=past, use_cache=True, logits_to_keep=1)
+
+
+def _ids(model: Model, length: int, batch: int = 1) -> torch.Tensor:
     config: Any = model.lanes.plain.config
     vocabulary = config.get_text_config().vocab_size
-    return torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(model.lanes.device)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, vocabulary, (batch, length), generator=generator).to(model.lanes.device)
 
 
 def _seconds(run: Callable[[], Any], model: Model) -> tuple[Any, float]:
