@@ -17,18 +17,21 @@ from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence
 from kvprobe.stats import FEWEST
-from kvprobe.studies.idle_rebuild import AVAILABLE_SESSIONS, MEASURED, Config
+from kvprobe.studies.idle_rebuild import AVAILABLE_SESSIONS, MEASURED, Config, Removed, removals
 from kvprobe.studies.idle_rebuild import collect as collecting
-from kvprobe.studies.idle_rebuild.collect import AFTER, LISTENERS, REFERENCES, SHARED, SPEAKERS
+from kvprobe.studies.idle_rebuild.collect import LISTENERS, REFERENCES, SPEAKERS
 from kvprobe.studies.idle_rebuild.conclude import conclude
+from kvprobe.studies.idle_rebuild.removals import AFTER, REMOVALS
 from kvprobe.studies.idle_rebuild.study import STUDY
 from kvprobe.tasks.sessions import SUMMARISED, Session, conversation, sessions
-from kvprobe.text.transcript import RestartMode
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import RestartMode, Transcript
 from kvprobe.tidy import Rows, chosen
 from tests.experiments.made_up import answer_of
 from tests.models import any_model
 from tests.studies.runs import every, whole_run
 
+SHARED = REMOVALS["compaction"].shared
 SMALL = Config(sessions=2, continuation=3)
 ROUND_OFF = 1e-5
 CONE = {"system": 4, "summary": 1, **dict.fromkeys(SHARED[2:], 2)}
@@ -83,9 +86,9 @@ def compacted(model: Model, turn: int) -> KVCache:
     return model.extend(cache, tokens[end : tokens.part(f"reply{turn}").start - 1])[0]
 
 
-def logits_along(model: Model, cache: KVCache, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_along(model: Model, cache: KVCache, turn: int, chat: Transcript = CHAT) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits that each token of the scripted reply meets, read token by token; and its surprise."""
-    tokens = CHAT.tokens(model.tokenizer)
+    tokens = chat.tokens(model.tokenizer)
     reply, met = tokens.part(f"reply{turn}"), []
     for place in range(reply.start - 1, reply.stop - 1):
         cache, logits = model.extend(cache, tokens[place : place + 1].shifted(int(cache.ledger.following)))
@@ -107,6 +110,41 @@ def test_the_divergence_is_that_of_reading_token_by_token(deep: Model, read: Row
             torch.testing.assert_close(values(read, "kl", **keys), kl, rtol=1e-3, atol=1e-4)
             torch.testing.assert_close(values(read, "nll", **keys), surprise, rtol=1e-3, atol=1e-3)
             assert torch.equal(values(read, "agrees", **keys), agrees.float())
+
+
+@pytest.mark.parametrize("removed", ["tool_result", "window"])
+def test_text_that_left_is_masked_before_the_turn_or_was_never_read(
+    deep: Model, removed: Removed, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(removals, "sessions", lambda: SHORT)
+    removal, turn = REMOVALS[removed], 6
+    config = replace(SMALL, removed=removed, rebuilds=(3, 4, turn))
+    rows = collecting.read_session(deep, SHORT[0], config).assign(sample=SHORT[0].id)
+    chat = removal.conversation(SHORT[0])
+    tokens = chat.tokens(deep.tokenizer)
+    end = tokens.part(f"reply{turn}").start - 1
+
+    def hidden(before: int) -> list[int]:
+        bare = removed == "tool_result"
+        gone = removal.hidden(before)
+        return [at for at in range(end) if tokens.segments[at] in gone and not (bare and tokens.delimiters[at])]
+
+    starts = {before: tokens.span(f"T{before}").start for before in range(AFTER[0], turn + 1)}
+    running = deep.prefill(tokens[: starts[AFTER[0]]])
+    for before, stop in zip(starts, (*list(starts.values())[1:], end), strict=True):
+        running, _ = deep.extend(running.mask(slots=hidden(before)), tokens[starts[before] : stop])
+    fresh = deep.prefill(Tokens.of([tokens.ids[at] for at in range(end) if at not in hidden(turn)]))
+    (logits, _), (others, surprise) = (logits_along(deep, cache, turn, chat) for cache in (running, fresh))
+    kl, _ = divergence(logits, others)
+    keys: Any = {"reply": "scripted", "turn": turn, "reference": "compacted"}
+    assert kl.mean() > 1e-3
+    torch.testing.assert_close(values(rows, "kl", arm=f"rebuilt{turn}", **keys), kl, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(values(rows, "nll", arm=f"rebuilt{turn}", **keys), surprise, rtol=1e-3, atol=1e-3)
+    assert values(rows, "kl", arm="rebuilt3", **keys).max() < ROUND_OFF
+    for segment, first in {"system": 4, **dict.fromkeys(removal.saw, 1), **dict.fromkeys(removal.later, 2)}.items():
+        distance = values(rows, "distance", segment=segment).reshape(2, 4)
+        assert distance[:, :first].max() < ROUND_OFF
+        assert (distance[:, first:] > 10 * ROUND_OFF).all()
 
 
 def test_a_question_put_early_is_the_session_without_the_turns_between(deep: Model, read: Rows):
@@ -184,14 +222,16 @@ def measured(session: int, drift: float, cost: float, position: float, slope: fl
     return pd.concat([rows, LAYERS.assign(distance=0.3 * differ)], ignore_index=True)
 
 
-def numbers(sessions: Sequence[Rows]) -> Conclusion:
+def numbers(sessions: Sequence[Rows], removed: Removed = "compaction") -> Conclusion:
     rows = pd.concat([rows.assign(sample=f"session {number}") for number, rows in enumerate(sessions)])
-    conclusion = conclude(collecting.tables_of(rows), Config(), any_model())
+    conclusion = conclude(collecting.tables_of(rows), Config(removed=removed), any_model())
     return replace(conclusion, facts={**conclusion.facts, "window": 16})
 
 
-def made_up(drift: float = 0.5, cost: float = 0.0, position: float = 0.1, slope: float = 0.0) -> Conclusion:
-    return numbers([measured(number, drift, cost, position, slope) for number in range(FEWEST)])
+def made_up(
+    drift: float = 0.5, cost: float = 0.0, position: float = 0.1, slope: float = 0.0, removed: Removed = "compaction"
+) -> Conclusion:
+    return numbers([measured(number, drift, cost, position, slope) for number in range(FEWEST)], removed)
 
 
 def example() -> tuple[Config, Conclusion]:
@@ -224,20 +264,23 @@ def test_numbers_are_those_that_were_put_in():
 
 
 DRIFTED = ("rebuilt one drifts: ", "not detectably better or worse", "had seen is the larger", "not detectably change")
-COSTLY = ("does not detectably drift: ", "replies worse than that run", "positions are the larger", "summary it grows")
-CHEAP = ("rather than the rebuild's merit", "neither is detectably larger", "summary it shrinks")
+COSTLY = ("does not detectably drift: ", "replies worse than that run", "positions are the larger", "turn 3 it grows")
+CHEAP = ("rather than the rebuild's merit", "neither is detectably larger", "turn 3 it shrinks")
 
 
 @pytest.mark.parametrize(
-    ("changes", "phrases"),
+    ("removed", "changes", "phrases"),
     [
-        ({}, DRIFTED),
-        ({"drift": 0.005, "cost": 0.2, "position": 0.5, "slope": 0.1}, COSTLY),
-        ({"cost": -0.2, "position": 0.3, "slope": -0.1}, CHEAP),
+        ("compaction", {}, DRIFTED),
+        ("tool_result", {"drift": 0.005, "cost": 0.2, "position": 0.5, "slope": 0.1}, COSTLY),
+        ("window", {"cost": -0.2, "position": 0.3, "slope": -0.1}, CHEAP),
     ],
 )
-def test_the_answer_is_decided_by_intervals(changes: dict[str, float], phrases: tuple[str, ...], tmp_path: Path):
-    said = answer_of(STUDY, Config(sessions=FEWEST), made_up(**changes), tmp_path)
+def test_the_answer_is_decided_by_intervals(
+    removed: Removed, changes: dict[str, float], phrases: tuple[str, ...], tmp_path: Path
+):
+    config = Config(sessions=FEWEST, removed=removed)
+    said = answer_of(STUDY, config, made_up(**changes, removed=removed), tmp_path)
     assert [phrase for phrase in phrases if phrase not in said] == []
     assert ("fault" in said) == (changes.get("cost", 0) < 0)
 
@@ -246,7 +289,9 @@ def test_controls_fail_where_something_differs_that_cannot():
     sound = [measured(number, 0.5, 0.0, 0.1, 0.0) for number in range(FEWEST)]
     assert [control.holds for control in numbers(sound).controls] == [True] * 3
     compacted = (sound[0]["reply"] == "scripted") & (sound[0]["reference"] == "compacted")
-    sound[0].loc[compacted & (sound[0]["arm"] == "rebuilt3") & (sound[0]["turn"] == 6), "kl"] = 1e-3
     sound[1].loc[compacted & (sound[1]["arm"] == "rebuilt4") & (sound[1]["turn"] == 8), "kl"] += 1e-3
+    # A window moves on, and what was rebuilt earlier has seen more.
+    assert [control.holds for control in numbers(sound, "window").controls] == [True] * 2
+    sound[0].loc[compacted & (sound[0]["arm"] == "rebuilt3") & (sound[0]["turn"] == 6), "kl"] = 1e-3
     sound[2].loc[(sound[2]["segment"] == "T7") & (sound[2]["layer"] == 1), "distance"] = 1e-3
     assert [control.holds for control in numbers(sound).controls] == [False] * 3

@@ -25,19 +25,16 @@ from kvprobe.inference.outcomes import relative_entropy
 from kvprobe.policies import MaskSpans, RestartInPlace, RestartRebuilt
 from kvprobe.studies.idle_rebuild import MEASURED, Config
 from kvprobe.studies.idle_rebuild.named_rows import NamedRows, read_on
-from kvprobe.tasks.sessions import SUMMARISED, TURNS, Session, conversation, last_of_header, question, sessions
+from kvprobe.studies.idle_rebuild.removals import AFTER, REMOVALS, Removal
+from kvprobe.tasks.sessions import TURNS, Session, last_of_header, question, sessions
 from kvprobe.text.tokens import Tokens
 from kvprobe.tidy import crossed
 
-AFTER = tuple(range(len(SUMMARISED) + 1, TURNS + 1))
-"""The turns after the compaction."""
 CONTROLS = tuple(turn for turn in MEASURED if turn not in AFTER)
 REFERENCES = ("compacted", "kept", "in_place")
 SPEAKERS = ("compacted", "kept")
 """Runs whose own replies the others are held against."""
 LISTENERS = ("kept", "compacted", "in_place", "rebuilt")
-SHARED = ("system", "summary", *(f"T{turn}" for turn in AFTER))
-"""Segments that a compacted and a rebuilt cache both hold."""
 REPLY = ("reply", "turn", "read", "reference", "arm")
 """Columns that say which reply a row is of, and which two runs are held against each other there."""
 Scores = Mapping[str, Float[Tensor, "reply vocab"]]
@@ -78,24 +75,27 @@ def read_session(model: Model, session: Session, config: Config) -> pd.DataFrame
     Returns:
         One row per `token` of a `reply`, arm and reference: `kl` from the reference, whether both would say the same
         token (`agrees`), and `nll`. Replies are the `scripted` ones of turns 2 to 8, after so many turns `read` since
-        the summary (below 0 before it); the reference's `own`, which the arm reads; and, of turns 4 to 8, the scripted
+        turn 3 (below 0 before it); the reference's `own`, which the arm reads; and, of turns 4 to 8, the scripted
         ones to questions that were asked `early`, at every rebuild before their own turn, and at it. And one row per
         family, layer and segment: the `distance` of K or V of the run that was rebuilt in place from those of the
         compacted one, relative to their size.
     """
-    tokens = conversation(session).tokens(model.tokenizer)
+    removal = REMOVALS[config.removed]
+    tokens = removal.conversation(session).tokens(model.tokenizer)
     replies = {turn: tokens.ids[tokens.part(f"reply{turn}")] for turn in MEASURED}
     tables: list[pd.DataFrame] = []
     runs = [NamedRows(("kept",), model.prefill(tokens[: tokens.span(f"T{MEASURED[0]}").start]))]
     waiting: dict[int, list[NamedRows]] = {}
     fresh = ""
     for turn in MEASURED:
-        if turn == AFTER[0]:
-            runs, _ = read_on(model, runs, tokens[tokens.span("summary")])
-            runs = _compacted(model, runs)
+        between = tokens[tokens.span(f"T{turn - 1}").stop : tokens.span(f"T{turn}").start]
+        if len(between):  # a summary, and what it is of
+            runs, _ = read_on(model, runs, between)
+        if turn in removal.leaves:
+            runs = _removed(model, runs, removal, turn)
         if turn in config.rebuilds:
             fresh = f"rebuilt{turn}"
-            runs[-1] = runs[-1].joined(fresh, rebuilt(model, tokens, runs[0].only("kept").cache, turn))
+            runs[-1] = runs[-1].joined(fresh, rebuilt(model, tokens, runs[0].only("kept").cache, removal, turn))
             for later in range(turn + 1, TURNS + 1) if turn in AFTER else ():
                 pair = replace(runs[-1].only("compacted", fresh), names=("compacted", "rebuilt"))
                 exchange = tokens[tokens.span(f"T{later}").start : tokens.part(f"reply{later}").stop - 1]
@@ -117,18 +117,18 @@ def read_session(model: Model, session: Session, config: Config) -> pd.DataFrame
         _, scores = read_on(model, waiting[turn], said, logits=len(reply))
         heard = {name: scores[name] for name in LISTENERS}
         tables += compared(("own", turn, turn - AFTER[0]), reply, heard, (speaker,))
-    distance = relative_distance(runs[1].only("in_place").cache, runs[1].only("compacted").cache, SHARED)
-    keys = {"family": FAMILIES, "layer": range(distance.shape[1]), "segment": SHARED}
+    distance = relative_distance(runs[1].only("in_place").cache, runs[1].only("compacted").cache, removal.shared)
+    keys = {"family": FAMILIES, "layer": range(distance.shape[1]), "segment": removal.shared}
     return pd.concat([*tables, crossed(keys, {"distance": distance.cpu().numpy()})], ignore_index=True)
 
 
-def rebuilt(model: Model, tokens: Tokens, kept: KVCache, turn: int) -> KVCache:
+def rebuilt(model: Model, tokens: Tokens, kept: KVCache, removal: Removal, turn: int) -> KVCache:
     """The cache of a session that went idle before this turn, computed again from what its text shows then.
 
-    Before the compaction the text shows everything; after it, all but the summarised turns.
+    Before the removal the text shows everything; after it, all but what is hidden.
     """
     if turn in AFTER:
-        return model.apply(RestartRebuilt(SUMMARISED), kept)
+        return model.apply(RestartRebuilt(removal.hidden(turn), removal.delimiters), kept)
     return model.prefill(tokens[: tokens.span(f"T{turn}").start])
 
 
@@ -155,17 +155,15 @@ def compared(
     return tables
 
 
-def _compacted(model: Model, runs: Sequence[NamedRows]) -> list[NamedRows]:
-    """The runs after the summary: `kept` goes on as it is, and what is compacted has lost the summarised turns."""
+def _removed(model: Model, runs: Sequence[NamedRows], removal: Removal, turn: int) -> list[NamedRows]:
+    """The runs as this turn finds them: `kept` goes on as it is, the others lose what leaves before the turn."""
     kept = runs[0].only("kept")
-    controls = runs[0].only(*runs[0].names[1:])
-    names = ("compacted", "in_place", *controls.names)
-    caches = [
-        model.apply(MaskSpans(SUMMARISED), kept.cache),
-        model.apply(RestartInPlace(SUMMARISED), kept.cache),
-        model.apply(MaskSpans(SUMMARISED), controls.cache),
-    ]
-    return [kept, NamedRows(names, KVCache.join(caches))]
+    running = replace(runs[0], names=("compacted", *runs[0].names[1:]))
+    if len(runs) > 1:
+        running = runs[1].only(*(name for name in runs[1].names if name != "in_place"))
+    masked = model.apply(MaskSpans(removal.leaves[turn], removal.delimiters), running.cache)
+    in_place = model.apply(RestartInPlace(removal.hidden(turn), removal.delimiters), kept.cache)
+    return [kept, replace(running, cache=masked).joined("in_place", in_place)]
 
 
 def _answered(model: Model, runs: Sequence[NamedRows], tokens: Tokens, turn: int) -> tuple[list[NamedRows], Scores]:

@@ -1,6 +1,7 @@
 """From rows to findings: drift by turn, by cause and by distance, each with its interval over sessions."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,17 @@ from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
 from kvprobe.stats import SHARE
 from kvprobe.studies.idle_rebuild import Config
-from kvprobe.studies.idle_rebuild.collect import AFTER, CONTROLS
-from kvprobe.tasks.sessions import SUMMARISED, conversation, sessions
+from kvprobe.studies.idle_rebuild.collect import CONTROLS
+from kvprobe.studies.idle_rebuild.removals import AFTER, REMOVALS, Removal
+from kvprobe.tasks.sessions import sessions
 from kvprobe.tidy import Rows, Where, beside, chosen
 from kvprobe.wording import few_clusters
 
 SHOWN = ("kept", "compacted", "in_place", "rebuilt", "control")
-"""Runs in tables and figures: `rebuilt` went idle after the compaction, `control` last before it."""
+"""Runs in tables and figures: `compacted` is the running one, `rebuilt` went idle after the removal, `control` last
+before it."""
 TURNS = {"all": AFTER, "new": AFTER[:1], "back": AFTER[1:]}
-"""Turns after the compaction: all, the one that opens a new topic, those that ask back."""
+"""Turns after the removal: all, the one that opens a new topic, those that ask back."""
 ENOUGH = 0.75
 """Share of replies that must be long enough for a token's place in the reply to be shown."""
 
@@ -105,20 +108,20 @@ OF_LAYERS = (Mean(name="distance", of="distance", by=("family", "layer", "segmen
 
 
 def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -> Conclusion:
-    findings = findings_of(tables)
+    removal = REMOVALS[config.removed]
+    findings = findings_of(tables, removal)
     findings.number("allowed", model.round_off)
-    shown = {"system", *SUMMARISED, "summary", *(f"T{turn}" for turn in AFTER[:2])}
-    chat = chat_record(conversation(sessions()[0]), masked=SUMMARISED)
+    chat = chat_record(removal.conversation(sessions()[0]), masked=removal.hidden(AFTER[1]))
     facts = {
-        "chat": [passage for passage in chat if passage["segment"] in shown],
+        "chat": list(takewhile(lambda passage: passage["segment"] != f"T{AFTER[2]}", chat)),
         "layers": model.geometry.n_layers,
         "window": model.geometry.shortest_window or 0,
     }
     few = few_clusters(int(findings.at("sessions").mean), "sessions")
-    return Conclusion(findings, list(controls_of(findings)), facts, few)
+    return Conclusion(findings, list(controls_of(findings, removal)), facts, few)
 
 
-def findings_of(tables: Mapping[str, Rows]) -> Findings:
+def findings_of(tables: Mapping[str, Rows], removal: Removal) -> Findings:
     """All numbers of a run, from the tables of `collect`."""
     samples, tokens = (tables[name].assign(run=run_of(tables[name])) for name in ("samples", "tokens"))
     scripted, early, unscripted = (samples[samples["reply"] == reply] for reply in ("scripted", "early", "own"))
@@ -136,7 +139,7 @@ def findings_of(tables: Mapping[str, Rows]) -> Findings:
         (often(chosen(tokens, ALONG)), OF_TOKENS),
         (tables["layers"], OF_LAYERS),
     )
-    add_checks(findings, tokens, scripted, tables["layers"])
+    add_checks(findings, tokens, scripted, tables["layers"], removal)
     count = samples["sample"].nunique()
     findings.number("sessions", count)
     findings.number("replies", count * len(AFTER))
@@ -176,7 +179,7 @@ def often(tokens: Rows) -> Rows:
     return tokens[tokens.groupby(["reply", "run", "token"])["kl"].transform("size") >= ENOUGH * replies]
 
 
-def add_checks(findings: Findings, tokens: Rows, scripted: Rows, layers: Rows) -> None:
+def add_checks(findings: Findings, tokens: Rows, scripted: Rows, layers: Rows, removal: Removal) -> None:
     """What must be zero but for round-off, at its largest (`off`), and what it is to be compared with."""
 
     def largest(turns: Sequence[int] | None, reference: str) -> float:
@@ -190,24 +193,24 @@ def add_checks(findings: Findings, tokens: Rows, scripted: Rows, layers: Rows) -
     rebuilt: Where = {**COMPACTED, "turn": AFTER, "arm": tuple(f"rebuilt{turn}" for turn in AFTER)}
     whenever = chosen(scripted, rebuilt).groupby(["sample", "turn"])["kl"]
     spoken = tokens[(tokens["reply"] == "own") & (tokens["arm"] == tokens["reference"])]
-    later, every = tuple(f"T{turn}" for turn in AFTER), tuple(range(layers["layer"].max() + 1))
+    every = tuple(range(layers["layer"].max() + 1))
     off = {
         "from compacted": largest(None, "compacted"),
         "from kept": largest(CONTROLS, "kept"),
-        "whenever": float((whenever.max() - whenever.min()).max()),
+        **({"whenever": float((whenever.max() - whenever.min()).max())} if removal.once else {}),
         "system": distance(("system",)),
-        "summary, layer 0": distance(("summary",), 0),
-        "turns, layers 0 and 1": distance(later, 0, 1),
+        "summary, layer 0": distance(removal.saw, 0),
+        "turns, layers 0 and 1": distance(removal.later, 0, 1),
     }
     for check, value in off.items():
         findings.number("off", value, check=check)
-    findings.number("deepest", distance(("summary",), every[-1]), segment="summary")
-    findings.number("deepest", distance(later, every[-1]), segment="turns")
+    findings.number("deepest", distance(removal.saw, every[-1]), segment="summary")
+    findings.number("deepest", distance(removal.later, every[-1]), segment="turns")
     findings.number("same_before", chosen(before, COMPACTED)["agrees"].mean())
     findings.number("said_again", spoken["agrees"].mean())
 
 
-def controls_of(findings: Findings) -> Iterator[Control]:
+def controls_of(findings: Findings, removal: Removal) -> Iterator[Control]:
     allowed = findings.at("allowed").mean
 
     def control(seen: str, *checks: str) -> Control:
@@ -215,22 +218,23 @@ def controls_of(findings: Findings) -> Iterator[Control]:
         return Control(seen.format(*(f"{value:.1e}" for value in off)), max(off) <= allowed)
 
     yield control(
-        "Rebuilt before the compaction, when everything was in view: at no token of any turn is the run further than "
-        "{} nats from the compacted one, and before the compaction {} from the kept one (allowed for round-off: "
+        "Rebuilt before the removal, when everything was in view: at no token of any turn is the run further than {} "
+        "nats from the running one, and before the removal {} from the kept one (allowed for round-off: "
         f"{allowed:.1e}); the same token is likeliest in {findings.at('same_before').mean:.2%} of places.",
         "from compacted",
         "from kept",
     )
-    yield control(
-        "Whenever rebuilt: runs rebuilt before different turns after the compaction differ, at any turn, by at most {} "
-        "nats per token.",
-        "whenever",
-    )
+    if removal.once:
+        yield control(
+            "Whenever rebuilt: runs rebuilt before different turns after the removal differ, at any turn, by at most "
+            "{} nats per token.",
+            "whenever",
+        )
     deepest = [findings.at("deepest", segment=segment).mean for segment in ("summary", "turns")]
     yield control(
-        "Light cone: rebuilt in place, K and V of the system prompt cannot differ from the compacted ones at any "
-        "layer, those of the summary not at layer 0, those of later turns not at layers 0 and 1. They do by {}, {} and "
-        "{} of their size; at the last layer summary and later turns differ by up to "
+        "Light cone: rebuilt in place, K and V of the system prompt cannot differ from the running ones at any layer, "
+        f"those of what saw the hidden text ({', '.join(removal.saw)}) not at layer 0, those of what came later not at "
+        "layers 0 and 1. They do by {}, {} and {} of their size; at the last layer the latter two differ by up to "
         f"{deepest[0]:.2f} and {deepest[1]:.2f}.",
         "system",
         "summary, layer 0",

@@ -5,8 +5,9 @@ from kvprobe.report.plots import ARM_COLOURS
 from kvprobe.report.plots.heatmaps import Heatmaps
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies.idle_rebuild import Config
-from kvprobe.studies.idle_rebuild.collect import AFTER, SHARED, collect
+from kvprobe.studies.idle_rebuild.collect import collect
 from kvprobe.studies.idle_rebuild.conclude import conclude
+from kvprobe.studies.idle_rebuild.removals import AFTER
 from kvprobe.wording import formatted, percent, signed
 
 RUNS = {
@@ -22,9 +23,9 @@ STUDY = Study(
     name="idle_rebuild",
     title="Rebuilding an idle session's cache",
     question=(
-        "After three turns a session is compacted: a summary is written, and the turns it stands for are masked. Later "
-        "it goes idle, its cache is dropped, and what is in view is read anew. Where does the rebuilt run drift from "
-        "the one whose cache was kept?"
+        "Something leaves a session's view: turns that a summary replaces, a tool's result, or the oldest turns. Later "
+        "the session goes idle, its cache is dropped, and what is in view is read anew. Where does the rebuilt run "
+        "drift from the one whose cache was kept?"
     ),
     config=Config,
     collect=collect,
@@ -33,9 +34,9 @@ STUDY = Study(
         Lines(
             file="drift_by_turn",
             finding="by_turn",
-            caption="How far the runs are from the compacted one and from the one that saw everything, and the "
-            "surprise at the scripted reply that they add to the compacted run's. Bands are 95 % intervals over "
-            "sessions. The dotted line is the compaction.",
+            caption="How far the runs are from the running one and from the one that saw everything, and the surprise "
+            "at the scripted reply that they add to the running one's. Bands are 95 % intervals over sessions. At the "
+            "dotted line something leaves the view.",
             x="turn",
             line="run",
             panel="measure",
@@ -48,13 +49,13 @@ STUDY = Study(
         Lines(
             file="drift_in_reply",
             finding="along",
-            caption="Where in a reply the runs part: KL from the compacted run by token, over the turns after the "
-            "compaction. Only places that at least three in four replies reach; bands are 95 % intervals.",
+            caption="Where in a reply the runs part: KL from the running one by token, over turns 4 to 8. "
+            "Only places that at least three in four replies reach; bands are 95 % intervals.",
             x="token",
             line="run",
             panel="reply",
             x_label="token of the reply",
-            y_label="KL from the compacted run (nats)",
+            y_label="KL from the running one (nats)",
             styles=RUNS,
             curves=True,
             log=True,
@@ -63,8 +64,8 @@ STUDY = Study(
         Heatmaps(
             file="rebuild_matrix",
             finding="matrix",
-            caption="KL(compacted ‖ rebuilt) by the turn before which the cache was dropped (rows) and the turn "
-            "measured (columns), mean over sessions. From row 4 on, after the compaction, columns must be constant.",
+            caption="KL(running ‖ rebuilt) by the turn before which the cache was dropped (rows) and the turn "
+            "measured (columns), mean over sessions. Where all leaves at once, columns must be constant from row 4 on.",
             rows="before",
             columns="turn",
             panel="run",
@@ -78,22 +79,22 @@ STUDY = Study(
             x="read",
             line="turn",
             panel="run",
-            x_label="turns read between the summary and the question",
-            y_label="KL(compacted ‖ rebuilt), nats per token",
+            x_label="turns read between turn 3 and the question",
+            y_label="KL(running ‖ rebuilt), nats per token",
             styles=LATER,
             curves=True,
         ),
         Lines(
             file="drift_by_layer",
             finding="distance",
-            caption="How far K and V of the run that was rebuilt in place are from the compacted run's, relative to "
+            caption="How far K and V of the run that was rebuilt in place are from the running one's, relative to "
             "their size, by layer and segment; bands are 95 % intervals. The system prompt stands before everything "
             "that is hidden, and is not shown.",
             x="layer",
             line="segment",
             panel="family",
-            y_label="‖rebuilt in place − compacted‖ / ‖compacted‖",
-            drawn=lambda segment: segment != SHARED[0],
+            y_label="‖rebuilt in place − running‖ / ‖running‖",
+            drawn=lambda segment: segment != "system",
             styles={"summary": Style("#1a1a1a", "s")} | {f"T{turn}": style for turn, style in LATER.items()},
             curves=True,
             size=(4.0, 3.4),
@@ -112,15 +113,15 @@ STUDY = Study(
     ),
     labels={
         "n": "{} sessions".format,
-        **{key: {"in_place": "rebuilt in place"} for key in ("run", "than", "reference")},
+        **{key: {"in_place": "rebuilt in place", "compacted": "running"} for key in ("run", "than", "reference")},
         **dict.fromkeys(("turn", "before"), "turn {}".format),
         "turns": {"all": "turns 4 to 8", "new": "turn 4 (a new topic)", "back": "turns 5 to 8 (asking back)"},
         "measure": {
-            "from_compacted": "KL from the compacted run",
+            "from_compacted": "KL from the running one",
             "from_kept": "KL from the run that saw everything",
-            "added": "surprise added to the compacted run's",
+            "added": "surprise added to the running one's",
         },
-        "reply": {"scripted": "the scripted reply", "own": "the reply that the compacted run would give"},
+        "reply": {"scripted": "the scripted reply", "own": "the reply that the running one would give"},
         "family": {"k": "K (keys)", "v": "V (values)"},
     },
     written={
