@@ -4,6 +4,7 @@ A token adds a slot in place, a fault is written and undone in place, and a row 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -14,6 +15,7 @@ from kvprobe.cache.ledger import Ledger
 from kvprobe.faults.context import FaultContext
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
+from kvprobe.faults.scope import Scope
 from kvprobe.faults.strike import Damage, strike
 from kvprobe.inference.forward import new_slots
 from kvprobe.models.hf_cache import CacheLayer, past_key_values
@@ -65,6 +67,16 @@ class Batch:
         damage = strike(faults, draws, places, tensors, ledger, context, step, first=first, remember=transient)
         self._damage.append(damage)
         return damage
+
+    def hide(self, row: int, cache: int, scope: Scope, draws: Draws) -> int:
+        """Hide slots from a row, a copy of the cache of this number, in the layers and heads of a scope; gives how many
+        vectors of K and V that were."""
+        first, shape = self._first[cache], (len(self.layers), self.layers[0].wide[0].shape[1])
+        hidden = scope.struck(scope.order(self.ledger.since(first), shape, draws, 0, row), shape)
+        live = self.ledger.live.expand(shape[0], -1, max(self.ledger.live.shape[2], hidden.shape[1]), -1).clone()
+        live[:, row, :, first:] &= ~hidden
+        self.ledger = replace(self.ledger, live=live)
+        return 2 * int(hidden.expand(-1, shape[1], -1).sum())
 
     def undo(self) -> None:
         """Restore what transient faults overwrote."""

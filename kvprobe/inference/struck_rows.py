@@ -17,6 +17,7 @@ from kvprobe.errors import UserError
 from kvprobe.faults.context import FaultContext
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
+from kvprobe.faults.scope import Scope
 from kvprobe.inference.batch import Batch
 from kvprobe.inference.forward import forward_pass, taps
 from kvprobe.inference.outcomes import divergence
@@ -34,7 +35,7 @@ class Outcome(Brief):
         tokens: its own answer, greedy, a stop token included.
         text: of these, without control tokens; empty without a tokenizer.
         stopped: whether a stop token ended it.
-        struck: vectors (slots × heads × layers, K and V together) that were written, over all steps.
+        struck: vectors (slots × heads × layers, K and V together) written or hidden, over all steps.
         broken: where its cache or its logits stopped being finite, in words; the row ends there. None if they did not.
         kl: KL(clean ‖ row) in nats at each token of the clean answer, which the row reads; fewer if the row broke.
         agreed: whether the row's likeliest token was that of the clean answer, at each of them.
@@ -57,12 +58,14 @@ class Asked:
         context: its cache but for the last token, and what the faults need to know of it.
         last: its last token.
         draws: one for each fault.
+        hidden: what each of these rows may not read.
     """
 
     context: FaultContext
     last: Tokens
     faults: Sequence[Fault]
     draws: Sequence[Draws]
+    hidden: Sequence[Scope | None]
 
 
 @dataclass
@@ -77,6 +80,7 @@ class _Row:
     question: int
     fault: Fault | None
     draws: Draws
+    hidden: Scope | None = None
     tokens: list[int] = field(default_factory=list[int])
     stopped: bool = False
     struck: int = 0
@@ -110,12 +114,15 @@ class StruckRows:
     def _decode(self, given: Sequence[Sequence[int]] | None, ends: frozenset[int]) -> list[list[Outcome]]:
         rows = [
             [_Row(place, None, Draws())]
-            + [_Row(place, fault, draws) for fault, draws in zip(asked.faults, asked.draws, strict=True)]
+            + [_Row(place, *row) for row in zip(asked.faults, asked.draws, asked.hidden, strict=True)]
             for place, asked in enumerate(self.asked)
         ]
         caches = [asked.context.cache for asked in self.asked]
         batch = Batch(self.lanes, caches, [len(group) for group in rows], self.max_new_tokens)
         standing = [row for group in rows for row in group]
+        for place, row in enumerate(standing):
+            if row.hidden is not None:
+                row.struck += batch.hide(place, row.question, row.hidden, row.draws)
         tokens = [self.asked[row.question].last for row in standing]
         for step in range(self.max_new_tokens):
             self._strike(batch, standing, step)

@@ -17,6 +17,7 @@ from kvprobe.errors import UserError
 from kvprobe.faults.context import FaultContext, Queries
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
+from kvprobe.faults.scope import Scope
 from kvprobe.faults.strike import without_padding
 from kvprobe.inference.batch import fitting_rows
 from kvprobe.inference.forward import as_seen, extend, forward_pass, one_row_each, prove_reading, refuse_foreign, taps
@@ -38,16 +39,25 @@ QUERIES = 8
 
 @dataclass(frozen=True)
 class Trial:
-    """One row of a sweep: a fault, and the number of its repetition.
+    """One row of a sweep: a fault, the number of its repetition, and what is hidden from it.
 
     Trials of one repetition share random draws, whatever the fault; see `kvprobe.faults.draws`.
+
+    Attributes:
+        hidden: slots that the row may not read in the scope's layers and heads, as if they were evicted there before
+            the prompt's last token is read. Indices of slots do not count padding.
     """
 
     fault: Fault
     repeat: AtLeastZero = 0
+    hidden: Scope | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.hidden is not None and (self.hidden.unit == "number" or self.hidden.parts != "kv"):
+            raise UserError(
+                f"Trial has hidden={self.hidden}; whole slots are hidden, so give no part and another unit."
+            )
 
 
 @dataclass(frozen=True, repr=False)
@@ -179,7 +189,8 @@ def _asked(context: FaultContext, question: Question, span: slice, seed: int) ->
     """Some trials of a question, as rows of a batch."""
     trials = question.trials[span]
     draws = [Draws(seed, question.sample, trial.repeat) for trial in trials]
-    return Asked(context, question.prompt[-1:], [trial.fault for trial in trials], draws)
+    faults, hidden = [trial.fault for trial in trials], [trial.hidden for trial in trials]
+    return Asked(context, question.prompt[-1:], faults, draws, hidden)
 
 
 def _prepared(lanes: Lanes, question: Question, max_new_tokens: int, lane: Lane) -> FaultContext:

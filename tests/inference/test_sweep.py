@@ -69,6 +69,10 @@ FAULTS: list[Fault] = [
 ]
 
 
+STILL = Zeros(scope=Scope(rate=0.0))
+"""Nothing struck."""
+
+
 @cache
 def donors(model: Model) -> dict[str, KVCache]:
     """What the faults take slots from."""
@@ -140,6 +144,26 @@ def assert_are_by_hand(model: Model, answers: Sweep, prompt: Tokens = PROMPT, pa
         assert list(outcome.agreed) == agreed.tolist(), trial.fault
 
 
+@pytest.mark.parametrize("where", [{"layers": [1]}, {"layers": [0, 1]}, {"layers": [0], "heads": [1]}], ids=str)
+def test_slots_hidden_from_a_row_are_those_of_a_masked_cache(tiny_llama: Model, where: dict[str, list[int]]):
+    """In a batch whose other prompt is longer, so that this one begins after padding."""
+    slots, past = [1, 2, 5], tiny_llama.prefill(PROMPT[:-1])
+    hidden = Trial(Zeros(scope=Scope(rate=0.2)), hidden=Scope(slots=slots, **where))
+    questions = [Question(PROMPT, [hidden], donors=donors(tiny_llama)), Question(random_tokens(7, {"T1": 40}), [])]
+    answers, _ = sweep(tiny_llama.lanes, questions, max_new_tokens=NEW, stop=[])
+    (outcome,) = answers.outcomes
+    masked = past.mask(slots=slots, **where)
+    assert list(outcome.tokens) == by_hand(tiny_llama, hidden.fault, PROMPT[-1:], masked)[0]
+    clean, damaged = (
+        torch.stack(by_hand(tiny_llama, fault, PROMPT[-1:], cache, answers.clean.tokens)[1])
+        for fault, cache in ((STILL, past), (hidden.fault, masked))
+    )
+    assert outcome.kl == pytest.approx(divergence(clean, damaged)[0].tolist(), abs=2e-5, rel=2e-3)
+    struck, heads = swept(tiny_llama, [hidden.fault]).outcomes[0].struck, tiny_llama.geometry.n_kv_heads
+    assert outcome.struck - struck == 2 * len(slots) * len(where["layers"]) * len(where.get("heads", range(heads)))
+    assert min(outcome.kl) > 1e-4
+
+
 def test_the_clean_row_equals_generate(tiny: Model):
     expected = generate(tiny.lanes, [PROMPT], max_new_tokens=NEW, stop=[])
     answers = swept(tiny, [])
@@ -202,10 +226,11 @@ def test_questions_in_one_batch_are_answered_as_alone(tiny: Model):
     questions = [
         Question(PROMPT[-1:], [Trial(Zeros(scope=SOME))], tiny.prefill(PROMPT[:-1]).mask("T1"), sample=3),
         Question(random_tokens(7, {"T1": 11}), [Trial(fault, repeat=1) for fault in timed], None, donors(tiny), 8),
+        Question(random_tokens(7, {"T1": 6}), [Trial(STILL, hidden=Scope(rate=rate)) for rate in (0.3, 0.6)]),
         Question(random_tokens(8, {"T1": 3, "T2": 4}), [], sample=1),
         Question(PROMPT, [Trial(fault) for fault in timed[:12]], None, donors(tiny)),
     ]
-    ends = sweep(tiny.lanes, questions[3:], max_new_tokens=NEW, stop=[])[0].clean.tokens[3:4]
+    ends = sweep(tiny.lanes, questions[4:], max_new_tokens=NEW, stop=[])[0].clean.tokens[3:4]
     settings: Any = {"max_new_tokens": NEW, "stop": ends, "seed": 5}
     apart = [sweep(tiny.lanes, [question], **settings)[0] for question in questions]
     assert len({len(alone.clean.tokens) for alone in apart}) > 1, "clean rows end at different steps"
@@ -536,6 +561,7 @@ def test_settings_out_of_range_are_refused(tiny_llama: Model):
     sweep_refused("no donor called 'distractor'; there are none here", tiny_llama, [Distractor()], donors={})
     sweep_refused("There is no layer 99", tiny_llama, [Zeros(scope=Scope(layers=[99]))])
     sweep_refused("There is no segment called 'T3'", tiny_llama, [Zeros(scope=Scope(segments=("T3",)))])
+    refused(lambda: Trial(Zeros(), hidden=Scope(unit="number")), "whole slots are hidden")
     refused(lambda: swept(tiny_llama, [Trial(Zeros(), -1)]), "repeat=-1, an int; give a whole number of at least 0")
 
 

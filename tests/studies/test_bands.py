@@ -15,7 +15,7 @@ import pytest
 from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
-from kvprobe.faults import Gaussian
+from kvprobe.faults import Draws, Gaussian
 from kvprobe.faults.gaussian import factors_of
 from kvprobe.inference.model import Model
 from kvprobe.stats import Estimate, binomial
@@ -27,12 +27,23 @@ from kvprobe.text.transcript import Transcript
 from tests.experiments.made_up import answer_of, page_of
 from tests.inference.made_up import made_up_answers
 from tests.models import any_model, llama, tiny_tokenizer
+from tests.random_caches import random_tokens
 from tests.studies.runs import whole_run
 from tests.tasks.made_up import gsm8k_questions
 
+SLOTS = 100
+PRUNING = Config(
+    samples=16,
+    noises=("random", "random-sinks", "window"),
+    rates=(50.0, 98.0),
+    parts=("kv",),
+    timing="once",
+    single=0.0,
+)
+
 
 def test_every_band_meets_every_noise_part_and_rate_once_and_a_control_comes_first():
-    every = cases(Config(rates=(4.0, 1.0)), 30)
+    every = cases(Config(rates=(4.0, 1.0)), 30, SLOTS)
     labels = pd.DataFrame([case.labels for case in every])
     assert labels["group"].value_counts().to_dict() == {SINGLES: 30 * 4 * 3, CUTS: 7 * 4 * 3 * 2, CONTROL: 1}
     assert not labels.duplicated().any()
@@ -43,10 +54,45 @@ def test_every_band_meets_every_noise_part_and_rate_once_and_a_control_comes_fir
         assert (fault.matched, scope.parts) == (case.labels["noise"], case.labels["parts"])
         assert 100 * scope.rate == pytest.approx(case.labels["rate"])
         assert scope.layers == tuple(range(int(case.labels["first"]), int(case.labels["last"]) + 1))
-    assert not [case for case in cases(Config(single=0.0), 30) if case.labels["group"] == SINGLES]
+    assert not [case for case in cases(Config(single=0.0), 30, SLOTS) if case.labels["group"] == SINGLES]
     for timing, when in {"once": (0, False), "fresh": ("every", True), "piling": ("every", False)}.items():
-        faults = [case.trial.fault for case in cases(Config(timing=timing), 4)]
+        faults = [case.trial.fault for case in cases(Config(timing=timing), 4, SLOTS)]
         assert {(fault.at, fault.transient) for fault in faults} == {when}
+
+
+def test_pruning_hides_as_many_slots_in_every_way_and_spares_those_that_it_says(tiny_llama: Model):
+    ledger = tiny_llama.prefill(random_tokens(0, {"T1": SLOTS})).ledger
+    hidden: dict[tuple[Any, ...], set[int]] = {}
+    for case in cases(PRUNING, LAYERS, SLOTS):
+        scope, labels = case.trial.hidden, case.labels
+        assert scope is not None
+        mask = scope.struck(scope.order(ledger, (LAYERS, 1), Draws(), 0), (LAYERS, 1))[:, 0]
+        layers = set(mask.any(1).nonzero()[:, 0].tolist())
+        assert layers == (set(range(int(labels["first"]), int(labels["last"]) + 1)) if labels["rate"] else set())
+        slots = hidden.setdefault((labels["noise"], labels["rate"]), set(mask.any(0).nonzero()[:, 0].tolist()))
+        assert mask.sum(1).tolist() == [len(slots) if layer in layers else 0 for layer in range(LAYERS)]
+    assert hidden["random", 0.0] == set()
+    for noise in PRUNING.noises:
+        assert hidden[noise, 50.0] < hidden[noise, 98.0]
+        assert len(hidden[noise, 50.0]) == 50
+    assert hidden["window", 50.0] == set(range(4, 54))
+    assert hidden["window", 98.0] == hidden["random-sinks", 98.0] == set(range(4, 100))
+    assert len(hidden["random", 98.0]) == 98
+
+
+def test_a_page_on_pruning_says_where_it_costs_most(tmp_path: Path):
+    def right(labels: dict[str, Any], item: int) -> float:
+        return float(item < 4 if labels["band"] == "quarter 3" else True)
+
+    conclusion = numbers(PRUNING, kl=lambda labels, _: {"quarter 3": 3.0}.get(labels["band"], 1.0), right=right)
+    run = page_of(STUDY, PRUNING, conclusion, tmp_path, drawn=True)
+    said = answer(STUDY, run)
+    assert "That it harms the third quarter least: no with every way." in said
+    assert "With 98 % of the third quarter's slots gone, right answers fall from 100.0 %" in said
+    assert "by +75.0 points" in said
+    page = run.read("report.html")
+    assert "as if they were evicted there" in page
+    assert "with Gaussian noise in" not in page
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +124,7 @@ def finished(deep: Model, config: Config, root: Path) -> Run:
 def test_a_run_holds_every_row_number_and_figure(finished: Run, config: Config):
     table, conclusion = finished.df(), Conclusion.of(finished.metrics)
     findings, (task,) = conclusion.findings, config.tasks
-    assert len(table) == config.samples * (1 + len(cases(config, 4)))
+    assert len(table) == config.samples * (1 + len(cases(config, 4, SLOTS)))
     assert findings.at("sound", task=task).mean == 1.0
     assert (table.loc[table["group"].isin([CUTS, SINGLES]), ["struck", "kl"]] > 0).all(axis=None)
     assert "slots are drawn once and struck in all layers" in (finished.path / "report.html").read_text()
@@ -108,7 +154,7 @@ def made_up(
             return {"right": bool(clean(item)), "struck": 0}
         return {"right": bool(right(labels, item)), "same": False, "kl": float(kl(labels, item))}
 
-    every = cases(config, LAYERS)
+    every = cases(config, LAYERS, SLOTS)
     return made_up_answers(task, config.samples, lambda _: every, lambda item: bool(clean(item)), became)
 
 

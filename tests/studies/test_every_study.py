@@ -55,6 +55,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "bands": [
         ({"rates": (0.0, 5.0)}, "'rates' has 0; expected percents"),
+        ({"noises": ("window", "layer"), "timing": "once", "parts": ("kv",)}, "'noises' has window, which hide"),
+        ({"noises": ("window", "random")}, "'noises' has random, window, which hide"),
         ({"reported": "canarypwn"}, "'canarypwn-7b'"),
         ({"reported": "canarypwn-bands-7b"}, "expected a table of bands on one of this run's tasks"),
         ({"reported": "canarypwn-7b", "tasks": ("gsm8k",)}, "a table of gaussian, zeros, distractor"),

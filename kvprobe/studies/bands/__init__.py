@@ -1,4 +1,4 @@
-"""Which layers' caches can bear noise, and how much of that is the noise's own scale?"""
+"""Which layers' caches can bear noise or pruning, and how much of the former is the noise's own scale?"""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -10,15 +10,23 @@ from kvprobe.studies import STUDIES
 from kvprobe.studies.settings import AnswerSettings, Timing, UnitName, require_rates
 
 Cut = Literal["all", "halves", "quarters"]
-Noise = Literal[
+Scale = Literal[
     "layer", "head", "channel", "effect",
     "mean", "spread", "covariance", "mean+spread", "mean+covariance", "spread+covariance",
 ]  # fmt: skip
+Pruning = Literal["random", "random-sinks", "window"]
+Noise = Literal[Scale, Pruning]
 Part = Literal["kv", "k", "v"]
 
 BANDS: dict[Cut, int] = {"all": 1, "halves": 2, "quarters": 4}
 """Into how many bands the layers are cut."""
 NOISES: tuple[Noise, ...] = get_args(Noise)
+PRUNED: dict[Pruning, str] = {
+    "random": "random slots pruned",
+    "random-sinks": "random slots pruned, the first few spared",
+    "window": "pruned but for the first few slots and the last",
+}
+"""Ways of pruning, which hide slots where noise replaces them."""
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
@@ -31,7 +39,8 @@ class Config(AnswerSettings):
         rates: share of the slots that is struck in a band, in percent.
         single: rate in percent at which every single layer is struck; 0 leaves that out.
         noises: what Gaussian noise is matched to; channel includes the covariance. What lies between layer and channel
-            names what each channel has for itself: mean, spread, covariance, or two of them.
+            names what each channel has for itself: mean, spread, covariance, or two of them. Or how slots are pruned
+            in place of noise: random, random-sinks (spares the first four), window (keeps the first four and the last).
         parts: K and V together, or one of them.
         timing: fresh (drawn anew before each token, and undone after it), once (after the prompt, and left there), or
             piling (anew before each token, and left there).
@@ -51,6 +60,13 @@ class Config(AnswerSettings):
 
     def validate(self) -> None:
         require_rates("rates", self.rates)
+        if (pruned := PRUNED.keys() & self.noises) and (
+            len(pruned) < len(self.noises) or (self.parts, self.timing) != (("kv",), "once") or self.unit == "number"
+        ):
+            raise UserError(
+                f"Setting 'noises' has {', '.join(sorted(pruned))}, which hide whole slots after the prompt; expected "
+                "no noise beside them, parts=kv, timing=once, and another unit than number."
+            )
         if not self.reported:
             return
         table = reported(self.reported)

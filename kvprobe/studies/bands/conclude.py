@@ -1,9 +1,10 @@
-"""From answers to findings: what noise costs in each band and layer, which bands differ, and whether scales agree."""
+"""From answers to findings: what noise or pruning costs in each band and layer, which bands differ, and whether scales
+agree."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, product
 from math import inf
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from jaxtyping import Float
@@ -20,7 +21,7 @@ from kvprobe.report.reported import reported
 from kvprobe.stats import DIFFERENCE, UNBOUNDED, Estimate, estimate, newcombe, statistic
 from kvprobe.studies import answers
 from kvprobe.studies.answers import NATS, SOUND
-from kvprobe.studies.bands import NOISES, PARTS, Config, Cut, Noise
+from kvprobe.studies.bands import NOISES, PARTS, PRUNED, Config, Cut, Scale
 from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, names_of
 from kvprobe.studies.bands.order import Ranking
 from kvprobe.tasks.task import Task
@@ -31,7 +32,7 @@ LAST, BUFFER = "quarter 4", "quarter 3"
 COMPARED: tuple[Cut, ...] = ("quarters", "halves")
 UNCHANGED = 1e-6
 """Nats of KL that a row in which nothing is struck may be from the clean one."""
-FACTORIAL: tuple[Noise, ...] = ("layer", "channel", *NOISES[4:])
+FACTORIAL: tuple[Scale, ...] = ("layer", "channel", *get_args(Scale)[4:])
 """Noise in which each factor of a channel is the layer's or its own."""
 PUBLISHED: dict[str, Key] = {"noise": "layer", "parts": "kv"}
 """How the article strikes."""
@@ -119,6 +120,7 @@ def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
         "orders": orders(findings, config),
         "example": {"chat": chat_record(item.chat, marked=item.answer), "lead": item.lead, "answer": item.answer},
         "dtype": model.dtype,
+        "pruned": config.noises[0] in PRUNED,
         "published": None if published is None else published_facts(published, config.model),
     }
     controls = [

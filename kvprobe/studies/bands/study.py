@@ -9,7 +9,7 @@ from kvprobe.faults.scope import UNIT_LABELS
 from kvprobe.report.findings import Key
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies.answers import LABELS, WRITTEN, inputs
-from kvprobe.studies.bands import Config
+from kvprobe.studies.bands import PRUNED, Config
 from kvprobe.studies.bands.collect import collect
 from kvprobe.studies.bands.conclude import conclude
 from kvprobe.tasks.task import shown_task
@@ -35,7 +35,11 @@ NOISE_STYLES = {
 
 def struck(keys: Mapping[str, Key]) -> str:
     """The row of panels of a finding."""
-    return f"{shown_task(str(keys['task']))}: noise in {PART_LABELS[str(keys['parts'])]}"
+    return f"{shown_task(str(keys['task']))}: {damage(keys)}"
+
+
+def damage(keys: Mapping[str, Key]) -> str:
+    return "slots pruned" if keys["noise"] in PRUNED else f"noise in {PART_LABELS[str(keys['parts'])]}"
 
 
 def by_noise(file: str, finding: str, caption: str, **more: Any) -> Lines:
@@ -56,7 +60,8 @@ STUDY = Study(
         "“KV Cache is More Robust Than You Think in Large Language Models” (canarypwn) strikes bands of Qwen2.5-7B's "
         "layers with Gaussian noise at the layer's own scale, K and V together. Answers suffer most in the last "
         "quarter, “where reasoning happens”, and hardly in the third, “a buffer”. Does this model show that order, and "
-        "does the order stay when noise has another scale, or strikes K or V alone?"
+        "does the order stay when noise has another scale, or strikes K or V alone? The article infers that a buffer's "
+        "cache could be pruned: is it so where slots are hidden?"
     ),
     config=Config,
     inputs=inputs,
@@ -66,8 +71,8 @@ STUDY = Study(
         by_noise(
             "kl_by_band",
             "kl",
-            "KL with intervals over items, on a log scale, by the share of slots that is struck. Whiskers that leave "
-            "the figure reach zero. Bands may differ in their number of layers.",
+            "KL with intervals over items, on a log scale, by the share of slots that is struck or pruned. Whiskers "
+            "that leave the figure reach zero. Bands may differ in their number of layers.",
             x="band",
             line="rate",
             x_label="",
@@ -81,7 +86,7 @@ STUDY = Study(
             "band and dashed line: clean cache; dotted: chance. Hollow: the article's own, where they were asked for.",
             x="rate",
             line="band",
-            x_label="slots struck (%)",
+            x_label="slots struck or pruned (%)",
             y_label="right answers (share)",
             styles=BAND_STYLES,
             band=("sound", "clean cache"),
@@ -96,7 +101,7 @@ STUDY = Study(
             x="layer",
             line="noise",
             panel="task",
-            row=lambda keys: f"noise in {PART_LABELS[str(keys['parts'])]}",
+            row=damage,
             x_label="layer that is struck",
             y_label="KL (nats per token)",
             styles=NOISE_STYLES,
@@ -120,13 +125,13 @@ STUDY = Study(
     labels={
         "n": "{} items".format,
         **LABELS,
-        **dict.fromkeys(("noise", "other"), MATCHED_LABELS),
+        **dict.fromkeys(("noise", "other"), MATCHED_LABELS | PRUNED),
         "parts": PART_LABELS,
         "meaning": MATCHED_MEANINGS,
         "unit": UNIT_LABELS,
         "factor": {"mean": "mean", "spread": "spread", "covariance": "correlation"},
         "measure": {"kl": "KL", "lost": "accuracy lost"},
-        "key": {"parts": "in", "noise": "noise matched to", "rate": "struck"},
+        "key": {"parts": "in", "noise": "noise matched to, or pruning", "rate": "struck"},
     },
     written={
         **WRITTEN,
