@@ -22,11 +22,11 @@ BANDS: dict[Cut, int] = {"all": 1, "halves": 2, "quarters": 4}
 """Into how many bands the layers are cut."""
 NOISES: tuple[Noise, ...] = get_args(Noise)
 PRUNED: dict[Pruning, str] = {
-    "random": "random slots pruned",
-    "random-sinks": "random slots pruned, the first few spared",
-    "window": "pruned but for the first few slots and the last",
+    "random": "random slots",
+    "random-sinks": "random, first few spared",
+    "window": "all but first and last",
 }
-"""Ways of pruning, which hide slots where noise replaces them."""
+"""Ways of pruning, which hide slots where noise replaces them: which slots go."""
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
