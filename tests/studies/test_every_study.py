@@ -33,6 +33,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"samples": 10}, "'samples' is 10; expected 96 to 40000"),
         ({"samples": 769}, "not a multiple of the 48 contexts; expected 768 or 816"),
     ],
+    "leakage_scaling": [
+        ({"readers": ("slot",)}, "lacks 'pooled'"),
+        ({"readers": ("pooled", "soft"), "conversations": (500,), "prompted": 150}, "expected at least the fewest"),
+    ],
     "compaction": [
         ({"contexts": 4}, "'contexts' is 4; expected 5 to 48"),
         ({"samples": 100}, "not a multiple of the 48 contexts; expected 96 or 144"),

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
+from kvprobe.cache.cache import KVCache
 from kvprobe.cache.visibility import additive
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
@@ -27,18 +28,27 @@ from kvprobe.studies.leakage_scaling.reading import (
     STATES,
     ArmState,
     caches_of,
+    digit_ids,
     last_slots,
     places_of,
     read_batch,
     token_rows,
     vectors,
 )
+from kvprobe.studies.leakage_scaling.soft import SoftPrompt, soft_reader
 from kvprobe.studies.leakage_scaling.study import STUDY
-from tests.models import any_model
+from kvprobe.text.tokens import Tokens
+from tests.models import any_model, llama, tiny_tokenizer
 from tests.studies.runs import close
 
 SMALL = Config(
-    conversations=(40,), tested=16, readers=("pooled", "asked"), slots=2, layers=2, shared=8, untrained=False, batch=104
+    conversations=(40,),
+    tested=16,
+    arms=("turn", "summary", "masked"),
+    readers=("pooled", "asked", "soft"),
+    shared=8,
+    untrained=False,
+    batch=104,
 )
 MODEL, HOLD = "wordy", [True, True]
 ARMS = Config().arms
@@ -51,7 +61,8 @@ def test_a_run_shows_everything(finished: Run):
     assert {claim.finding for claim in STUDY.claims} <= set(findings.names)
     assert set(findings.values("read", "world")) == {GRAMMAR, SHARED}
     assert set(findings.values("read", "held_out", world=GRAMMAR)) == set(HELD_OUT)
-    assert set(findings.values("leak", "arm")) == set(ARMS) - {"turn"}
+    assert set(findings.values("leak", "arm")) == set(SMALL.arms) - {"turn"}
+    assert set(findings.values("leak", "reader")) == set(SMALL.readers)
 
 
 def test_what_is_held_out_is_new_and_no_code_comes_twice():
@@ -80,7 +91,8 @@ def test_batched_slots_equal_one_pass_of_the_model_under_an_explicit_mask(wordy:
     rng = np.random.default_rng(3)
     rows = token_rows(wordy, draw(random_codes(3, rng), rng))
     assert len({len(row) for row in rows}) > 1
-    caches = caches_of(wordy, rows, ARMS)
+    sources = {place.source for place in places_of(ARMS)}
+    caches = caches_of(wordy, rows, sources)
     row = rows[1]
     hides = {
         "turn": set[str](),
@@ -90,7 +102,7 @@ def test_batched_slots_equal_one_pass_of_the_model_under_an_explicit_mask(wordy:
         "late": set[str](),
         RESTART: {"summary", "T3", "T4"},
     }
-    for place in {place.source for place in places_of(ARMS)}:
+    for place in sources:
         blind = hides[RESTART if place.state == RESTART else place.arm]
         seen = torch.ones(len(row), len(row), dtype=torch.bool).tril()
         for query, name in enumerate(row.segments):
@@ -193,6 +205,45 @@ def test_a_reader_that_is_told_nothing_loses_little_and_a_model_that_knows_is_be
     assert float(scored(knows, read("asked", knows))[0].mean()) > 0.85
 
 
+def with_digits(model: Model, digits: torch.Tensor) -> KVCache:
+    """Slots of random tokens, one of which holds, in the last layer, a value that makes the model say a digit, at a
+    key that no query looks for yet."""
+    rng = torch.Generator().manual_seed(3)
+    texts = torch.randint(60, (digits.shape[1], 12), generator=rng).tolist()
+    cache = model.prefill([Tokens.of(text) for text in texts])
+    says = model.lanes.plain.get_output_embeddings().weight[digit_ids(model)].detach()
+    by_kv_head = model.lanes.output_weights(1).unflatten(0, (2, 2)).sum(1)
+    written = torch.stack([torch.linalg.lstsq(out.mT, (says - says.mean(0)).mT).solution.mT for out in by_kv_head])
+    written *= 16 / written.norm(dim=-1, keepdim=True)
+    cache.keys[1][:, :, 3] = 2 * torch.randn(2, 8, generator=rng)
+    cache.values[1][:, :, 3] = written[:, digits[0]].transpose(0, 1)
+    return cache
+
+
+def test_a_soft_prompt_finds_what_the_model_can_be_made_to_say_and_no_more():
+    model = llama(tokenizer=tiny_tokenizer(), num_hidden_layers=2, initializer_range=0.3)
+    codes = torch.randint(10, (1, 96), generator=torch.Generator().manual_seed(0))
+    known = Known(torch.arange(96), codes, torch.tensor([0, 0, 1, 2, 2, 2]).repeat(16), 0)
+    shown = with_digits(model, codes)
+    evidence, again = (soft_reader(model, shown, codes)(known) for _ in range(2))
+    assert torch.equal(evidence.tested, again.tested)
+    assert scored(known, evidence)[0][0].mean() > 0.8
+    of_others = soft_reader(model, with_digits(model, codes.roll(7, 1)), codes)(known)
+    assert float(scored(known, of_others)[0].mean()) < 0.25
+    assert all(weight.requires_grad and weight.grad is None for weight in model.lanes.plain.parameters())
+
+
+def test_a_soft_prompt_is_read_as_embeddings_of_its_own_before_the_digits():
+    model = llama(tokenizer=tiny_tokenizer())
+    texts, codes, plain = ([5, 6, 7, 8], [9, 3]), torch.tensor([[1, 2], [3, 4], [5, 6]]), model.lanes.plain
+    prompt = SoftPrompt(model, model.prefill([Tokens.of(text) for text in texts]), codes)
+    said = prompt(torch.tensor([1]))
+    embeddings, digits = plain.get_input_embeddings(), digit_ids(model)
+    before, after = (embeddings(torch.tensor(ids)) for ids in (texts[1], [digits[2], digits[4]]))
+    expected = plain(inputs_embeds=torch.cat([before, prompt.vectors * prompt.scale, after])[None]).logits[:, -3:]
+    close(said.detach(), expected[..., digits].detach())
+
+
 def curve_of(rng: np.random.Generator, truth: np.ndarray, clusters: int = 15) -> list[np.ndarray]:
     """Points around a curve: clusters differ by a common amount, by one of their own at each point, and training sets
     by another."""
@@ -236,7 +287,7 @@ def test_a_curve_that_rises_late_or_all_at_once_follows_no_power_law_and_has_no_
         assert asymptote(counts, curve_of(rng, np.array(truth)), 3.3) is None
 
 
-EXAMPLE = Config(conversations=(48, 150, 500, 1500))
+EXAMPLE = Config(conversations=(48, 150, 500, 1500), readers=("pooled", "hidden", "asked", "soft"), prompted=500)
 
 
 def made_up(rng: np.random.Generator, leak: float = 0.6, used: float = 0.4) -> dict[str, pd.DataFrame]:
@@ -247,6 +298,8 @@ def made_up(rng: np.random.Generator, leak: float = 0.6, used: float = 0.4) -> d
         for reader, kind, place, number, draw_number, cluster, digit in product(
             readers, kinds, places_of(ARMS), range(4), range(2), range(9), (1, 2)
         ):
+            if reader == "soft" and EXAMPLE.conversations[number] > EXAMPLE.prompted:
+                continue
             gain = 0.0 if place.state == RESTART else leak * (1.0 if place.arm == "summary" else 0.5)
             bits = gain * (1 - 0.5**number) + rng.normal(0, 0.02)
             keys = {"world": world, "reader": reader, "held_out": kind, "arm": place.arm, "state": place.state}

@@ -1,8 +1,8 @@
 """Conversations are drawn and read once; then every reader is given more and more of them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,14 +17,25 @@ from kvprobe.inference.model import Model
 from kvprobe.probing.controls import random_model
 from kvprobe.studies.leakage_scaling import Config, Reader
 from kvprobe.studies.leakage_scaling.grammar import HELD_OUT, Conversation, draw, draw_shared, random_codes
-from kvprobe.studies.leakage_scaling.readers import READ_FROM, Known, read, scored
-from kvprobe.studies.leakage_scaling.reading import STATES, ArmState, labels_of, places_of, read_batch, spread
+from kvprobe.studies.leakage_scaling.readers import READ_FROM, Evidence, Known, read, scored
+from kvprobe.studies.leakage_scaling.reading import (
+    STATES,
+    ArmState,
+    alone_of,
+    labels_of,
+    places_of,
+    read_batch,
+    spread,
+)
+from kvprobe.studies.leakage_scaling.soft import soft_reader
 from kvprobe.tasks.passcode import CODE_LENGTH
 from kvprobe.tidy import Rows
 
 GRAMMAR, SHARED, UNTRAINED = "grammar", "shared", "untrained"
 DRAWS = 2
-"""At most so many disjoint sets of training conversations of one number, over which a point is averaged."""
+"""At most so many disjoint sets of training conversations of one number, over which a point is averaged,"""
+QUICK: tuple[Reader, ...] = ("pooled", "asked", "neutral")
+"""of these readers; others get one."""
 INNER = 4
 """Every so many ways of stating the code are those of the inner fold."""
 BESIDE = 1500
@@ -71,11 +82,16 @@ class World:
         numbers = [place if shared else conversation.wording for place, conversation in enumerate(training)]
         return torch.tensor(numbers) % (INNER + shared) == 0
 
+    def up_to(self, most: int) -> "World":
+        """The same with at most so many conversations to train on."""
+        counts = [count for count in self.counts if count <= most] or self.counts[:1]
+        kept = [*self.conversations[: counts[-1]], *self.conversations[self.training :]]
+        return replace(self, conversations=kept, counts=counts)
+
 
 def worlds_of(config: Config) -> list[World]:
     """Conversations of the grammar; those of Memento's split; and the grammar's for random weights."""
     rng, counts, tested = np.random.default_rng([config.seed, 1]), config.conversations, config.tested
-    beside = [count for count in counts if count <= BESIDE] or counts[:1]
     codes = random_codes(counts[-1] + len(HELD_OUT) * tested, rng)
     training, new, tests = draw(codes[: counts[-1]], rng), [], []
     for held_out in HELD_OUT:
@@ -85,13 +101,14 @@ def worlds_of(config: Config) -> list[World]:
         tests.append(TestSet(held_out, slice(len(new), len(new) + tested), clusters))
         new += drawn
     worlds = [World(GRAMMAR, training + new, counts, tests, config.readers)]
+    beside = worlds[0].up_to(BESIDE)
     if config.shared:
         rng = np.random.default_rng([config.seed, 2])
-        shared = draw_shared(random_codes(beside[-1] + tested, rng), config.shared, rng)
-        clusters = [(beside[-1] + place) % config.shared for place in range(tested)]
-        worlds.append(World(SHARED, shared, beside, [TestSet(CODES, slice(0, tested), clusters)], ("pooled",)))
+        shared = draw_shared(random_codes(beside.training + tested, rng), config.shared, rng)
+        clusters = [(beside.training + place) % config.shared for place in range(tested)]
+        worlds.append(World(SHARED, shared, beside.counts, [TestSet(CODES, slice(0, tested), clusters)], ("pooled",)))
     if config.untrained:
-        worlds.append(World(UNTRAINED, training[: beside[-1]] + new, beside, tests, ("pooled",)))
+        worlds.append(replace(beside, name=UNTRAINED, readers=("pooled",)))
     return worlds
 
 
@@ -136,41 +153,45 @@ def read_world(model: Model, config: Config, run: Run, world: World, paths: Sequ
     places = places_of(config.arms)
     sources = list(dict.fromkeys(place.source for place in places))
     cases: list[tuple[ArmState, Reader]] = [(source, reader) for source in sources for reader in world.readers]
-    device = model.lanes.device
-    labels = world.labels.to(device)
 
     def measured(case: tuple[ArmState, Reader]) -> pd.DataFrame:
         source, reader = case
-        features = tensor_of_parts(paths, f"{READ_FROM[reader]}.{source.name}").to(device)
+        if reader == "soft":
+            some = world.up_to(config.prompted)
+            alone = alone_of(model, some.conversations, source, config.batch)
+            features, reading = torch.arange(alone.batch), soft_reader(model, alone, some.labels)
+        else:
+            some, reading = world, partial(read, reader)
+            features = tensor_of_parts(paths, f"{READ_FROM[reader]}.{source.name}")
+        features, draws = features.to(model.lanes.device), DRAWS if reader in QUICK else 1
         tables = [
-            averaged(curve_point(features, labels, world, reader, count, config.seed), world, count)
-            for count in world.counts
+            averaged(curve_point(features, some, reading, count, draws, config.seed), some, count)
+            for count in some.counts
         ]
         return pd.concat(tables).assign(source=source.name, reader=reader)
 
     doing = f"Reading codes, {world.name}"
-    read = table_of_parts(run, cases, f"{world.name}-read", measured, doing=doing, unit="reader")
+    table = table_of_parts(run, cases, f"{world.name}-read", measured, doing=doing, unit="reader")
     of_place = (
-        read[read["source"] == place.source.name].assign(arm=place.arm, state=place.state, world=world.name)
+        table[table["source"] == place.source.name].assign(arm=place.arm, state=place.state, world=world.name)
         for place in places
     )
     return pd.concat(of_place, ignore_index=True).drop(columns="source")
 
 
 def curve_point(
-    features: Tensor, labels: Tensor, world: World, reader: Reader, count: int, seed: int
+    features: Tensor, world: World, reading: Callable[[Known], Evidence], count: int, draws: int, seed: int
 ) -> list[tuple[Tensor, Tensor]]:
     """For each draw of so many training conversations, what is right and how many bits are gained of each test
     conversation, by digit."""
     tested = torch.arange(world.training, len(world.conversations))
-    drawn = []
-    draws = DRAWS if READ_FROM[reader] != "slots" and reader != "hidden" else 1
+    drawn, labels = [], world.labels.to(features.device)
     for number in range(min(draws, world.training // count)):
         some = torch.arange(number * count, (number + 1) * count)
         rows = torch.cat([some, tested]).to(features.device)
         folds = torch.cat([2 - world.inner[some].long(), torch.zeros(len(tested), dtype=torch.long)])
         known = Known(features[rows], labels[:, rows], folds.to(features.device), seed * 1000 + number)
-        drawn.append(scored(known, read(reader, known)))
+        drawn.append(scored(known, reading(known)))
     return drawn
 
 

@@ -44,7 +44,8 @@ def conclude(tables: dict[str, Rows], config: Config, model: Model) -> Conclusio
         if limit is not None:
             findings.add(Finding("limit", keys, limit, BITS))
     add_leaks(findings, curves)
-    last = samples[(samples["conversations"] == max(config.conversations)) & (samples["world"] == GRAMMAR)]
+    grammar = samples[samples["world"] == GRAMMAR]
+    last = grammar[grammar["conversations"] == grammar.groupby("reader")["conversations"].transform("max")]
     by_digit = Mean(
         name="by_digit", of="right", by=("reader", "arm", "state", "held_out", "digit"), cluster="cluster", within=SHARE
     )
@@ -61,9 +62,9 @@ def conclude(tables: dict[str, Rows], config: Config, model: Model) -> Conclusio
     if len(tables["use"]):
         findings.extend(use_of(tables["use"]))
     full = {
-        str(finding.keys["reader"]): finding.value.mean
-        for finding in findings.where("read", world=GRAMMAR, arm="turn", held_out=STRICT)
-        if finding.keys["conversations"] == max(config.conversations)
+        reader: read[-1].mean()
+        for (world, reader, arm, held_out, _), (_, read, _) in curves.items()
+        if (world, arm, held_out) == (GRAMMAR, "turn", STRICT)
     }
     weak = [reader for reader in config.readers if full.get(reader, 0.0) < ENOUGH]
     world = worlds_of(config)[0]
@@ -73,6 +74,7 @@ def conclude(tables: dict[str, Rows], config: Config, model: Model) -> Conclusio
         "words": {test.held_out: len(set(test.clusters)) for test in world.tests},
         "most": max(config.conversations),
         "fewest": min(config.conversations),
+        "prompted": world.up_to(config.prompted).training,
         "readers": list(config.readers),
     }
     warnings = few_clusters(min(facts["words"].values()), "held-out ways of stating the code")

@@ -1,21 +1,32 @@
 """Small networks that are trained to read a code, and how they are trained."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from kvprobe.probing.ridge import VARIANCE_FLOOR
+from kvprobe.progress import Bar
 
 CLASSES = 10
 WIDTH, HEADS, DEPTH = 128, 4, 2
 EPOCHS, PATIENCE = 40, 5
 """At most so many passes over the training conversations; so many without a lower cross-entropy on the inner fold."""
-BATCH, LEAST_STEPS = 256, 4
-_RATE, _DECAY = 1e-3, 1e-2
+LEAST_STEPS = 4
 _SPHERE = 1e-3
 """Variance that is added in every direction before whitening, for features of unit variance."""
+
+
+class Descent(NamedTuple):
+    """How a reader's weights are trained: conversations in a step, how far one goes, how weights decay, and by how many
+    nats cross-entropy must fall to be called lower."""
+
+    batch: int = 256
+    rate: float = 1e-3
+    decay: float = 1e-2
+    fall: float = 0.0
 
 
 class Hidden(nn.Module):
@@ -48,6 +59,7 @@ class AttentionPooled(nn.Module):
         self.intercept = nn.Parameter(torch.zeros(targets, CLASSES))
 
     def forward(self, seen: Float[Tensor, "rows layers slots width"]) -> Float[Tensor, "rows targets classes"]:
+        seen = seen.float()
         scores = torch.einsum("blsw,ltw->btls", seen, self.query) + self.place
         weights = scores.flatten(2).softmax(-1).view_as(scores)
         picked = torch.einsum("btls,blsw,lwd->btd", weights, seen, self.value)
@@ -67,55 +79,53 @@ class Transformer(nn.Module):
         self.out = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, seen: Float[Tensor, "rows layers slots width"]) -> Float[Tensor, "rows targets classes"]:
-        tokens = (torch.einsum("blsw,lwd->blsd", seen, self.embed) + self.place).flatten(1, 2)
+        tokens = (torch.einsum("blsw,lwd->blsd", seen.float(), self.embed) + self.place).flatten(1, 2)
         asks = self.asks.expand(len(seen), -1, -1)
         return self.out(self.blocks(torch.cat([asks, tokens], 1))[:, : len(self.asks)])
 
 
 def trained(
     network: Callable[[int], nn.Module],
-    seen: Float[Tensor, "samples *shape width"],
+    seen: Shaped[Tensor, "samples *shape"],
     labels: Int[Tensor, "targets samples"],
     folds: Int[Tensor, "samples"],
     seed: int,
+    how: Descent,
 ) -> tuple[Float[Tensor, "targets inner classes"], Float[Tensor, "targets tested classes"]]:
     """The log-probabilities that a network gives to digits of fold 1 and fold 0, once it was trained on fold 2 as long
     as its cross-entropy on fold 1 fell."""
-    members = [torch.nonzero(folds == fold)[:, 0] for fold in range(3)]
+    tested, inner, training = (torch.nonzero(folds == fold)[:, 0] for fold in range(3))
     devices = [seen.device] if seen.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.enable_grad():
         torch.manual_seed(seed)
         model = network(seen.shape[-1]).to(seen.device)
-        optimiser = torch.optim.AdamW(model.parameters(), _RATE, weight_decay=_DECAY)
-        batch = max(8, min(BATCH, len(members[2]) // LEAST_STEPS))
-        said, best, since = _said(model, seen, members), float("inf"), 0
-        for _ in range(EPOCHS):
-            model.train()
-            order = members[2][torch.randperm(len(members[2])).to(seen.device)]
-            for some in order.split(batch):
-                optimiser.zero_grad()
-                logits = model(seen[some].float()).transpose(1, 2)
-                nn.functional.cross_entropy(logits, labels[:, some].T).backward()
-                optimiser.step()
-            now = _said(model, seen, members)
-            truth = labels[:, members[1]][..., None]
-            loss = -float(now[0].gather(-1, truth).mean())
-            since += 1
-            if loss < best:
-                said, best, since = now, loss, 0
-            if since == PATIENCE:
-                break
-    return said
+        optimiser = torch.optim.AdamW(model.parameters(), how.rate, weight_decay=how.decay)
+        batch = max(8, min(how.batch, len(training) // LEAST_STEPS))
+        best, since, kept = float("inf"), 0, dict[str, Tensor]()
+        truth = labels[:, inner][..., None]
+        with Bar(range(EPOCHS), desc="Training a reader", unit="epoch", leave=False) as epochs:
+            for _ in epochs:
+                model.train()
+                order = training[torch.randperm(len(training)).to(seen.device)]
+                for some in order.split(batch):
+                    optimiser.zero_grad()
+                    nn.functional.cross_entropy(model(seen[some]).transpose(1, 2), labels[:, some].T).backward()
+                    optimiser.step()
+                loss = -float(_said(model, seen[inner], how).gather(-1, truth).mean())
+                epochs.set_postfix(loss=f"{loss:.3f}")
+                since += 1
+                if loss < best - how.fall:
+                    best, since, kept = loss, 0, {name: value.clone() for name, value in model.state_dict().items()}
+                if since == PATIENCE:
+                    break
+        model.load_state_dict(kept or model.state_dict())
+    return _said(model, seen[inner], how), _said(model, seen[tested], how)
 
 
-def _said(model: nn.Module, seen: Tensor, members: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _said(model: nn.Module, seen: Tensor, how: Descent) -> Float[Tensor, "targets rows classes"]:
     model.eval()
     with torch.no_grad():
-        inner, tested = (
-            torch.cat([model(seen[some].float()).log_softmax(-1) for some in rows.split(512)]).transpose(0, 1)
-            for rows in members[1::-1]
-        )
-    return inner, tested
+        return torch.cat([model(some).log_softmax(-1) for some in seen.split(2 * how.batch)]).transpose(0, 1)
 
 
 def whitening(features: Float[Tensor, "rows sites width"], known: Tensor) -> Float[Tensor, "rows sites width"]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import log
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from kvprobe.probing.calibration import fit_temperature
@@ -19,6 +19,7 @@ from kvprobe.studies.leakage_scaling import Reader
 from kvprobe.studies.leakage_scaling.networks import (
     CLASSES,
     AttentionPooled,
+    Descent,
     Hidden,
     Transformer,
     trained,
@@ -36,8 +37,10 @@ READ_FROM: dict[Reader, str] = {
     "transformer": "slots",
     "asked": "asked",
     "neutral": "neutral",
+    "soft": "caches",
 }
-"""By reader, the features that it reads."""
+"""By reader, the features that it reads; whole caches are not kept."""
+_NETWORK = Descent()
 Labels = Int[Tensor, "targets samples"]
 
 
@@ -50,7 +53,7 @@ class Known:
         seed: of random weights and batches.
     """
 
-    features: Float[Tensor, "samples *shape"]
+    features: Shaped[Tensor, "samples *shape"]
     labels: Labels
     folds: Int[Tensor, "samples"]
     seed: int
@@ -137,7 +140,7 @@ def _hidden(known: Known) -> Evidence:
     layers = known.features.float()
     fitted = ridge(layers.transpose(0, 1).contiguous(), known)
     seen = layers[:, fitted.inner_accuracy.topk(min(BEST, layers.shape[1])).indices].flatten(1)
-    return _trained(
+    return learned(
         known, whitening(seen[:, None], known.folds == 2)[:, 0], lambda width: Hidden(width, len(known.labels))
     )
 
@@ -159,11 +162,12 @@ def _of_slots(known: Known, network: Callable[[int], torch.nn.Module]) -> Eviden
     by_layer = known.features.transpose(1, 2).reshape(samples * slots, layers, width)
     rows = (known.folds == 2).repeat_interleave(slots)
     white = whitening(by_layer, rows).view(samples, slots, layers, width).transpose(1, 2).to(known.features.dtype)
-    return _trained(known, white, network)
+    return learned(known, white, network)
 
 
-def _trained(known: Known, seen: Tensor, network: Callable[[int], torch.nn.Module]) -> Evidence:
-    inner, tested = trained(network, seen, known.labels, known.folds, known.seed)
+def learned(known: Known, seen: Tensor, network: Callable[[int], torch.nn.Module], how: Descent = _NETWORK) -> Evidence:
+    """What a network says once it was trained on what it sees of the training conversations."""
+    inner, tested = trained(network, seen, known.labels, known.folds, known.seed, how)
     frequency = log_frequency(known.labels[:, known.folds == 2], CLASSES)[:, None]
     return Evidence(inner - frequency, tested - frequency)
 

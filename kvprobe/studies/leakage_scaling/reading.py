@@ -4,7 +4,7 @@ An arm is a segment in a cache. Its features are K before rotation, so that wher
 their mean over the segment at every layer, and those of its last slots at some layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import add
@@ -19,6 +19,7 @@ from kvprobe.cache.entries import entries
 from kvprobe.cache.rotary import Rotation
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
+from kvprobe.progress import Bar
 from kvprobe.studies.leakage_scaling.grammar import Conversation
 from kvprobe.tasks.passcode import CODE_LENGTH
 from kvprobe.text.tokens import Tokens
@@ -52,6 +53,19 @@ def places_of(arms: Sequence[str]) -> list[ArmState]:
     return [ArmState(arm, state) for arm in arms for state in STATES if (arm, state) != ("turn", RESTART)]
 
 
+TURN = ArmState("turn", RETAINED)
+READINGS: dict[ArmState, tuple[ArmState | None, tuple[str, ...], bool]] = {
+    TURN: (None, (HIDDEN, "summary"), False),
+    ArmState("summary", RETAINED): (TURN, (), True),
+    ArmState("summary", RESTART): (None, ("summary",), False),
+    ArmState("late", RETAINED): (TURN, ("T3",), True),
+    **{ArmState("masked", state): (ArmState("summary", state), ("T3",), False) for state in STATES},
+    **{ArmState("later", state): (ArmState("masked", state), ("T4",), False) for state in STATES},
+}
+"""By source: after which other its segments are read (None: after `BEFORE`), these, and whether the hidden turn is
+masked then."""
+
+
 def token_rows(model: Model, conversations: Sequence[Conversation]) -> list[Tokens]:
     """The tokens of conversations, a row each, in which each digit of the code is one token.
 
@@ -80,29 +94,38 @@ def digit_ids(model: Model) -> list[int]:
     return ids
 
 
-def caches_of(model: Model, rows: Sequence[Tokens], arms: Sequence[str]) -> dict[ArmState, KVCache]:
+def caches_of(model: Model, rows: Sequence[Tokens], sources: Collection[ArmState]) -> dict[ArmState, KVCache]:
     """The cache that each source is read from, and after which the model is asked."""
     pieces = {name: [row[row.span(name)] for row in rows] for name in rows[0].names}
 
-    def extended(past: KVCache | None, *names: str) -> KVCache:
+    def extended(past: KVCache | None, names: Sequence[str]) -> KVCache:
         texts = (pieces[name] for name in names)
         return model.extend(past, [reduce(add, text) for text in zip(*texts, strict=True)])[0]
 
-    before = extended(None, *(name for name in rows[0].names if name in BEFORE))
-    seen = extended(before, HIDDEN, "summary")
-    caches = {
-        ArmState("turn", RETAINED): seen,
-        ArmState("summary", RETAINED): seen.mask(HIDDEN),
-        ArmState("summary", RESTART): extended(before, "summary"),
-    }
-    wanted = {place.source for place in places_of(arms)}
-    for arm, past, segment in (("masked", "summary", "T3"), ("later", "masked", "T4")):
-        if any(place.arm in (arm, "later") for place in wanted):
-            for state in STATES:
-                caches[ArmState(arm, state)] = extended(caches[ArmState(past, state)], segment)
-    if "late" in arms:
-        caches[ArmState("late", RETAINED)] = extended(seen, "T3").mask(HIDDEN)
-    return {place: cache for place, cache in caches.items() if place in wanted}
+    needed: set[ArmState | None] = {*sources}
+    for place in reversed(READINGS):
+        needed |= {READINGS[place][0]} if place in needed else set()
+    caches: dict[ArmState | None, KVCache] = {None: extended(None, [name for name in rows[0].names if name in BEFORE])}
+    for place, (past, names, hidden) in READINGS.items():
+        if place in needed:
+            cache = extended(caches[past], names) if names else caches[past]
+            caches[place] = cache.mask(HIDDEN) if hidden else cache
+    return {source: caches[source] for source in sources}
+
+
+def shown_alone(cache: KVCache, segment: str) -> KVCache:
+    """The slots of a segment after the system prompt, and no others; what comes next stands where it did."""
+    return cache.select(*(name for name in cache.ledger.names if name in ("preamble", "system", segment)))
+
+
+def alone_of(model: Model, conversations: Sequence[Conversation], source: ArmState, batch: int) -> KVCache:
+    """The slots of a source's segment after the system prompt, a row for each conversation, of which so many are read
+    at once."""
+    caches = []
+    for start in Bar(range(0, len(conversations), batch), desc="Reading slots", unit="batch", leave=False):
+        rows = token_rows(model, conversations[start : start + batch])
+        caches.append(shown_alone(caches_of(model, rows, [source])[source], ARMS[source.arm]))
+    return KVCache.join(caches)
 
 
 def vectors(model: Model, cache: KVCache, segment: str) -> tuple[Float[Tensor, "rows layers slots width"], Tensor]:
@@ -166,7 +189,8 @@ def read_batch(
     rows, digits = token_rows(model, conversations), digit_ids(model)
     plain = neutral_rows(model, conversations) if "neutral" in asks else []
     kept: dict[str, Tensor] = {}
-    for place, cache in caches_of(model, rows, arms).items():
+    sources = dict.fromkeys(place.source for place in places_of(arms))
+    for place, cache in caches_of(model, rows, sources).items():
         segment = ARMS[place.arm]
         read, lengths = vectors(model, cache, segment)
         tensors = {"pooled": (read.sum(2) / lengths[:, None, None]).half()}
@@ -176,8 +200,7 @@ def read_batch(
         if "asked" in asks:
             tensors["asked"] = asked(model, cache, rows, digits)
         if "neutral" in asks:
-            others = [name for name in cache.ledger.names if name not in ("preamble", "system", segment)]
-            tensors["neutral"] = asked(model, cache.mask(*others), plain, digits)
+            tensors["neutral"] = asked(model, shown_alone(cache, segment), plain, digits)
         kept |= {f"{name}.{place.name}": tensor.cpu().contiguous() for name, tensor in tensors.items()}
     return kept
 

@@ -18,6 +18,7 @@ READERS = {
     "transformer": Style("#d55e00", "v"),
     "asked": Style("#000000", "P"),
     "neutral": Style("#7f7f7f", "X"),
+    "soft": Style("#cc79a7", "*"),
 }
 HELD_OUT_LABELS: dict[Any, str] = {
     "nothing": "new codes alone",
@@ -128,6 +129,7 @@ STUDY = Study(
             "transformer": "transformer of two layers",
             "asked": "the model, asked",
             "neutral": "the model, slots in a neutral prompt",
+            "soft": "the model, after a soft prompt",
         },
         "state": {RETAINED: "retained", RESTART: "computed again"},
         "held_out": HELD_OUT_LABELS,
