@@ -85,7 +85,7 @@ def test_a_page_on_pruning_says_where_it_costs_most(tmp_path: Path):
         return float(item < 4 if labels["band"] == "quarter 3" else True)
 
     conclusion = numbers(PRUNING, kl=lambda labels, _: {"quarter 3": 3.0}.get(labels["band"], 1.0), right=right)
-    run = page_of(STUDY, PRUNING, conclusion, tmp_path, drawn=True)
+    run = page_of(STUDY, PRUNING, conclusion, tmp_path)
     said = answer(STUDY, run)
     assert "That it harms the third quarter least: no with every way." in said
     assert "With 98 % of the third quarter's slots gone, lost are +75.0 points" in said
