@@ -25,6 +25,8 @@ from kvprobe.report.plots import memory, save
 from kvprobe.report.plots.figure import Figure
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies import find
+from kvprobe.studies.idle_rebuild import FIRST
+from kvprobe.studies.idle_rebuild.study import RUNS as RUNS_OF_SESSIONS
 from kvprobe.studies.leakage.study import by_layer
 
 GALLERY = Path(__file__).resolve().parent
@@ -82,6 +84,13 @@ GSM8K = {
 }
 """Runs on the same task at different rates, which are published."""
 
+REMOVED = {
+    "idle_rebuild": "three turns, summarised",
+    "idle_rebuild-tool": "a tool's result",
+    "idle_rebuild-window": "before each turn the oldest one",
+}
+"""Runs on rebuilding, by what had left the view."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -94,7 +103,11 @@ class Found:
 
 def main(names: list[str]) -> None:
     matplotlib.use("Agg")
-    others = {"memory": lambda: memory(budget("google/gemma-3-27b-it", memory="80GB")), "gsm8k": gsm8k}
+    others = {
+        "memory": lambda: memory(budget("google/gemma-3-27b-it", memory="80GB")),
+        "gsm8k": gsm8k,
+        "rebuilt": rebuilt,
+    }
     drawn = names or [*others, *(name for name, (preset, _) in FIGURES.items() if (PUBLISHED / preset).is_dir())]
     for name in drawn:
         save(others[name]() if name in others else figure_of(name), GALLERY / name)
@@ -156,6 +169,34 @@ def gsm8k() -> Any:
     )
     labels = {"n": "{} questions".format, "run": names.__getitem__}
     return lines.draw(together, lambda key, value: labels[key](value), f"GSM8K, {model}")
+
+
+def rebuilt() -> Any:
+    """How far the runs are from the running one, turn by turn, a panel for each kind of removal."""
+    together, found = Findings(), published("idle_rebuild")
+    for name in REMOVED:
+        for finding in published(name).findings.where("by_turn", measure="from_compacted"):
+            together.add(replace(finding, keys={**finding.keys, "removed": name}))
+    lines = Lines(
+        file="rebuilt",
+        caption="",
+        finding="by_turn",
+        x="turn",
+        line="run",
+        panel="removed",
+        drawn=lambda run: run in ("in_place", "rebuilt", "control"),
+        styles=RUNS_OF_SESSIONS,
+        upright=(FIRST - 0.5,),
+        curves=True,
+        y_label="KL from the running session (nats per token)",
+        log=True,
+        size=(2.9, 3.4),
+    )
+    return lines.draw(
+        together,
+        lambda key, value: REMOVED[str(value)] if key == "removed" else found.study.label(key, value),
+        f"What had left the view before the rebuild, {found.model}",
+    )
 
 
 def _counted(findings: Findings, name: str) -> str:
