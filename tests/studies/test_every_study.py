@@ -35,6 +35,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "leakage_scaling": [
         ({"readers": ("slot",)}, "lacks 'pooled'"),
+        ({"arms": ("turn",)}, "'arms' is turn; expected 'turn', where the number is in full view, and another"),
         ({"readers": ("pooled", "soft"), "conversations": (500,), "prompted": 150}, "expected at least the fewest"),
     ],
     "compaction": [

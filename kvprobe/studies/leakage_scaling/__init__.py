@@ -43,6 +43,11 @@ class Config(Settings):
     def validate(self) -> None:
         if "pooled" not in self.readers:
             raise UserError("Setting 'readers' lacks 'pooled', which the others are held against; add it.")
+        if "turn" not in self.arms or len(self.arms) < 2:
+            raise UserError(
+                f"Setting 'arms' is {', '.join(self.arms)}; expected 'turn', where the number is in full view, and "
+                "another."
+            )
         if "soft" in self.readers and self.prompted < min(self.conversations):
             raise UserError(
                 f"Setting 'prompted' is {self.prompted}; expected at least the fewest conversations, "
