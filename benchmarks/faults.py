@@ -66,7 +66,7 @@ def model_cache(past: DynamicCache, ids: Sequence[int]) -> kv.KVCache:
     """The cache of transformers with a ledger."""
     ledger = new_slots([Tokens.of(ids)], past.layers[0].keys.device)
     copies = [(layer.keys.clone(), layer.values.clone()) for layer in past.layers]
-    return kv.KVCache(tuple(keys for keys, _ in copies), tuple(values for _, values in copies), ledger)
+    return kv.KVCache.of(tuple(keys for keys, _ in copies), tuple(values for _, values in copies), ledger)
 
 
 def main() -> None:

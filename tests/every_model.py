@@ -52,8 +52,9 @@ UNBUILT = {
 """Model types that cannot be built tiny from their config's fields alone, and why."""
 
 
-SCALED = {"beam"}
-"""Model types that scale queries by their absolute position, so closing a gap does change their logits."""
+PLACED = {"beam", "llama4", "llama4_text"}
+"""Model types that scale queries by their absolute position, or see chunks of positions, so closing a gap does change
+their logits."""
 
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "models.md"
@@ -161,7 +162,7 @@ def closed(model: Model, lane: Lane, ids: list[int], verdict: Verdict) -> None:
     except ValueError as refusal:
         verdict.refusals["closing gaps"] = str(refusal)
         return
-    if verdict.kind not in SCALED:
+    if verdict.kind not in PLACED:
         verdict.errors[f"{lane}, gap closed"] = difference(logits[0], expected)
 
 
@@ -187,13 +188,15 @@ def from_scratch(model: Model, ids: list[int], hidden: tuple[int, ...]) -> Tenso
     config = plain.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
     sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    chunks = places // WINDOW
     by_kind = {"full_attention": added(causal), "sliding_attention": added(causal & near)}
+    by_kind["chunked_attention"] = added(causal & (chunks[:, None] == chunks))
     single = added(causal & near) if kinds == {"sliding_attention"} or (sliding and not kinds) else added(causal)
     before = plain.config._attn_implementation
     plain.set_attn_implementation("eager")
     try:
         with torch.no_grad():
-            if "sliding_attention" in kinds:
+            if kinds & {"sliding_attention", "chunked_attention"}:
                 try:
                     return one_pass(plain, ids, by_kind)
                 except (AttributeError, TypeError, ValueError):

@@ -65,7 +65,7 @@ def random_cache(
     def noise(width: int) -> torch.Tensor:
         return torch.randn(batch, kv_heads, slots, width, generator=rng).to(dtype)
 
-    return KVCache(
+    return KVCache.of(
         keys=tuple(noise(d_head) for _ in range(n_layers)),
         values=tuple(noise(d_head + 1) for _ in range(n_layers)),
         ledger=random_ledger(seed, batch, slots, **ledger),
@@ -91,7 +91,7 @@ def copy_of(cache: KVCache) -> KVCache:
     """The same cache in storage of its own."""
     columns = (*COLUMNS, "live", "following")
     ledger = replace(cache.ledger, **{name: getattr(cache.ledger, name).clone() for name in columns})
-    return KVCache(tuple(k.clone() for k in cache.keys), tuple(v.clone() for v in cache.values), ledger)
+    return KVCache.of(tuple(k.clone() for k in cache.keys), tuple(v.clone() for v in cache.values), ledger)
 
 
 def assert_same_ledger(actual: Ledger, expected: Ledger) -> None:

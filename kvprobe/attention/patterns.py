@@ -191,7 +191,7 @@ class _Reading:
         new = new_slots([piece], lanes.device)
         self.ledger = new if past is None else past.ledger.append(new)
         slots = self.here + self.ledger.slots - len(piece)
-        self._seen = visible_by_layer(self.ledger, slots, lanes.geometry.windows)
+        self._seen = visible_by_layer(self.ledger, slots, lanes.geometry.reaches)
 
     @property
     def weights(self) -> Float[Tensor, "layers heads queries slots"]:

@@ -6,6 +6,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from kvprobe.cache.ledger import Ledger
+from kvprobe.cache.parts import Shape, described
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker, differing
 
@@ -15,9 +16,9 @@ class OfModel(Protocol):
     """A cache, as far as it is compared; see `kvprobe.cache.cache.KVCache`."""
 
     @property
-    def shape(self) -> tuple[int, int, int, int]: ...
+    def shape(self) -> Shape: ...
     @property
-    def keys(self) -> tuple[Tensor, ...]: ...
+    def tensors(self) -> tuple[Tensor, ...]: ...
     @property
     def ledger(self) -> Ledger: ...
     @property
@@ -32,10 +33,10 @@ def refuse_other_model(base: OfModel, other: OfModel, what: str = "The donor") -
     """
     if other.shape != base.shape:
         raise UserError(
-            f"{what} has (layers, KV heads, d_head, d_value) = {other.shape}, the base {base.shape}; give caches of "
-            "the same model."
+            f"{what} has {len(other.shape)} layers of {described(other.shape)}, the base {len(base.shape)} of "
+            f"{described(base.shape)}; give caches of the same model."
         )
-    held, wanted = ((cache.keys[0].dtype, cache.keys[0].device) for cache in (other, base))
+    held, wanted = ((cache.tensors[0].dtype, cache.tensors[0].device) for cache in (other, base))
     if held != wanted:
         raise UserError(
             f"{what} is {held[0]} on {held[1]}, the base {wanted[0]} on {wanted[1]}; make both with a model in one "

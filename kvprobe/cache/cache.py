@@ -2,10 +2,11 @@
 
 Every operation returns a new cache and leaves the old one as it was; tensors are shared until an operation has to
 write. Keys are stored as they were computed, after q/k-norm and rotary embedding. A key that was given another
-position since (`reindex`) is rotated to it when it is read.
+position since (`reindex`) is rotated to it when it is read. The names of what layers store are in
+`kvprobe.cache.parts`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
@@ -15,18 +16,18 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from kvprobe.arguments import AtLeastOne, check_fields, checked_arguments
-from kvprobe.brief import Brief, plain_dtype
-from kvprobe.cache import shown
+from kvprobe.arguments import AtLeastOne, checked_arguments
 from kvprobe.cache.alike import refuse_other_model, refuse_other_slots, refuse_overlap
+from kvprobe.cache.contents import Contents
 from kvprobe.cache.device import pick_device
 from kvprobe.cache.file import load_cache, save_cache
-from kvprobe.cache.footprint import footprint
 from kvprobe.cache.indices import indices
 from kvprobe.cache.ledger import Ledger
+from kvprobe.cache.parts import KV, position_part
 from kvprobe.errors import UserError
 from kvprobe.files import expanded
 from kvprobe.fingerprint import Maker
+from kvprobe.names import unknown
 
 PositionMode = Literal["gapped", "contiguous", "naive"]
 """Positions of slots after others were removed: as before, counted anew, or counted anew without rotating keys."""
@@ -47,70 +48,46 @@ Fault = Annotated[Damages, "one of kvprobe.faults, such as Zeros()"]
 
 @checked_arguments
 @dataclass(frozen=True, repr=False)
-class KVCache(Brief):
-    """Keys and values per layer, and the ledger of their slots.
+class KVCache(Contents):
+    """What each layer stores of each slot, and the ledger of the slots.
 
     Attributes:
-        keys: one tensor per layer, after any norm and rotary embedding, rotated to `ledger.origins`.
-        values: one tensor per layer.
+        layers: for each layer its parts by name: K and V, after any norm and rotary embedding; with latent attention,
+            latent and rope. The part that knows the position (K, rope) is rotated to `ledger.origins`.
         ledger: tokens, positions, segments, provenance and liveness of the slots.
         made_by: the model that computed it, and that alone may read it; where it is None, any model of its shape may.
     """
 
-    keys: tuple[Float[Tensor, "batch kv_heads slots d_head"], ...]
-    values: tuple[Float[Tensor, "batch kv_heads slots d_value"], ...]
-    ledger: Ledger
-    made_by: Maker | None = None
+    @staticmethod
+    def of(
+        keys: Sequence[Float[Tensor, "batch _ slots _"]],
+        values: Sequence[Float[Tensor, "batch _ slots _"]],
+        ledger: Ledger,
+        made_by: Maker | None = None,
+    ) -> "KVCache":
+        """The cache of these keys and values, one tensor of each per layer.
 
-    def __post_init__(self) -> None:
-        if not (type(self.keys) is type(self.values) is tuple and type(self.ledger) is Ledger):
-            check_fields(self)
-        if not self.keys or len(self.keys) != len(self.values):
-            raise UserError(
-                f"A cache needs as many key as value tensors and at least one of each; "
-                f"got {len(self.keys)} and {len(self.values)}."
-            )
-        expected = (self.ledger.batch, self.keys[0].shape[1], self.ledger.slots)
-        for layer, pair in enumerate(zip(self.keys, self.values, strict=True)):
-            for name, tensor in zip(("keys", "values"), pair, strict=True):
-                if tensor.dim() != 4 or tuple(tensor.shape[:3]) != expected or not tensor.is_floating_point():
-                    raise UserError(
-                        f"The {name} of layer {layer} are {tensor.dtype} of shape {tuple(tensor.shape)}; the cache "
-                        f"needs floats with (batch, KV heads, slots) = {expected}."
-                    )
+        Raises:
+            UserError: there are not as many of one as of the other, or their shapes do not fit.
+        """
+        if len(keys) != len(values):
+            raise UserError(f"A cache needs as many key as value tensors; got {len(keys)} and {len(values)}.")
+        return KVCache(tuple({"K": k, "V": v} for k, v in zip(keys, values, strict=True)), ledger, made_by)
 
-    @property
-    def n_layers(self) -> int:
-        return len(self.keys)
+    def with_parts(self, parts: Mapping[str, Sequence[Tensor]]) -> "KVCache":
+        """The cache with these parts of all layers in place of its own, such as `{"K": keys, "V": values}`.
 
-    @property
-    def n_kv_heads(self) -> int:
-        return self.keys[0].shape[1]
-
-    @property
-    def batch(self) -> int:
-        return self.ledger.batch
-
-    @property
-    def slots(self) -> int:
-        return self.ledger.slots
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of key and value storage held, storage shared between rows or layers counted once."""
-        storages = [tensor.untyped_storage() for tensor in self.keys + self.values]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-    @property
-    def footprint(self) -> int:
-        """Bytes that the live slots take where each head stores its own and each at its precision; see
-        `kvprobe.cache.footprint`. For a cache that is uniform and not quantised, `nbytes`."""
-        return footprint(self.ledger, self.shape, self.keys[0].element_size())
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Layers, KV heads, and numbers in a key and in a value."""
-        return self.n_layers, self.n_kv_heads, self.keys[0].shape[3], self.values[0].shape[3]
+        Raises:
+            UserError: a layer stores other parts, or the new ones do not fit.
+        """
+        for name, tensors in parts.items():
+            if len(tensors) != len(self.part(name)):
+                raise UserError(f"The cache has {self.n_layers} layers, and {name} was given for {len(tensors)}.")
+        layers = (
+            {**layer, **{name: tensors[number] for name, tensors in parts.items()}}
+            for number, layer in enumerate(self.layers)
+        )
+        return replace(self, layers=tuple(layers))
 
     def mask(
         self,
@@ -259,46 +236,36 @@ class KVCache(Brief):
         slots: Slots | None = None,
         layers: Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
-        part: Literal["K", "V", "KV"] = "KV",
+        part: Literal["K", "V", "KV", "latent", "rope"] | None = None,
     ) -> "KVCache":
-        """The cache with K, V or both of these slots taken from a donor with the same slots; the ledger stays as it is.
+        """The cache with what these slots hold taken from a donor with the same slots; the ledger stays as it is.
 
         Keys are copied as they are stored: see `kvprobe.patching.aligned` for donors of other lengths or positions.
 
         Args:
             segments, slots, layers, heads: which to patch, as for `mask`.
+            part: K, V or both; with latent attention latent or rope. All that a layer stores by default.
 
         Raises:
             UserError: the donor is of another model, slots or positions of keys (see
                 `kvprobe.cache.alike.refuse_other_slots`), or there is no such segment, layer, head or part.
         """
         chosen = self.chosen(segments, slots)
-        refuse_other_slots(self, donor, chosen, keys="K" in part)
+        wanted = KV if part == "KV" else (part,)
+        taken = [{name for name in layer if part is None or name in wanted} for layer in self.layers]
+        if not all(taken):
+            raise UserError(unknown("part", str(part), [name for layer in self.layers[:1] for name in layer]))
+        moves = any(position_part(layer) in names for layer, names in zip(self.layers, taken, strict=True))
+        refuse_other_slots(self, donor, chosen, keys=moves)
         where = (chosen[None, :, None, :] & self._within(layers, heads))[..., None]
-        keys, values = (
-            tuple(
-                torch.where(place, other, own) if name in part and bool(place.any()) else own
-                for own, other, place in zip(*both, where, strict=True)
-            )
-            for name, both in (("K", (self.keys, donor.keys)), ("V", (self.values, donor.values)))
+        patched = (
+            {
+                name: torch.where(place, other[name], tensor) if name in names and bool(place.any()) else tensor
+                for name, tensor in own.items()
+            }
+            for own, other, names, place in zip(self.layers, donor.layers, taken, where, strict=True)
         )
-        return replace(self, keys=keys, values=values)
-
-    def refuse_nonfinite(self) -> None:
-        """Refuse a cache that holds NaN or infinity, also in a masked slot: 0 × NaN is NaN.
-
-        Raises:
-            UserError: the cache holds one; the sentence names part, layer, KV head, slot and row.
-        """
-        for layer, pair in enumerate(zip(self.keys, self.values, strict=True)):
-            for part, tensor in zip("KV", pair, strict=True):
-                bad = ~tensor.isfinite().all(-1)
-                if bool(bad.any()):
-                    row, head, slot = map(int, bad.nonzero()[0])
-                    raise UserError(
-                        f"{part} of layer {layer}, KV head {head}, slot {slot} (row {row}) holds NaN or infinity; a "
-                        f"cache must be finite to be attended to."
-                    )
+        return replace(self, layers=tuple(patched))
 
     def to(self, device: torch.device | str) -> "KVCache":
         """The same cache on another device."""
@@ -312,7 +279,7 @@ class KVCache(Brief):
             UserError: there is no such folder; or the model is no longer in memory or has other weights now, and its
                 fingerprint was not computed before.
         """
-        save_cache(expanded(path), self.keys, self.values, self.ledger, self.made_by)
+        save_cache(expanded(path), self.layers, self.ledger, self.made_by)
 
     @staticmethod
     def load(path: str | Path, *, any_model: bool = False) -> "KVCache":
@@ -324,8 +291,8 @@ class KVCache(Brief):
         Raises:
             UserError: the file is truncated, altered, foreign, inconsistent, or holds a NaN.
         """
-        keys, values, ledger, made_by = load_cache(expanded(path))
-        cache = KVCache(keys, values, ledger, None if any_model else made_by)
+        layers, ledger, made_by = load_cache(expanded(path))
+        cache = KVCache(layers, ledger, None if any_model else made_by)
         try:
             cache.refuse_nonfinite()
         except UserError as error:
@@ -353,20 +320,13 @@ class KVCache(Brief):
             )
         return slots.to(self.ledger.tokens.device)
 
-    def _within(self, layers: Sequence[int] | None, heads: Sequence[int] | None) -> Bool[Tensor, "layers 1 kv_heads 1"]:
+    def _within(self, layers: Sequence[int] | None, heads: Sequence[int] | None) -> Bool[Tensor, "layers 1 heads 1"]:
         """Where these layers and KV heads are; all by default."""
-        where = torch.zeros(self.n_layers, self.n_kv_heads, dtype=torch.bool, device=self.ledger.tokens.device)
+        count = 1 if heads is None else self.n_kv_heads
+        where = torch.zeros(self.n_layers, count, dtype=torch.bool, device=self.ledger.tokens.device)
         for layer in indices("layer", layers, self.n_layers):
-            where[layer, indices("KV head", heads, self.n_kv_heads)] = True
+            where[layer, indices("KV head", heads, count)] = True
         return where[:, None, :, None]
-
-    def _facts(self) -> Iterable[str]:
-        yield from shown.facts(self.ledger)
-        yield f"{self.n_layers} layers of {self.n_kv_heads} KV heads, {plain_dtype(self.keys[0].dtype)}"
-        yield "of any model" if self.made_by is None else f"of {self.made_by.name}"
-
-    def _html(self) -> str:
-        return shown.html(self.ledger)
 
     def _hidden(self, segments: Sequence[str], slots: Slots | None) -> Bool[Tensor, "batch slots"]:
         chosen = self.chosen(segments, slots)
@@ -387,11 +347,14 @@ class KVCache(Brief):
 
     def _each(self, edit: Callable[[Tensor], Tensor], ledger: Ledger) -> "KVCache":
         """The cache with every tensor edited, and this ledger."""
-        return replace(self, keys=tuple(map(edit, self.keys)), values=tuple(map(edit, self.values)), ledger=ledger)
+        edited = ({name: edit(tensor) for name, tensor in layer.items()} for layer in self.layers)
+        return replace(self, layers=tuple(edited), ledger=ledger)
 
 
 def combined(caches: Sequence[KVCache], combine: Callable[[tuple[Tensor, ...]], Tensor], ledger: Ledger) -> KVCache:
     """One cache of several of one model, each of its tensors combined from theirs."""
-    keys = tuple(map(combine, zip(*(cache.keys for cache in caches), strict=True)))
-    values = tuple(map(combine, zip(*(cache.values for cache in caches), strict=True)))
-    return KVCache(keys, values, ledger, caches[0].made_by if all(cache.made_by for cache in caches) else None)
+    layers = (
+        {name: combine(tuple(layer[name] for layer in those)) for name in those[0]}
+        for those in zip(*(cache.layers for cache in caches), strict=True)
+    )
+    return KVCache(tuple(layers), ledger, caches[0].made_by if all(cache.made_by for cache in caches) else None)

@@ -16,7 +16,7 @@ FAMILIES = ("k", "v")
 
 
 def changed_slots(before: KVCache, after: KVCache) -> Int[Tensor, "changed"]:
-    """Slots that hold another token, or where all hold the same, another K or V in some layer and head.
+    """Slots that hold another token, or where all hold the same, other numbers in some layer and head.
 
     Raises:
         UserError: the caches do not have one row each and as many slots.
@@ -24,13 +24,13 @@ def changed_slots(before: KVCache, after: KVCache) -> Int[Tensor, "changed"]:
     _refuse_others(before, after)
     differs = after.ledger.tokens[0] != before.ledger.tokens[0]
     if not bool(differs.any()):
-        pairs = zip((*after.keys, *after.values), (*before.keys, *before.values), strict=True)
+        pairs = zip(after.tensors, before.tensors, strict=True)
         differs = torch.stack([(one != other)[0].any(-1).any(0) for one, other in pairs]).any(0)
     return differs.nonzero()[:, 0]
 
 
 def apart(one: KVCache, other: KVCache, slots: Sequence[int]) -> float:
-    """The largest difference of K or V in these slots, relative to the largest number of the layer's K or V.
+    """The largest difference of any part in these slots, relative to the largest number of that part in the layer.
 
     Raises:
         UserError: as `changed_slots`.
@@ -39,7 +39,7 @@ def apart(one: KVCache, other: KVCache, slots: Sequence[int]) -> float:
     chosen = list(slots)
     return max(
         float((mine[:, :, chosen] - theirs[:, :, chosen]).abs().max() / mine.abs().max())
-        for mine, theirs in zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True)
+        for mine, theirs in zip(one.tensors, other.tensors, strict=True)
     )
 
 

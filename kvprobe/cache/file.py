@@ -1,4 +1,4 @@
-"""A cache on disk: one safetensors file with keys, values and the ledger. There is no pickle.
+"""A cache on disk: one safetensors file with what each layer stores and the ledger. There is no pickle.
 
 A digest in its metadata covers everything else: name, dtype, shape and bytes of each tensor, and the other metadata,
 including the fingerprint of the model that made the cache.
@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvprobe.cache.ledger import COLUMNS, PADDING, Ledger, QuantisationFormat
+from kvprobe.cache.parts import KV, LATENT, Layer
 from kvprobe.errors import UserError
 from kvprobe.files import replacing
 from kvprobe.fingerprint import Maker, digest
@@ -22,23 +23,26 @@ from kvprobe.names import one_line
 FORMAT = "kvprobe-cache-3"
 """Version 2 had neither digest nor fingerprint."""
 _LEDGER_FIELDS = (*COLUMNS, "live", "following")
+_CALLED = dict(zip((*KV, *LATENT), ("keys", "values", *LATENT), strict=True))
+"""What the tensors of a part are called in a file, before the number of their layer."""
 
 
-def save_cache(
-    path: Path, keys: Sequence[Tensor], values: Sequence[Tensor], ledger: Ledger, made_by: Maker | None
-) -> None:
+def save_cache(path: Path, layers: Sequence[Layer], ledger: Ledger, made_by: Maker | None) -> None:
     """Write a cache to `path`; if writing fails, an older file there stays whole.
 
     Raises:
         UserError: the system refuses the file, or the fingerprint of its maker cannot be computed.
     """
-    tensors = {f"keys.{layer}": tensor.contiguous() for layer, tensor in enumerate(keys)}
-    tensors |= {f"values.{layer}": tensor.contiguous() for layer, tensor in enumerate(values)}
+    tensors = {
+        f"{_CALLED[part]}.{number}": tensor.contiguous()
+        for number, layer in enumerate(layers)
+        for part, tensor in layer.items()
+    }
     # Cloned, because columns may share storage, which safetensors refuses.
     tensors |= {name: getattr(ledger, name).clone().contiguous() for name in _LEDGER_FIELDS}
     metadata = {
         "format": FORMAT,
-        "layers": str(len(keys)),
+        "layers": str(len(layers)),
         "names": json.dumps(ledger.names),
         "grain": json.dumps(ledger.quantisation and [ledger.quantisation.bits, ledger.quantisation.group]),
         "made_by": "" if made_by is None else made_by.confirmed(),
@@ -48,8 +52,8 @@ def save_cache(
         save_file(tensors, partial, metadata=metadata)
 
 
-def load_cache(path: Path) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Ledger, Maker | None]:
-    """Keys, values, ledger and maker of the cache in `path`.
+def load_cache(path: Path) -> tuple[tuple[Layer, ...], Ledger, Maker | None]:
+    """Layers, ledger and maker of the cache in `path`.
 
     Raises:
         UserError: the file is missing, truncated, altered, or not written by `save_cache`.
@@ -70,7 +74,7 @@ def load_cache(path: Path) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Ledg
     if metadata.pop("digest", None) != _digest(tensors, metadata):
         raise UserError(f"{path} was altered after the cache was saved (its digest differs); save it again.")
     try:
-        layers = int(metadata["layers"])
+        count = int(metadata["layers"])
         names = json.loads(metadata["names"])
         quantisation = json.loads(metadata["grain"])
         made_by = metadata["made_by"]
@@ -79,16 +83,18 @@ def load_cache(path: Path) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Ledg
             names=tuple(map(str, names)),
             quantisation=None if quantisation is None else QuantisationFormat(*map(int, quantisation)),
         )
-        keys = tuple(tensors.pop(f"keys.{layer}") for layer in range(layers))
-        values = tuple(tensors.pop(f"values.{layer}") for layer in range(layers))
+        layers: list[Layer] = []
+        for number in range(count):
+            parts = LATENT if f"{LATENT[0]}.{number}" in tensors else KV
+            layers.append({part: tensors.pop(f"{_CALLED[part]}.{number}") for part in parts})
     except (KeyError, ValueError, TypeError) as error:
         raise UserError(f"{path} lacks a part of the cache ({error}); save it again.") from error
     if tensors:
         raise UserError(f"{path} holds tensors that no cache has ({', '.join(sorted(tensors))}); save it again.")
-    if not keys or any(tensor.dim() != 4 for tensor in keys):
+    if not layers or any(tensor.dim() != 4 for layer in layers for tensor in layer.values()):
         raise UserError(f"{path} holds no keys of a cache; it was altered, save it again.")
-    _check_ledger(ledger, layers, keys[0].shape[1], path)
-    return keys, values, ledger, Maker(made_by) if made_by else None
+    _check_ledger(ledger, count, {layer[next(iter(layer))].shape[1] for layer in layers}, path)
+    return tuple(layers), ledger, Maker(made_by) if made_by else None
 
 
 def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
@@ -99,7 +105,7 @@ def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     return digest(pieces, 16)
 
 
-def _check_ledger(ledger: Ledger, cache_layers: int, kv_heads: int, path: Path) -> None:
+def _check_ledger(ledger: Ledger, cache_layers: int, kv_heads: set[int], path: Path) -> None:
     shape = tuple(ledger.tokens.shape)
     booleans = ("recomputed", "delimiters")
     columns_fit = all(
@@ -109,7 +115,7 @@ def _check_ledger(ledger: Ledger, cache_layers: int, kv_heads: int, path: Path) 
     following_fits = tuple(ledger.following.shape) == shape[:1] and ledger.following.dtype == torch.long
     live = ledger.live
     live_fits = live.dtype == torch.bool and live.dim() == 4 and (live.shape[1], live.shape[3]) == shape
-    live_fits = live_fits and live.shape[0] in (1, cache_layers) and live.shape[2] in (1, kv_heads)
+    live_fits = live_fits and live.shape[0] in (1, cache_layers) and (live.shape[2] == 1 or {live.shape[2]} == kv_heads)
     named = (ledger.segments >= PADDING) & (ledger.segments < len(ledger.names))
     quantised = ledger.quantisation is not None or bool((ledger.quantised == -1).all())
     if not (len(shape) == 2 and columns_fit and following_fits and live_fits and bool(named.all()) and quantised):

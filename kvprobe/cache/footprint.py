@@ -10,35 +10,36 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvprobe.cache.ledger import Ledger
+from kvprobe.cache.parts import KV, Shape
 from kvprobe.cache.slots import Rounds
 
 
-def footprint(ledger: Ledger, shape: tuple[int, int, int, int], number_bytes: int) -> int:
-    """Bytes of K and V of all live slots.
+def footprint(ledger: Ledger, shape: Shape, number_bytes: int) -> int:
+    """Bytes of what all live slots store.
 
     Args:
-        shape: layers, KV heads, and numbers in a key and in a value.
         number_bytes: of a number at full precision.
     """
-    layers, kv_heads, d_key, d_value = shape
-    live = ledger.live.expand(layers, -1, kv_heads, -1)
-    coarse = ledger.quantised >= 0
-    fine_slots = int((live & ~coarse[None, :, None, :]).sum())
-    total = fine_slots * (d_key + d_value) * number_bytes
-    if ledger.quantisation is not None:
-        price = Rounds(ledger.quantisation.bits, ledger.quantisation.group)
-        coarse_slots = live & coarse[None, :, None, :]
-        total += int(coarse_slots.sum()) * price.slot_bytes(d_key, d_value)
-        total += _groups_held(coarse_slots, ledger.quantised) * price.group_bytes(d_key)
+    coarse, total = (ledger.quantised >= 0)[:, None, :], 0
+    lives = ledger.live.expand(len(shape), *ledger.live.shape[1:])
+    for live, parts in zip(lives, shape, strict=True):
+        live = live.expand(-1, parts[0].heads, -1)
+        numbers = {part.name: part.numbers for part in parts}
+        total += int((live & ~coarse).sum()) * sum(numbers.values()) * number_bytes
+        if ledger.quantisation is not None:
+            price = Rounds(ledger.quantisation.bits, ledger.quantisation.group)
+            d_key, d_value = (numbers[name] for name in KV)
+            total += int((live & coarse).sum()) * price.slot_bytes(d_key, d_value)
+            total += _groups_held(live & coarse, ledger.quantised) * price.group_bytes(d_key)
     return total
 
 
-def _groups_held(live: Bool[Tensor, "layers batch kv_heads slots"], groups: Int[Tensor, "batch slots"]) -> int:
-    """Groups of key slots that have a live slot left, over layers, rows and heads."""
-    layers, batch, kv_heads, _ = live.shape
+def _groups_held(live: Bool[Tensor, "batch kv_heads slots"], groups: Int[Tensor, "batch slots"]) -> int:
+    """Groups of key slots that have a live slot left, over rows and heads."""
+    batch, kv_heads, _ = live.shape
     if not bool(live.any()):
         return 0
-    held = torch.zeros(layers, batch, kv_heads, int(groups.max()) + 1, dtype=torch.long, device=live.device)
-    index = groups.clamp(min=0)[None, :, None, :].expand_as(live)
-    held.scatter_add_(3, index, live.long())
+    held = torch.zeros(batch, kv_heads, int(groups.max()) + 1, dtype=torch.long, device=live.device)
+    index = groups.clamp(min=0)[:, None, :].expand_as(live)
+    held.scatter_add_(2, index, live.long())
     return int((held > 0).sum())

@@ -1,6 +1,8 @@
-"""Which slots each query may attend to, from the ledger: causal by slot order, windows by position, never by length."""
+"""Which slots each query may attend to, from the ledger: causal by slot order, windows and chunks by position, never by
+length."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -9,31 +11,44 @@ from torch import Tensor
 from kvprobe.cache.ledger import Ledger
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """A layer whose queries see the slots of their own chunk of so many positions alone (Llama 4)."""
+
+    positions: int
+
+
+Reach = int | Chunk | None
+"""How far a layer sees: a sliding window in positions, a chunk, or everything."""
+
+
 def visible(
-    ledger: Ledger, queries: int | Int[Tensor, "queries"], window: int | None = None
+    ledger: Ledger, queries: int | Int[Tensor, "queries"], reach: Reach = None
 ) -> Bool[Tensor, "layers batch kv_heads queries slots"]:
     """Which slots each query may attend to: each of the last `queries` slots, or of the slots at these indices.
 
     A query sees the live slots before it, and always itself, so that no row of the mask is empty (padding included).
-    Causality follows slot order. A sliding `window` follows position, as in training: a slot is out of reach when its
-    position is `window` or more behind the query's, however few slots are between them.
+    Causality follows slot order. A sliding window and a chunk follow position, as in training: a slot is out of reach
+    of a window when its position is as many or more behind the query's, however few slots are between them.
     """
     slots = torch.arange(ledger.slots, device=ledger.tokens.device)
     query_slots = slots[ledger.slots - queries :] if isinstance(queries, int) else queries
     seen = ledger.live[:, :, :, None, :] & (slots < query_slots[:, None])
-    if window is not None:
-        distance = ledger.positions[:, query_slots, None] - ledger.positions[:, None, :]
-        seen = seen & (distance < window)[None, :, None]
+    if reach is not None:
+        at, slot = ledger.positions[:, query_slots, None], ledger.positions[:, None, :]
+        size = reach.positions if isinstance(reach, Chunk) else reach
+        near = at // size == slot // size if isinstance(reach, Chunk) else at - slot < size
+        seen = seen & near[None, :, None]
     return seen | (slots == query_slots[:, None])
 
 
 def visible_by_layer(
-    ledger: Ledger, queries: int | Int[Tensor, "queries"], windows: Sequence[int | None]
+    ledger: Ledger, queries: int | Int[Tensor, "queries"], reaches: Sequence[Reach]
 ) -> list[Bool[Tensor, "batch kv_heads queries slots"]]:
-    """Which slots each query may attend to in each layer, from the layers' windows; see `visible`. Layers that see the
-    same slots share one tensor."""
-    by_window = {window: list(visible(ledger, queries, window)) for window in dict.fromkeys(windows)}
-    return [by_window[window][layer if ledger.live.shape[0] > 1 else 0] for layer, window in enumerate(windows)]
+    """Which slots each query may attend to in each layer, from how far each sees; see `visible`. Layers that see alike
+    share one tensor."""
+    by_reach = {reach: list(visible(ledger, queries, reach)) for reach in dict.fromkeys(reaches)}
+    return [by_reach[reach][layer if ledger.live.shape[0] > 1 else 0] for layer, reach in enumerate(reaches)]
 
 
 def additive(

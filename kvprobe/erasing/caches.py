@@ -6,7 +6,6 @@ too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -77,7 +76,7 @@ def interchange(
 
     def exchanged(layer_part: LayerPart, vectors: Tensor, where: Int[Tensor, "picked"]) -> Tensor:
         layer, part = layer_part
-        change = (donor.keys if part == "K" else donor.values)[layer].index_select(2, where) - vectors
+        change = donor.part(part)[layer].index_select(2, where) - vectors
         subspace = subspaces[layer_part]
         return vectors + strength * _of_slots(change, subspace, subspace.inside)
 
@@ -114,7 +113,7 @@ def _refuse_unfit(cache: KVCache, subspaces: Mapping[LayerPart, Subspace]) -> No
             raise UserError(
                 f"There is no {part!r} at layer {layer}; give subspaces for K or V of layers 0 to {cache.n_layers - 1}."
             )
-        heads, width = cache.n_kv_heads, (cache.keys if part == "K" else cache.values)[layer].shape[3]
+        _, heads, _, width = cache.part(part)[layer].shape
         shape = tuple(subspace.read.shape[:-1])
         if shape not in ((heads * width,), (heads, width)):
             raise UserError(
@@ -144,7 +143,7 @@ def _rewritten(
                 layers[layer] = tensor.index_copy(2, where, new)
         return tuple(layers)
 
-    return replace(cache, keys=edited("K", cache.keys), values=edited("V", cache.values))
+    return cache.with_parts({"K": edited("K", cache.keys), "V": edited("V", cache.values)})
 
 
 def _of_slots(

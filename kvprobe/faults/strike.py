@@ -217,8 +217,9 @@ def corrupt(
             "Model.as_seen."
         )
     # Copies of their own: rows of a fork share storage, and so do caches.
-    keys = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in cache.keys)
-    values = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in cache.values)
+    keys, values = (
+        [tensor.clone(memory_format=torch.contiguous_format) for tensor in of] for of in (cache.keys, cache.values)
+    )
     damage = Damage(torch.zeros(cache.batch, dtype=torch.long))
     for row, (context, row_draws) in enumerate(zip(contexts, draws, strict=True)):
         alone = without_padding(cache.rows([row]), [fault])
@@ -232,4 +233,4 @@ def corrupt(
         damage.count[row] = row_damage.count[0]
         if (first := row_damage.nonfinite.get(0)) is not None:
             damage.nonfinite[row] = replace(first, slot=int(slots[first.slot]))
-    return replace(cache, keys=keys, values=values), damage
+    return cache.with_parts({"K": keys, "V": values}), damage

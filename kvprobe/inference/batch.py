@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import Ledger
+from kvprobe.cache.parts import both
 from kvprobe.faults.context import FaultContext
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
@@ -43,7 +44,7 @@ class Batch:
         """
         self.lanes = lanes
         slots = max(start.slots for start in starts)
-        layers = zip(*(zip(start.keys, start.values, strict=True) for start in starts), strict=True)
+        layers = zip(*(map(both, start.layers) for start in starts), strict=True)
         self.layers = [Buffer(pairs, rows, slots, room) for pairs in layers]
         self._first = [slots - start.slots for start in starts]
         """The slot at which each cache begins."""
@@ -171,8 +172,8 @@ class Buffer(CacheLayer):
 
 def fitting_rows(rows: int, cache: KVCache, room: int) -> int:
     """The number of rows asked for, halved until they take at most half of the free memory."""
-    slot = sum(tensor[:, :, :1].numel() * tensor.element_size() for tensor in cache.keys + cache.values)
-    free = free_bytes(cache.keys[0].device)
+    slot = sum(tensor[:, :, :1].numel() * tensor.element_size() for tensor in cache.tensors)
+    free = free_bytes(cache.tensors[0].device)
     while rows > 2 and rows * slot * (cache.slots + room) > free / 2:
         rows = max(2, rows // 2)
     return rows

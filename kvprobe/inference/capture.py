@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from kvprobe.brief import Brief, brief
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.parts import named
 from kvprobe.checks import names_of
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import at_slots, cache_of, forward_pass, one_row_each, prove_reading, taps
 from kvprobe.models.hooks import Hook, claimed, hooked
 from kvprobe.models.lanes import Lanes
-from kvprobe.models.lens import HOOKS, PER_HEAD, Family, hook_name, sites_of
+from kvprobe.models.lens import HOOKS, PER_HEAD, STORED, Family, hook_name, sites_of
 from kvprobe.models.unproved import Lane
 from kvprobe.names import unknown
 from kvprobe.text.tokens import Tokens
@@ -64,6 +65,7 @@ class Captured(Brief):
         return {
             hook_name(family, layer): tensor.transpose(1, 2) if family in PER_HEAD else tensor
             for (family, layer), tensor in self.tensors.items()
+            if family in HOOKS
         }
 
     def stack(self, family: Family) -> Tensor:
@@ -104,8 +106,8 @@ def capture(
     layers = sorted({layer for of_family in wanted.values() for layer in of_family})
     past = one_row_each(lanes, past, len(tokens))
     pick, present = _picked(tokens, segments, slots, lanes.device)
-    stored: list[Family] = [family for family in wanted if family in ("k", "v")]
-    computed: list[Family] = [family for family in wanted if family not in ("k", "v")]
+    stored: list[Family] = [family for family in wanted if family in STORED]
+    computed: list[Family] = [family for family in wanted if family not in STORED]
 
     tensors: dict[tuple[Family, int], Tensor] = {}
 
@@ -127,8 +129,9 @@ def capture(
     with observing:
         ledger, scores = forward_pass(lanes, past, tokens, tapped, lane, logits)
     for layer in layers if stored else ():
-        picked = {"k": tapped[layer].picked_keys, "v": tapped[layer].picked_values}
-        tensors |= {(family, layer): tensor for family in stored if (tensor := picked[family]) is not None}
+        parts = lanes.geometry.layers[layer]
+        picked = {part.name: tensor for part, tensor in zip(parts, tapped[layer].picked or (), strict=True)}
+        tensors |= {(family, layer): named(picked, STORED[family]) for family in stored}
     tensors = {(family, layer): tensor for (family, layer), tensor in tensors.items() if layer in wanted[family]}
     return Captured(tensors, present, scores, cache_of(lanes, tapped, ledger) if keep_cache else None)
 

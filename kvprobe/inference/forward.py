@@ -12,6 +12,7 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
 from kvprobe.cache.ledger import PADDING, Ledger
+from kvprobe.cache.parts import both, described, position_part
 from kvprobe.cache.rotary import Rotation
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import differing
@@ -57,9 +58,9 @@ class TapLayer(CacheLayer):
     """One layer of a Hugging Face cache that starts from a kvprobe cache, without changing it.
 
     Attributes:
-        pick: which of the new slots to copy to `picked_keys` and `picked_values`.
-        store: whether to store the grown keys and values; otherwise only the picked slots stay in memory.
-        stored_keys: the grown keys as computed; `keys` are those that queries see, rotated to their positions.
+        pick: which of the new slots to copy to `picked`.
+        store: whether to store what the layer has after reading; otherwise only the picked slots stay in memory.
+        stored: both parts of the layer as computed; queries see the part that knows the position rotated to it.
     """
 
     def __init__(
@@ -68,33 +69,37 @@ class TapLayer(CacheLayer):
         rotation: Rotation | None = None,
         pick: Int[Tensor, "batch picked"] | None = None,
         store: bool = True,
+        rotated: int = 0,
     ) -> None:
         super().__init__()
         self.pick, self.store = pick, store
-        self.picked_keys: Tensor | None = None
-        self.picked_values: Tensor | None = None
-        self.stored_keys: Tensor | None = None
-        self._unrotated: Tensor | None = None
+        self.picked: tuple[Tensor, Tensor] | None = None
+        self.stored: tuple[Tensor, Tensor] | None = None
+        self._rotated, self._unrotated = rotated, None if past is None or rotation is None else past[rotated]
         if past is not None:
-            keys, values = past
-            self.lazy_initialization(keys, values)
-            self.keys, self.values = keys, values
+            self.lazy_initialization(*past)
+            self.keys, self.values = past
             if rotation is not None:
-                self.keys, self._unrotated = rotation.of(keys), keys
+                turned = rotation.of(past[rotated])
+                self.keys, self.values = (turned, past[1]) if rotated == 0 else (past[0], turned)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
+        new = (key_states, value_states)
         if self.pick is not None:
-            self.picked_keys = at_slots(key_states, self.pick)
-            self.picked_values = at_slots(value_states, self.pick)
+            self.picked = (at_slots(key_states, self.pick), at_slots(value_states, self.pick))
         before = (self.keys, self.values, self.is_initialized)
         grown = super().update(key_states, value_states)
         if not self.store:
             self.keys, self.values, self.is_initialized = before
         else:
-            unrotated = self._unrotated
-            self.stored_keys = self.keys if unrotated is None else torch.cat([unrotated, key_states], 2)
+            assert self.keys is not None
+            assert self.values is not None
+            self.stored = (self.keys, self.values)
+            if self._unrotated is not None:
+                whole = torch.cat([self._unrotated, new[self._rotated]], 2)
+                self.stored = (whole, self.values) if self._rotated == 0 else (self.keys, whole)
         return grown
 
 
@@ -104,7 +109,7 @@ def taps(
     pick: Mapping[int, Int[Tensor, "batch picked"]] | None = None,
     store: bool = True,
 ) -> list[TapLayer]:
-    """One cache layer per layer of the model, starting from `past` with its keys rotated to their positions.
+    """One cache layer per layer of the model, starting from `past`, each key rotated to its position.
 
     Args:
         pick: for some layers, which of the new slots to copy.
@@ -114,8 +119,8 @@ def taps(
         return [TapLayer(pick=pick.get(layer), store=store) for layer in range(lanes.geometry.n_layers)]
     rotations = _rotations(lanes, past) if past.ledger.rotated else [None] * past.n_layers
     return [
-        TapLayer((keys, values), rotation, pick.get(layer), store)
-        for layer, (keys, values, rotation) in enumerate(zip(past.keys, past.values, rotations, strict=True))
+        TapLayer(both(layer), rotation, pick.get(number), store, [*layer].index(position_part(layer)))
+        for number, (layer, rotation) in enumerate(zip(past.layers, rotations, strict=True))
     ]
 
 
@@ -134,16 +139,25 @@ def as_seen(lanes: Lanes, cache: KVCache) -> KVCache:
     """The cache with each key rotated to its position, so that re-indexing is done once and for all."""
     if not cache.ledger.rotated:
         return cache
-    layers = zip(cache.keys, _rotations(lanes, cache), strict=True)
-    rotated = tuple(keys if rotation is None else rotation.of(keys) for keys, rotation in layers)
-    return replace(cache, keys=rotated, ledger=replace(cache.ledger, origins=cache.ledger.positions))
+    rotated = (
+        layer if rotation is None else {**layer, (name := position_part(layer)): rotation.of(layer[name])}
+        for layer, rotation in zip(cache.layers, _rotations(lanes, cache), strict=True)
+    )
+    return replace(cache, layers=tuple(rotated), ledger=replace(cache.ledger, origins=cache.ledger.positions))
 
 
 def cache_of(lanes: Lanes, layers: Sequence[TapLayer], ledger: Ledger) -> KVCache:
     """The kvprobe cache that these layers hold now."""
-    pairs = [(layer.stored_keys, layer.values) for layer in layers]
-    grown = [(keys, values) for keys, values in pairs if keys is not None and values is not None]
-    return KVCache(tuple(keys for keys, _ in grown), tuple(values for _, values in grown), ledger, lanes.maker)
+    return of_pairs(lanes, [layer.stored for layer in layers if layer.stored is not None], ledger)
+
+
+def of_pairs(lanes: Lanes, pairs: Sequence[tuple[Tensor, Tensor]], ledger: Ledger) -> KVCache:
+    """The cache of what transformers' cache holds in each layer, named as this model's parts."""
+    layers = (
+        {part.name: tensor for part, tensor in zip(parts, pair, strict=True)}
+        for parts, pair in zip(lanes.geometry.layers, pairs, strict=True)
+    )
+    return KVCache(tuple(layers), ledger, lanes.maker)
 
 
 def at_slots(
@@ -261,21 +275,15 @@ def warn_of_taken_positions(past: KVCache | None, new: Ledger) -> None:
 
 def refuse_foreign(lanes: Lanes, cache: KVCache) -> None:
     """Refuse a cache of another model, dtype or device."""
-    shape = lanes.geometry
-    counts = [
-        ("layers", cache.n_layers, shape.n_layers),
-        ("KV heads", cache.n_kv_heads, shape.n_kv_heads),
-        ("numbers to a key", cache.keys[0].shape[3], shape.d_head),
-    ]
-    for name, actual, expected in counts:
-        if actual != expected:
-            raise UserError(
-                f"The cache has {actual} {name}, but the model has {expected}; "
-                f"a cache can only be read by the model that made it."
-            )
-    if cache.keys[0].device != lanes.device or cache.keys[0].dtype != lanes.dtype:
+    if cache.shape != (expected := lanes.geometry.layers):
         raise UserError(
-            f"The cache is {cache.keys[0].dtype} on {cache.keys[0].device}, but the model {lanes.dtype} on "
+            f"The cache has {cache.n_layers} layers of {described(cache.shape)}, but the model {len(expected)} of "
+            f"{described(expected)}; a cache can only be read by the model that made it."
+        )
+    held = cache.tensors[0]
+    if held.device != lanes.device or held.dtype != lanes.dtype:
+        raise UserError(
+            f"The cache is {held.dtype} on {held.device}, but the model {lanes.dtype} on "
             f"{lanes.device}; load the model in the dtype that made the cache, and move the cache with KVCache.to."
         )
     if cache.made_by is not None and not cache.made_by.same(lanes.maker):

@@ -19,8 +19,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
+from kvprobe.cache.parts import both
 from kvprobe.errors import UserError
-from kvprobe.inference.forward import as_seen, at_slots, new_slots, prefill, refuse_foreign
+from kvprobe.inference.forward import as_seen, at_slots, new_slots, of_pairs, prefill, refuse_foreign
 from kvprobe.models.hf_cache import CacheLayer, past_key_values
 from kvprobe.models.lanes import Lanes
 from kvprobe.text.tokens import Tokens
@@ -95,13 +96,15 @@ def from_hf(
         whole = torch.nn.functional.pad(tensor.to(lanes.device), (0, 0, count - tensor.shape[2], 0))
         return at_slots(whole, pick)
 
-    keys, values = (
-        tuple(map(at_live_slots, tensors))
-        for tensors in ([layer.keys for layer in layers], [layer.values for layer in layers])
-    )
+    pairs = [(at_live_slots(layer.keys), at_live_slots(layer.values)) for layer in layers]
+    if len(pairs) != lanes.geometry.n_layers:
+        raise UserError(
+            f"The cache has {len(pairs)} layers, but the model has {lanes.geometry.n_layers}; a cache can only be read "
+            "by the model that made it."
+        )
     refusals: list[UserError] = []
     for placed in _placings(rows, live, positions):
-        cache = KVCache(keys, values, new_slots(placed, lanes.device), lanes.maker)
+        cache = of_pairs(lanes, pairs, new_slots(placed, lanes.device))
         refuse_foreign(lanes, cache)
         cache.refuse_nonfinite()
         try:
@@ -124,9 +127,9 @@ def to_hf(lanes: Lanes, cache: KVCache) -> DynamicCache:
             "transformers cannot say; evict what is hidden and re-index the rest: cache.evict(…).reindex()."
         )
     seen, layers = as_seen(lanes, cache), list[CacheLayer]()
-    for keys, values in zip(seen.keys, seen.values, strict=True):
+    for parts in seen.layers:
         layer = CacheLayer()
-        layer.update(keys.clone(), values.clone())
+        layer.update(*(tensor.clone() for tensor in both(parts)))
         layers.append(layer)
     return past_key_values(layers)
 
@@ -205,11 +208,11 @@ def _proved(
     _refuse_others(lanes, cache, again, held, pick)
     if not any(missing):
         return cache
-    keys, values = (
-        tuple(torch.where(kept[:, None, :, None], own, new) for own, new, kept in zip(*both, held, strict=True))
-        for both in ((cache.keys, again.keys), (cache.values, again.values))
+    layers = (
+        {name: torch.where(kept[:, None, :, None], tensor, new[name]) for name, tensor in own.items()}
+        for own, new, kept in zip(cache.layers, again.layers, held, strict=True)
     )
-    return replace(cache, keys=keys, values=values)
+    return replace(cache, layers=tuple(layers))
 
 
 def _refuse_others(
@@ -226,14 +229,15 @@ def _refuse_others(
         slots: what they are called.
     """
     close, later = CLOSE.get(lanes.dtype, (1e-3, 1e-3))
-    for name, held, again in (("keys", cache.keys, read.keys), ("values", cache.values, read.values)):
-        for layer, (own, new) in enumerate(zip(held, again, strict=True)):
+    for layer, (parts, again) in enumerate(zip(cache.layers, read.layers, strict=True)):
+        for name, own in parts.items():
+            new = again[name]
             error, size = (numbers.float().square().sum(-1) for numbers in (new - own, new))
             off = (error > close**2 * size).any(1) & compared[layer]
             if layer == 0 and bool(off.any()):
                 row, place = map(int, off.nonzero()[0])
                 raise UserError(
-                    f"The {name} of layer 0 at slot {int(slots[row, place])} are not those of the token that was given "
+                    f"{name} of layer 0 at slot {int(slots[row, place])} is not that of the token that was given "
                     "for it, at its position; give the tokens that the cache was made from, at their positions, and "
                     "with padding the attention_mask."
                 )
@@ -241,7 +245,7 @@ def _refuse_others(
             near = min(1 if lanes.dtype == torch.float32 else NEAR, cache.slots)
             if bool((share.unfold(1, near, 1).nanmedian(-1).values > later).any() or (share > FAR).any()):
                 raise UserError(
-                    f"The {name} of layer {layer} are not those that the model reads with all slots before them in "
+                    f"{name} of layer {layer} is not what the model reads with all slots before them in "
                     "view; give the attention_mask under which the cache was read, and its position_ids if they were "
                     "chosen, and no cache that was edited or made by other weights."
                 )

@@ -33,7 +33,7 @@ def refuse_unreadable(lanes: Lanes, past: KVCache | None, tokens: Sequence[Token
             raise UserError(f"Row {number} has the position {min(row.positions)}; positions start at 0.")
     shape, rows, queries = lanes.geometry, len(tokens), max(map(len, tokens))
     slots = queries + (0 if past is None else past.slots)
-    numbers = rows * slots * shape.n_layers * 2 * shape.n_kv_heads * shape.d_head + rows * queries * 4 * shape.d_model
+    numbers = rows * slots * shape.numbers + rows * queries * 4 * shape.d_model
     if lane == "hooked":
         numbers += rows * shape.n_heads * queries * slots
     in_order = all(row.positions[-1] - row.positions[0] == len(row) - 1 for row in tokens)

@@ -109,7 +109,7 @@ def watch(
 
     prove_reading(lanes, before, tokens, lane)
     if lane == "plain":
-        seen = visible_by_layer(ledger, new.slots, shape.windows)
+        seen = visible_by_layer(ledger, new.slots, shape.reaches)
         observing = lanes.observing_attention(compute)
     else:
         observing = lanes.hooked.observing_patterns(observe)

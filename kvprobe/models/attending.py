@@ -73,7 +73,6 @@ class _Replacement(NamedTuple):
     """
 
     layer: int
-    d_head: int
     attention: Callable[[Attending, Callable[[], Tensor]], Tensor | None]
     replaced: "_Replacement | None"
 
@@ -104,9 +103,7 @@ def attention_named(plain: PreTrainedModel, name: str) -> Generator[None]:
 
 
 @contextmanager
-def attention_replaced(
-    plain: PreTrainedModel, modules: Sequence[nn.Module], d_head: int, attention: Attention
-) -> Generator[None]:
+def attention_replaced(plain: PreTrainedModel, modules: Sequence[nn.Module], attention: Attention) -> Generator[None]:
     """While this lasts, `attention` is the attention of these modules of a Hugging Face model.
 
     Raises:
@@ -131,7 +128,7 @@ def attention_replaced(
             )
         attention = unless_bare(attention)
         for layer, (module, replaced) in enumerate(before.items()):
-            _replacements[module] = _Replacement(layer, d_head, attention, replaced)
+            _replacements[module] = _Replacement(layer, attention, replaced)
         yield
 
 
@@ -157,7 +154,7 @@ def _attend(
     def computed(replacement: _Replacement | None) -> Tensor:
         if replacement is None:
             return usual()[0]
-        scale = replacement.d_head**-0.5 if scaling is None else float(scaling)
+        scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
         softcap, sinks = settings.get("softcap"), settings.get("s_aux")
         inputs = Attending(replacement.layer, query, key, value, scale, softcap, sinks)
         output = replacement.attention(inputs, lambda: computed(replacement.replaced))

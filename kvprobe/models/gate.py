@@ -278,7 +278,7 @@ def _query_checks(lanes: UnprovedLanes, held: Held, queries: int, masked: bool) 
     ids = few_tokens(lanes.plain, count)
     spread = [count * step // _SPREAD for step in range(_SPREAD)]
     kept = torch.tensor(sorted({*spread, *range(count - _LAST, count)}), device=ids.device)
-    before, fresh = held.hidden() if masked else None, fresh_ledger(ids)
+    before, fresh = held.hidden(lanes) if masked else None, fresh_ledger(ids)
     ledger = fresh if before is None else before.ledger.append(fresh)
     logits, whole = read(lanes, before, ids, ledger, kept=kept)
 
@@ -302,6 +302,8 @@ def _query_checks(lanes: UnprovedLanes, held: Held, queries: int, masked: bool) 
 
 def _heads_apart(lanes: UnprovedLanes) -> bool:
     """Whether masks that differ between KV heads each reach their own head."""
+    if len({layer[0].heads for layer in lanes.geometry.layers}) > 1:
+        return False
     try:
         leak, effect, _ = _leak(long_cache(lanes, FIRST_REACH), lanes.geometry.n_kv_heads, None)
     except (MemoryError, torch.OutOfMemoryError):
@@ -313,8 +315,8 @@ def _heads_apart(lanes: UnprovedLanes) -> bool:
 
 def _some(cache: LongCache) -> Int[Tensor, "chosen"]:
     """A few slots from the first to the last, and at the edges of windows."""
-    windows = {window for window in cache.lanes.geometry.windows if window is not None}
-    edges = {cache.slots - window + step for window in windows for step in (-1, 0, 1, 2)} & set(range(cache.slots))
+    near = (cache.slots - edge + step for edge in cache.lanes.geometry.edges for step in (-1, 0, 1, 2))
+    edges = set(near) & set(range(cache.slots))
     spread = {slot * (cache.slots - 1) // _FEW for slot in range(_FEW + 1)}
     return torch.tensor(sorted(edges | spread), device=cache.ids.device)
 

@@ -44,7 +44,7 @@ def prove_attention(lanes: UnprovedLanes, slots: int) -> None:
     every = torch.zeros(1, long.slots + long.ids.shape[1], dtype=torch.long, device=ids.device)
     worst = 0.0
     for tokens, queries, pairs in ((ids, ids.shape[1], few), (every, long.ids.shape[1], observed[len(few) :])):
-        seen = visible_by_layer(fresh_ledger(tokens), queries, lanes.geometry.windows)
+        seen = visible_by_layer(fresh_ledger(tokens), queries, lanes.geometry.reaches)
         outputs = ((inputs.output(seen[inputs.layer]).transpose(1, 2), computed) for inputs, computed in pairs)
         worst = max(worst, *(difference(output, computed) for output, computed in outputs))
     # Of one layer, which rounds a few times at most.

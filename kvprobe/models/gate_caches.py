@@ -48,14 +48,16 @@ class Held:
         ledger = self.ledger.take(chosen, torch.zeros_like(chosen, dtype=torch.bool))
         return Held(replace(ledger, following=ledger.positions[:, -1] + 1), tuple(keys), tuple(values))
 
-    def hidden(self) -> "Held":
-        """The same slots, hidden and with loud values, as if nothing had been read."""
+    def hidden(self, lanes: UnprovedLanes) -> "Held":
+        """The same slots, hidden and with loud content, as if nothing had been read."""
         ledger = replace(
             self.ledger,
             live=torch.zeros_like(self.ledger.live),
             following=torch.zeros_like(self.ledger.following),
         )
-        return Held(ledger, self.keys, tuple(_LOUD * values for values in self.values))
+        pairs = enumerate(zip(self.keys, self.values, strict=True))
+        loud = [(_LOUD * one, two) if _latent(lanes, layer) else (one, _LOUD * two) for layer, (one, two) in pairs]
+        return Held(ledger, tuple(one for one, _ in loud), tuple(two for _, two in loud))
 
 
 def read(
@@ -117,6 +119,11 @@ def fresh_ledger(ids: Int[Tensor, "batch slots"], places: Int[Tensor, "batch slo
     )
 
 
+def _latent(lanes: UnprovedLanes, layer: int) -> bool:
+    """Whether what a slot says comes first in this layer, before what it is found by."""
+    return lanes.geometry.layers[layer][0].name != "K"
+
+
 class LongCache:
     """Random keys and values of many slots, on the scale of those of a few real ones.
 
@@ -164,15 +171,18 @@ class LongCache:
         """Keys and values of these slots, the same in all rows but for hidden ones."""
         keys, values = self._keys[layer], self._values[layer]
         # Keys lie close together, so that each slot has its share of the attention.
-        key_spread, value_spread = _APART * keys.std(1, keepdim=True), values.std().expand(1, 1, 1)
+        latent = _latent(self.lanes, layer)
+        key_spread = _APART * keys.std(1, keepdim=True)
+        value_spread = _APART * values.std(1, keepdim=True) if latent else values.std().expand(1, 1, 1)
         drawn_keys, drawn_values = (
             torch.stack([spread * self._noise(0, tensor)[:, row] for row in places])
             for tensor, spread in ((keys, key_spread), (values, value_spread))
         )
         if hidden is not None:
+            louder = (_LOUD, 1) if latent else (1, _LOUD)
             other_keys, other_values = (
-                torch.stack([spread * self._noise(draw, tensor) for draw in draws])
-                for tensor, spread in ((keys, key_spread), (values, _LOUD * value_spread))
+                torch.stack([loud * spread * self._noise(draw, tensor) for draw in draws])
+                for tensor, spread, loud in zip((keys, values), (key_spread, value_spread), louder, strict=True)
             )
             drawn_keys = torch.where(hidden, other_keys, drawn_keys)
             drawn_values = torch.where(hidden, other_values, drawn_values)

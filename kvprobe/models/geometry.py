@@ -1,12 +1,14 @@
 """The shape of a model's cache: read from its config, then measured on one token, since configs may be wrong."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from kvprobe.cache.parts import KV, LATENT, PartSize, Shape, described, shape_of
+from kvprobe.cache.visibility import Chunk, Reach
 from kvprobe.errors import UserError
 from kvprobe.names import one_line
 
@@ -20,17 +22,65 @@ class Geometry:
     """The shape of a model's cache.
 
     Attributes:
-        windows: sliding window per layer in positions, None where attention is full.
+        layers: what each layer stores of a slot.
+        reaches: how far each layer sees.
+        sources: for each attention module, the layer whose K and V it reads: another's, where layers share them.
         max_position: the first position that the model cannot read; None if there is no limit.
     """
 
-    n_layers: int
+    layers: Shape
     n_heads: int
-    n_kv_heads: int
-    d_head: int
     d_model: int
-    windows: tuple[int | None, ...]
+    reaches: tuple[Reach, ...]
+    sources: tuple[int, ...]
     max_position: int | None
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def n_kv_heads(self) -> int:
+        """KV heads of each layer; raises as `d_head` does."""
+        return self._alike(0).heads
+
+    @property
+    def d_head(self) -> int:
+        """Numbers to a key.
+
+        Raises:
+            UserError: layers differ in it, or store no keys of their own (latent attention).
+        """
+        part = self._alike(0)
+        if part.name != "K":
+            raise UserError(
+                f"Layers of this model store {described(self.layers)}, and this needs K and V of each head."
+            )
+        return part.numbers
+
+    def _alike(self, part: int) -> PartSize:
+        sizes = {layer[part] for layer in self.layers}
+        if len(sizes) > 1:
+            raise UserError(
+                f"Layers of this model differ in what they store ({described(self.layers)}); this needs layers that "
+                "are alike."
+            )
+        return sizes.pop()
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer in positions; None where it has none."""
+        return tuple(reach if isinstance(reach, int) else None for reach in self.reaches)
+
+    @property
+    def edges(self) -> set[int]:
+        """Windows and chunks of all layers, in positions."""
+        return {reach.positions if isinstance(reach, Chunk) else reach for reach in self.reaches if reach is not None}
+
+    @property
+    def numbers(self) -> int:
+        """Numbers that all layers together store of a slot."""
+        return sum(part.heads * part.numbers for layer in self.layers for part in layer)
 
     @property
     def shortest_window(self) -> int | None:
@@ -38,98 +88,99 @@ class Geometry:
         return min((window for window in self.windows if window is not None), default=None)
 
     @classmethod
-    def of(cls, config: Any) -> "Geometry":
-        """Read a Hugging Face config.
+    def of(cls, plain: PreTrainedModel) -> "Geometry":
+        """The geometry of a loaded model: of its config, with what it stores as in the cache of one token.
 
         Raises:
-            UserError: the model has layers without a KV cache of this kind (recurrent, chunked, latent), or reads an
-                encoder beside its cache.
+            UserError: the model has layers that keep something else than slots (recurrent, indexed), reads an encoder
+                beside its cache, or cannot read a token.
         """
         try:
-            return cls._of(config)
-        except UserError:
+            config = _readable(plain.config)
+            layers = _stored(plain, config)
+            sources = _sources(config, len(layers))
+            reaches = reaches_of(config, len(sources))
+            if len(reaches) != len(sources):
+                raise UserError(
+                    f"{plain.config.model_type} has {len(reaches)} layers and caches {len(layers)}; use another model."
+                )
+            stored = tuple(reaches[: len(layers)])
+            return cls(layers, config.num_attention_heads, config.hidden_size, stored, sources, _max_position(config))
+        except (UserError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # transformers raises its own error for values that differ between layers
-            kind = config.__class__
             raise UserError(
-                f"{getattr(kind, 'model_type', kind.__name__)} has heads of different sizes or numbers "
-                f"in different layers, or other settings that kvprobe cannot read ({type(error).__name__}: "
-                f"{one_line(error).partition('. ')[0]}); kvprobe reads models whose layers are alike."
+                f"{plain.config.model_type} has settings that kvprobe cannot read ({type(error).__name__}: "
+                f"{one_line(error).partition('. ')[0]}); use another model."
             ) from error
 
-    @classmethod
-    def _of(cls, config: Any) -> "Geometry":
-        if getattr(config, "is_encoder_decoder", False):
-            raise UserError(
-                f"{config.model_type} is an encoder-decoder, whose decoder reads an encoder beside its cache; "
-                f"kvprobe reads decoder-only models."
-            )
-        config = config.get_text_config()
-        n_layers, n_heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
-        if not n_layers or not n_heads or not getattr(config, "hidden_size", None):
-            raise UserError(f"{config.model_type} has no attention heads to cache; kvprobe reads attention models.")
-        if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-            raise UserError(
-                f"{config.model_type} counts positions by slots (ALiBi) and ignores position_ids; kvprobe cannot "
-                "place its tokens."
-            )
-        if getattr(config, "num_kv_shared_layers", 0):
-            raise UserError(f"{config.model_type} has layers that share a cache; kvprobe reads models without.")
-        if any(name.startswith("index_topk") for name in config.__dict__):
-            raise UserError(
-                f"{config.model_type} chooses by an index of its own which slots to attend to; kvprobe reads full and "
-                f"sliding-window attention."
-            )
-        if hasattr(config, "kv_lora_rank"):
-            raise UserError(
-                f"{config.model_type} caches latent attention; kvprobe reads full and sliding-window attention."
-            )
-        return cls(
-            n_layers=n_layers,
-            n_heads=n_heads,
-            n_kv_heads=getattr(config, "num_key_value_heads", None) or n_heads,
-            d_head=getattr(config, "head_dim", None) or config.hidden_size // n_heads,
-            d_model=config.hidden_size,
-            windows=_windows(config, n_layers),
-            max_position=_max_position(config),
+
+def _readable(config: Any) -> Any:
+    """The config of the language model, if its layers are of kinds that kvprobe reads."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(
+            f"{config.model_type} is an encoder-decoder, whose decoder reads an encoder beside its cache; "
+            f"kvprobe reads decoder-only models."
         )
+    config = config.get_text_config()
+    if not all(getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")):
+        raise UserError(f"{config.model_type} has no attention heads to cache; kvprobe reads attention models.")
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        raise UserError(
+            f"{config.model_type} counts positions by slots (ALiBi) and ignores position_ids; kvprobe cannot "
+            "place its tokens."
+        )
+    if any(name.startswith("index_topk") for name in config.__dict__):
+        raise UserError(
+            f"{config.model_type} chooses by an index of its own which slots to attend to; kvprobe reads full and "
+            f"sliding-window attention."
+        )
+    reaches_of(config, config.num_hidden_layers)  # refuses other kinds of layers
+    return config
 
-    @classmethod
-    def measured(cls, plain: PreTrainedModel) -> "Geometry":
-        """The geometry of a loaded model: its config's, with KV heads and head size as in the cache of one token.
 
-        Raises:
-            UserError: see `of`; or the model cannot read a token into a cache of one key and one value a layer.
-        """
-        expected, name = cls.of(plain.config), type(plain).__name__
-        past = DynamicCache()
-        ids = torch.zeros(1, 1, dtype=torch.long, device=next(plain.parameters()).device)
-        try:
-            with torch.no_grad():
-                plain(input_ids=ids, position_ids=ids, past_key_values=past, use_cache=True)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # a model that kvprobe cannot read may fail in any way
-            raise UserError(f"{name} cannot read one token into a KV cache ({one_line(error)}).") from error
-        layers: Any = past.layers
-        shapes = [tuple(layer.keys.shape) for layer in layers if getattr(layer, "keys", None) is not None]
-        if len(shapes) != expected.n_layers or any(len(shape) != 4 or shape[2] != 1 for shape in shapes):
+def _stored(plain: PreTrainedModel, config: Any) -> Shape:
+    """What each layer stores of one token.
+
+    Raises:
+        UserError: the model cannot read a token into a cache of two vectors a layer.
+    """
+    past, name = DynamicCache(), type(plain).__name__
+    ids = torch.zeros(1, 1, dtype=torch.long, device=next(plain.parameters()).device)
+    try:
+        with torch.no_grad():
+            plain(input_ids=ids, position_ids=ids, past_key_values=past, use_cache=True)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a model that kvprobe cannot read may fail in any way
+        raise UserError(f"{name} cannot read one token into a KV cache ({one_line(error)}).") from error
+    layers: Any = past.layers
+    pairs = [(layer.keys, layer.values) for layer in layers if getattr(layer, "keys", None) is not None]
+    shapes = [tuple(tensor.shape) for pair in pairs for tensor in pair]
+    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
+    if len(pairs) < own or any(len(shape) != 4 or shape[2] != 1 for shape in shapes):
+        raise UserError(
+            f"{name} does not keep one key and one value per layer and token ({len(pairs)} layers of "
+            f"{own} have some: {', '.join(map(str, sorted(set(shapes))[:3]))}); kvprobe reads "
+            "such models only."
+        )
+    latent = (getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None))
+    stored: list[tuple[PartSize, ...]] = []
+    for layer in (shape_of(dict(zip(KV, pair, strict=True))) for pair in pairs):
+        if latent[0] is not None and [part.heads for part in layer] == [1, 1]:
+            if tuple(part.numbers for part in layer) != latent:
+                raise UserError(
+                    f"{name} caches {layer[0].numbers} and {layer[1].numbers} numbers of a token, which are not the "
+                    f"latent and the rotated key of its config ({latent[0]} and {latent[1]}); use another model."
+                )
+            layer = tuple(part._replace(name=called) for part, called in zip(layer, LATENT, strict=True))
+        elif config.num_attention_heads % layer[0].heads:
             raise UserError(
-                f"{name} does not keep one key and one value per layer and token ({len(shapes)} layers of "
-                f"{expected.n_layers} have some: {', '.join(map(str, sorted(set(shapes))[:3]))}); kvprobe reads such "
-                "models only."
+                f"{name} keeps {layer[0].heads} KV heads, which its {config.num_attention_heads} heads cannot share "
+                "evenly."
             )
-        if len(set(shapes)) > 1:
-            raise UserError(
-                f"{name} has heads of different sizes or numbers in different layers "
-                f"({', '.join(map(str, sorted(set(shapes))[:3]))}); kvprobe reads models whose layers are alike."
-            )
-        _, n_kv_heads, _, d_head = shapes[0]
-        if expected.n_heads % n_kv_heads:
-            raise UserError(
-                f"{name} keeps {n_kv_heads} KV heads, which its {expected.n_heads} heads cannot share evenly."
-            )
-        return replace(expected, n_kv_heads=n_kv_heads, d_head=d_head)
+        stored.append(layer)
+    return tuple(stored)
 
 
 def embedded_tokens(plain: PreTrainedModel) -> int:
@@ -139,22 +190,41 @@ def embedded_tokens(plain: PreTrainedModel) -> int:
     return weight.shape[0]
 
 
-def _windows(config: Any, n_layers: int) -> tuple[int | None, ...]:
+def reaches_of(config: Any, n_layers: int) -> tuple[Reach, ...]:
+    """How far each layer sees.
+
+    Raises:
+        UserError: a layer is of another kind.
+    """
     if hasattr(config, "attention_layers"):  # GPT-Neo
         kinds, sliding = [_GPT_NEO.get(kind, kind) for kind in config.attention_layers], config.window_size
     else:
         sliding = getattr(config, "sliding_window", None)
         everywhere = sliding and getattr(config, "use_sliding_window", True)
-        kinds = (
-            getattr(config, "layer_types", None) or ["sliding_attention" if everywhere else "full_attention"] * n_layers
-        )
-    if foreign := set(map(str, kinds)) - {"full_attention", "sliding_attention"}:
+        alike = ["sliding_attention" if everywhere else "full_attention"] * n_layers
+        kinds = getattr(config, "layer_types", None) or alike
+    chunk = getattr(config, "attention_chunk_size", None)
+    reaches: dict[str, Reach] = {"full_attention": None, "sliding_attention": sliding}
+    reaches["chunked_attention"] = Chunk(chunk) if chunk else None
+    if foreign := set(map(str, kinds)) - {*reaches}:
         without = ", which keep a state in place of slots" if foreign & _WITH_STATE else ""
         raise UserError(
             f"{config.model_type} has layers of kind {', '.join(sorted(foreign))}{without}; "
-            f"kvprobe reads full and sliding-window attention."
+            f"kvprobe reads full, sliding-window and chunked attention."
         )
-    return tuple(sliding if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(reaches[str(kind)] for kind in kinds)
+
+
+def _sources(config: Any, stored: int) -> tuple[int, ...]:
+    """For each attention module, the layer whose K and V it reads.
+
+    The last layers of Gemma 3n and 4 have none of their own and read those of the last layer of their kind that has.
+    """
+    if not getattr(config, "num_kv_shared_layers", 0):
+        return tuple(range(stored))
+    kinds = config.layer_types
+    last = {kind: layer for layer, kind in enumerate(kinds[:stored])}
+    return (*range(stored), *(last[kind] for kind in kinds[stored:]))
 
 
 _GPT_NEO = {"global": "full_attention", "local": "sliding_attention"}

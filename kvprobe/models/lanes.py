@@ -139,8 +139,7 @@ class Lanes(UnprovedLanes):
         """
         by_head = self.masks_by_head
         # A window binds by position, however few slots there are.
-        window = max((window for window in self.geometry.windows if window is not None), default=0)
-        slots = max(slots, min(positions, 2 * window))
+        slots = max(slots, min(positions, 2 * max(self.geometry.edges, default=0)))
         if slots > self._slots or positions > self._positions:
             slots, positions = _at_least(slots, self._slots), _at_least(positions, self._positions)
             prove_reach(self, slots, positions)

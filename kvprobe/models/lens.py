@@ -23,9 +23,12 @@ from kvprobe.restoring import restoring
 if TYPE_CHECKING:
     from transformer_lens.hook_points import HookPoint
 
-Family = Literal["k_pre", "k", "v", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"]
-"""What can be captured at a layer: K before k-norm and rotary embedding, K and V as stored, the residual stream
-before, between and after attention and MLP, and what attention and MLP add to it (after post-norms, as in Gemma)."""
+Family = Literal[
+    "k_pre", "k", "v", "latent", "rope", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"
+]  # fmt: skip
+"""What can be captured at a layer: K before k-norm and rotary embedding, K and V as stored (with latent attention the
+latent and the rotated key), the residual stream before, between and after attention and MLP, and what attention and MLP
+add to it (after post-norms, as in Gemma)."""
 
 HOOKS: dict[Family, str] = {
     "k_pre": "attn.hook_k",
@@ -40,7 +43,9 @@ HOOKS: dict[Family, str] = {
 _LEVEL = -1
 """Level of the hooks that kvprobe adds and removes; TransformerLens counts from 0, so a user's own hooks stay."""
 _FAMILIES: dict[str, Family] = {hook: family for family, hook in HOOKS.items()}
-PER_HEAD: tuple[Family, ...] = ("k_pre", "k", "v")
+STORED: dict[Family, str] = {"k": "K", "v": "V", "latent": "latent", "rope": "rope"}
+"""Families that a cache stores, and the part of a layer that each is."""
+PER_HEAD: tuple[Family, ...] = ("k_pre", *STORED)
 
 
 def hook_name(family: Family, layer: int) -> str:

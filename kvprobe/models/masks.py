@@ -19,14 +19,15 @@ from kvprobe.restoring import restoring
 
 
 def masks_of(ledger: Ledger, queries: int, geometry: Geometry, dtype: torch.dtype) -> list[Tensor]:
-    """One additive mask per layer; layers that see the same slots share one tensor."""
-    groups = geometry.n_heads // geometry.n_kv_heads
-    seen = visible_by_layer(ledger, queries, geometry.windows)
+    """One additive mask per attention module; those that see the same slots share one tensor."""
+    # Where layers differ in their heads, masks by head do not come here.
+    groups = geometry.n_heads // geometry.n_kv_heads if ledger.live.shape[2] > 1 else 1
+    seen = visible_by_layer(ledger, queries, geometry.reaches)
     shared: dict[int, Tensor] = {}
     for layer in seen:
         if id(layer) not in shared:
             shared[id(layer)] = additive(layer, groups, dtype)
-    return [shared[id(layer)] for layer in seen]
+    return [shared[id(seen[source])] for source in geometry.sources]
 
 
 @contextmanager

@@ -35,10 +35,14 @@ def rotaries_of(plain: PreTrainedModel, geometry: Geometry) -> tuple[Rotary | No
     rotaries: list[Rotary | None] = []
     for layer, stored in enumerate(layers):
         assert stored.keys is not None
-        first, last = stored.keys.chunk(2)
+        assert stored.values is not None
+        # With latent attention the rotated key comes second.
+        rotated = stored.keys if geometry.layers[layer][0].name == "K" else stored.values
+        first, last = rotated.chunk(2)
         errors = {None: _relative(first, last)} | {
             number: _relative(Rotation.between(rotary, at[: len(ids)], at[len(ids) :]).of(first), last)
             for number, rotary in enumerate(candidates)
+            if 2 * len(rotary.frequencies) <= first.shape[3]
         }
         best = min(errors, key=errors.__getitem__)
         # `not <=` instead of `>`: a NaN must not pass.

@@ -53,7 +53,7 @@ class UnprovedLanes:
             )
         self.plain = plain
         self.tokenizer = tokenizer
-        self.geometry = Geometry.measured(plain)
+        self.geometry = Geometry.of(plain)
         _ = self.attention_modules  # refuses a model without them now, not at first use
         if (limit := changing_frequencies(plain.config)) is not None:
             warnings.warn(
@@ -212,8 +212,8 @@ class UnprovedLanes:
         Without one, transformers lets torch group query heads, which on a CPU takes 6 to 13 times as long in half
         precision as the grouping that transformers does itself (torch 2.13, transformers 5.23).
         """
-        shape = self.geometry
-        return self.device.type == "cpu" and self.dtype != torch.float32 and shape.n_heads > shape.n_kv_heads
+        kv_heads = min(layer[0].heads for layer in self.geometry.layers)
+        return self.device.type == "cpu" and self.dtype != torch.float32 and self.geometry.n_heads > kv_heads
 
     @contextmanager
     def observing_attention_unproved(self, observe: Callable[[Attending, Tensor], None]) -> Generator[None]:
@@ -232,7 +232,7 @@ class UnprovedLanes:
 
     def _attention(self, attention: Attention) -> AbstractContextManager[None]:
         """See `attention_replaced`."""
-        return attention_replaced(self.plain, self.attention_modules, self.geometry.d_head, attention)
+        return attention_replaced(self.plain, self.attention_modules, attention)
 
     @cached_property
     def blocks(self) -> list[nn.Module]:
@@ -240,7 +240,7 @@ class UnprovedLanes:
         stacks = [
             list(stack)
             for stack in self.plain.modules()
-            if isinstance(stack, nn.ModuleList) and len(stack) == self.geometry.n_layers
+            if isinstance(stack, nn.ModuleList) and len(stack) == len(self.geometry.sources)
         ]
         for stack in stacks:
             if all(
@@ -293,19 +293,19 @@ class UnprovedLanes:
 
     @cached_property
     def attention_modules(self) -> list[nn.Module]:
-        """The attention module of each layer."""
+        """The attention module of each layer, those that read another layer's K and V included."""
         modules = {
             index: module
             for module in self.plain.modules()
-            if type(module).__name__.endswith("Attention")
+            if type(module).__name__.endswith(("Attention", "MLA"))
             and isinstance(index := getattr(module, "layer_idx", getattr(module, "layer_id", None)), int)
         }
-        if sorted(modules) != list(range(self.geometry.n_layers)):
+        if sorted(modules) != list(range(len(self.geometry.sources))):
             raise UserError(
                 f"{type(self.plain).__name__} does not have one attention module per layer that kvprobe can find, so "
                 "slots cannot be masked in it; use another model."
             )
-        return [modules[layer] for layer in range(self.geometry.n_layers)]
+        return [modules[layer] for layer in sorted(modules)]
 
     def masks(self, ledger: Ledger, queries: int) -> list[Tensor]:
         """See `kvprobe.models.masks.masks_of`."""

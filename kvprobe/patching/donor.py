@@ -98,7 +98,7 @@ def aligned(lanes: Lanes, base: KVCache, donor: KVCache, align: Align = None) ->
             tensor if rotary is None else Rotation.between(rotary, there, here).of(tensor)
             for rotary, tensor in zip(lanes.rotaries, keys, strict=True)
         )
-    whole = replace(moved, keys=keys, ledger=base.ledger)
+    whole = replace(moved.with_parts({"K": keys}), ledger=base.ledger)
     return Aligned(base, donor, base.patch(whole, slots=have[None]), source, reasons)
 
 

@@ -87,7 +87,7 @@ class Reader:
         shape = lanes.geometry
         self.groups = shape.n_heads // shape.n_kv_heads
         self.queries = len(suffix)
-        self.seen = visible_by_layer(self.ledger, self.queries, shape.windows)
+        self.seen = visible_by_layer(self.ledger, self.queries, shape.reaches)
 
     def row_bytes(self, cells: Sequence[Cell]) -> int:
         """What a row takes at its widest: scores, their exponentials and masks, and its share of what is swapped."""

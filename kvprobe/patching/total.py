@@ -107,7 +107,7 @@ class _Pass:
     def __init__(self, total: TotalReader, by_layer: Mapping[int, list[tuple[int, Cell]]], start: int) -> None:
         self.total, self.by_layer, self.start = total, by_layer, start
         queries = total.ledger.slots - start
-        self.seen = visible_by_layer(total.ledger, queries, total.lanes.geometry.windows)
+        self.seen = visible_by_layer(total.ledger, queries, total.lanes.geometry.reaches)
 
     def attend(self, attending: Attending) -> Float[Tensor, "rows heads queries d_value"]:
         """Attention of all rows to the base before `start`, and to their own keys and values with cells swapped."""

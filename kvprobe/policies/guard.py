@@ -82,7 +82,8 @@ class Sound(Brief):
             UserError: the cache is of another model.
         """
         widths = {tuple(middle.shape[1:]) for middle in self.middles}
-        if (len(self.middles), widths) != (cache.n_layers, {(cache.n_kv_heads, sum(cache.shape[2:]))}):
+        held = {(parts[0].heads, sum(part.numbers for part in parts)) for parts in cache.shape}
+        if (len(self.middles), widths) != (cache.n_layers, held):
             raise UserError("The guard was learnt from caches of another shape; learn one for this model.")
         if self.made_by and cache.made_by and not cache.made_by.same(self.made_by):
             raise UserError("The guard was learnt from caches of another model; learn one for this model.")
@@ -185,7 +186,7 @@ class Guard(Policy):
             return scene
         # An evicted slot may pad its row, and even with no weight NaN is NaN.
         keys, values = (tuple(tensor.masked_fill(padding, 0) for tensor in part) for part in (cache.keys, cache.values))
-        return scene.with_cache(replace(cache, keys=keys, values=values))
+        return scene.with_cache(cache.with_parts({"K": keys, "V": values}))
 
 
 def _numbers(cache: KVCache, layer: int, rotary: Rotary | None) -> Float[Tensor, "batch kv_heads slots width"]:

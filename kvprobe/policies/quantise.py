@@ -72,7 +72,7 @@ class Quantise(Policy):
         keys = tuple(rounded(tensor, codes_of_keys) for tensor in cache.keys)
         values = tuple(rounded(tensor, codes_of_values) for tensor in cache.values)
         ledger = replace(cache.ledger, quantised=quantised, quantisation=quantisation)
-        return scene.with_cache(replace(cache, keys=keys, values=values, ledger=ledger))
+        return scene.with_cache(replace(cache.with_parts({"K": keys, "V": values}), ledger=ledger))
 
     def _leaving(self, cache: KVCache, row: int) -> Int[Tensor, "groups group"]:
         """Slots of this row that have left the tail and are not quantised yet, in whole groups."""

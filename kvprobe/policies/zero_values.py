@@ -1,7 +1,7 @@
 """Zeroing values: slots that receive attention and contribute nothing."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -47,4 +47,4 @@ class ZeroValues(Policy):
             tensor.masked_fill(zeroed, 0.0) if layer in layers and bool(zeroed.any()) else tensor
             for layer, tensor in enumerate(cache.values)
         )
-        return super().act(scene.with_cache(replace(cache, values=values)))
+        return super().act(scene.with_cache(cache.with_parts({"V": values})))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
@@ -14,7 +14,7 @@ from kvprobe.models.lanes import Lanes
 from kvprobe.models.lens import HOOKS, PER_HEAD, Family, hook_name, site_of
 from kvprobe.names import unknown
 
-FAMILIES: tuple[Family, ...] = tuple(family for family in get_args(Family) if family != "k")
+FAMILIES: tuple[Family, ...] = tuple(family for family in HOOKS if family != "k")
 """Families that a dictionary may read. Keys are read before they are rotated: a rotated key is its content at one
 position, and a dictionary would need a copy of each latent for each position."""
 

@@ -264,10 +264,10 @@ def test_nbytes_counts_keys_and_values(dtype: torch.dtype, size: int):
 def test_keys_and_values_that_do_not_fit_the_ledger_are_refused():
     cache = random_cache(20)
     other = random_cache(20, slots=7)
-    refused(lambda: KVCache(cache.keys, cache.values, other.ledger), "keys of layer 0", "(2, 2, 8, 4)", "(2, 2, 7)")
-    refused(lambda: KVCache(cache.keys, other.values, cache.ledger), "values of layer 0")
-    refused(lambda: KVCache(cache.keys, cache.values[:2], cache.ledger), "got 3 and 2")
-    refused(lambda: KVCache((), (), cache.ledger), "got 0 and 0")
+    refused(lambda: KVCache.of(cache.keys, cache.values, other.ledger), "K of layer 0", "(2, 2, 8, 4)", "(2, 7)")
+    refused(lambda: KVCache.of(cache.keys, other.values, cache.ledger), "V of layer 0")
+    refused(lambda: KVCache.of(cache.keys, cache.values[:2], cache.ledger), "got 3 and 2")
+    refused(lambda: KVCache.of((), (), cache.ledger), "got none")
 
 
 def test_operations_leave_the_ledger_of_the_original_alone():

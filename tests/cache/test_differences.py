@@ -1,7 +1,5 @@
 """Where two caches differ, and by how much."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -44,7 +42,7 @@ def test_the_distance_of_a_segment_is_relative_to_the_references_size():
     reference = random_cache(0, batch=1)
     inside = reference.ledger.in_segments(["T1"])[0]
     keys = tuple(torch.where(inside[None, None, :, None], 1.5 * layer, layer) for layer in reference.keys)
-    distance = relative_distance(replace(reference, keys=keys), reference, ("system", "T1"))
+    distance = relative_distance(reference.with_parts({"K": keys}), reference, ("system", "T1"))
     assert distance.shape == (len(FAMILIES), reference.n_layers, 2)
     assert distance[0, :, 1].tolist() == pytest.approx([0.5] * reference.n_layers)
     assert not distance[0, :, 0].any()

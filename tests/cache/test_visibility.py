@@ -4,11 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvprobe.cache.ledger import Ledger
-from kvprobe.cache.visibility import additive, visible
+from kvprobe.cache.visibility import Chunk, Reach, additive, visible
 from tests.random_caches import ledgers, random_ledger
 
 
-def visible_by_loop(ledger: Ledger, queries: int, window: int | None) -> torch.Tensor:
+def visible_by_loop(ledger: Ledger, queries: int, reach: Reach) -> torch.Tensor:
     layers, batch, heads, slots = ledger.live.shape
     seen = torch.zeros(layers, batch, heads, queries, slots, dtype=torch.bool)
     for layer in range(layers):
@@ -17,17 +17,20 @@ def visible_by_loop(ledger: Ledger, queries: int, window: int | None) -> torch.T
                 for query in range(queries):
                     place = slots - queries + query
                     for slot in range(place):
-                        gap = int(ledger.positions[row, place]) - int(ledger.positions[row, slot])
-                        near = window is None or gap < window
+                        here, there = int(ledger.positions[row, place]), int(ledger.positions[row, slot])
+                        if isinstance(reach, Chunk):
+                            near = here // reach.positions == there // reach.positions
+                        else:
+                            near = reach is None or here - there < reach
                         seen[layer, row, head, query, slot] = bool(ledger.live[layer, row, head, slot]) and near
                     seen[layer, row, head, query, place] = True
     return seen
 
 
-@given(ledgers(), st.data(), st.one_of(st.none(), st.integers(1, 12)))
-def test_visible_agrees_with_a_loop_over_all_pairs(ledger: Ledger, data: st.DataObject, window: int | None):
+@given(ledgers(), st.data(), st.one_of(st.none(), st.integers(1, 12), st.builds(Chunk, st.integers(1, 12))))
+def test_visible_agrees_with_a_loop_over_all_pairs(ledger: Ledger, data: st.DataObject, reach: Reach):
     queries = data.draw(st.integers(1, ledger.slots))
-    assert torch.equal(visible(ledger, queries, window), visible_by_loop(ledger, queries, window))
+    assert torch.equal(visible(ledger, queries, reach), visible_by_loop(ledger, queries, reach))
 
 
 @given(ledgers(), st.one_of(st.none(), st.integers(1, 12)))
@@ -50,8 +53,10 @@ def test_chosen_queries_see_what_they_see_among_all(ledger: Ledger, data: st.Dat
 def test_a_window_counts_positions_and_not_slots():
     ledger = random_ledger(0, batch=1, slots=4)
     ledger.positions.copy_(torch.tensor([[0, 1, 7, 8]]))
-    assert visible(ledger, 1, window=8)[0, 0, 0, 0].tolist() == [False, True, True, True]
-    assert visible(ledger, 1, window=2)[0, 0, 0, 0].tolist() == [False, False, True, True]
+    assert visible(ledger, 1, 8)[0, 0, 0, 0].tolist() == [False, True, True, True]
+    assert visible(ledger, 1, 2)[0, 0, 0, 0].tolist() == [False, False, True, True]
+    assert visible(ledger, 1, Chunk(7))[0, 0, 0, 0].tolist() == [False, False, True, True]
+    assert visible(ledger, 1, Chunk(8))[0, 0, 0, 0].tolist() == [False, False, False, True]
 
 
 @given(ledgers(), st.sampled_from([1, 2, 3]), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))

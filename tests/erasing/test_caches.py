@@ -1,7 +1,5 @@
 """Erasing inside a cache, and patching along an eraser: what is touched, and what is not."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -80,7 +78,7 @@ def test_interchange_with_the_average_is_an_erasure(tiny_llama: Model):
     base = cache_of(tiny_llama, 0)
     eraser = eraser_of(width_of(base))
     mean = eraser.mean.view(base.n_kv_heads, 1, -1).expand(-1, base.slots, -1)[None]
-    average = replace(base, values=(mean, *base.values[1:]))
+    average = base.with_parts({"V": (mean, *base.values[1:])})
     torch.testing.assert_close(
         interchange(base, average, {(0, "V"): eraser}, "T1").values[0], erase(base, {(0, "V"): eraser}, "T1").values[0]
     )

@@ -73,12 +73,12 @@ def square_cache(seed: int, slots: int = SLOTS, dtype: torch.dtype = torch.float
     """A random cache whose values are as wide as its keys."""
     shape = {"batch": 1, "n_layers": LAYERS, "kv_heads": HEADS, "d_head": WIDTH} | settings
     cache = random_cache(seed, slots=slots, dtype=dtype, **shape)
-    return replace(cache, values=tuple(value[..., :-1].contiguous() for value in cache.values))
+    return cache.with_parts({"V": tuple(value[..., :-1].contiguous() for value in cache.values)})
 
 
 def context_of(cache: KVCache, donor_slots: int | None = None) -> FaultContext:
     """A context with everything that any fault may need, in random numbers."""
-    layers, heads, width, _ = cache.shape
+    layers, (_, heads, width) = cache.n_layers, cache.shape[0][0]
     settings = {"dtype": cache.keys[0].dtype, "n_layers": layers, "kv_heads": heads, "d_head": width}
     donors = {
         name: square_cache(seed, cache.slots if donor_slots is None else donor_slots, **settings)
@@ -107,7 +107,7 @@ def after(
     ]
     context = context or context_of(cache)
     damage = strike(faults, draws, range(len(faults)), pairs, forked.ledger, context, step)
-    return KVCache(tuple(keys for keys, _ in pairs), tuple(values for _, values in pairs), forked.ledger), damage
+    return KVCache.of(tuple(keys for keys, _ in pairs), tuple(values for _, values in pairs), forked.ledger), damage
 
 
 def struck_by(scope: Scope, cache: KVCache, draws: Draws = FIRST, step: int = 0) -> tuple[Tensor, Tensor]:
@@ -150,7 +150,7 @@ def outlying(slots: int, dtype: torch.dtype = torch.float32) -> KVCache:
         mixing = torch.randn(HEADS, WIDTH, WIDTH, generator=rng)
         return (tensor @ mixing + 5 * torch.randn(1, HEADS, 1, WIDTH, generator=rng)).to(dtype)
 
-    return KVCache(tuple(map(shaped, cache.keys)), tuple(map(shaped, cache.values)), cache.ledger)
+    return KVCache.of(tuple(map(shaped, cache.keys)), tuple(map(shaped, cache.values)), cache.ledger)
 
 
 def reindexed(model: Model) -> KVCache:

@@ -36,7 +36,7 @@ def test_padding_of_a_donor_is_never_used():
 @pytest.mark.parametrize("donor_slots", [SLOTS, 11])
 def test_a_matched_distractor_has_this_caches_mean_and_deviation_in_every_channel(donor_slots: int):
     cache = square_cache(0)
-    cache = replace(cache, keys=outlying(SLOTS).keys)
+    cache = cache.with_parts({"K": outlying(SLOTS).keys})
     context = context_of(cache, donor_slots)
     damaged, _ = after(Distractor(matched=True), cache, context=context)
     donated = both(context.donor("distractor"))

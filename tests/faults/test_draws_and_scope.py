@@ -66,7 +66,7 @@ def test_rate_1_empties_the_scope_and_nothing_else(scope: Scope, seed: int, padd
     cache = square_cache(seed, padded=padded, some_masked=True)
     if rename and (scope.segments is None or "T2" not in scope.segments):
         names = (*NAMES[:-1], "generated")
-        cache = KVCache(cache.keys, cache.values, type(cache.ledger)(**vars(cache.ledger) | {"names": names}))
+        cache = KVCache.of(cache.keys, cache.values, type(cache.ledger)(**vars(cache.ledger) | {"names": names}))
     damaged, damage = after(Zeros(scope=scope), cache)
     count = 0
     for part, befores, afters in (("k", cache.keys, damaged.keys), ("v", cache.values, damaged.values)):

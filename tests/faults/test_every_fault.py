@@ -36,7 +36,7 @@ def test_undo_restores_every_bit(fault: Fault, dtype: torch.dtype):
     faults = [with_rate(fault, rate) for rate in (1.0, 0.5, 0.2)]
     draws = [Draws(repeat=repeat) for repeat in (0, 0, 1)]
     damage = strike(faults, draws, [2, 0, 1], pairs, cache.ledger, context, remember=True)
-    struck = KVCache(tuple(keys for keys, _ in pairs), tuple(values for _, values in pairs), cache.ledger)
+    struck = KVCache.of(tuple(keys for keys, _ in pairs), tuple(values for _, values in pairs), cache.ledger)
     assert not same_bits(struck, cache)
     damage.undo()
     assert same_bits(struck, cache)
@@ -63,10 +63,10 @@ def test_slots_that_are_not_struck_keep_their_bits_in_bfloat16(fault: Fault):
 )
 def test_a_bfloat16_cache_is_damaged_as_in_fp32_but_for_rounding(fault: Fault):
     coarse = square_cache(0, dtype=torch.bfloat16)
-    fine = KVCache(tuple(k.float() for k in coarse.keys), tuple(v.float() for v in coarse.values), coarse.ledger)
+    fine = KVCache.of(tuple(k.float() for k in coarse.keys), tuple(v.float() for v in coarse.values), coarse.ledger)
     context = context_of(coarse)
     donors = {
-        name: KVCache(tuple(k.float() for k in donor.keys), tuple(v.float() for v in donor.values), donor.ledger)
+        name: KVCache.of(tuple(k.float() for k in donor.keys), tuple(v.float() for v in donor.values), donor.ledger)
         for name, donor in context.donors.items()
     }
     damaged, _ = after(fault, coarse, context=context)

@@ -1,5 +1,5 @@
 from contextlib import AbstractContextManager
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -8,13 +8,13 @@ from kvprobe.inference.capture import Captured, _observing, capture, plain_ports
 from kvprobe.inference.forward import extend, prefill
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
-from kvprobe.models.lens import PER_HEAD, Family
+from kvprobe.models.lens import HOOKS, PER_HEAD, Family
 from kvprobe.policies import H2O
 from tests.models import ARCHITECTURES
 from tests.random_caches import assert_bit_identical, assert_close, random_tokens, relative_difference
 from tests.refusals import refused
 
-FAMILIES: tuple[Family, ...] = get_args(Family)
+FAMILIES: tuple[Family, ...] = tuple(HOOKS)
 MISSING: dict[str, set[Family]] = {"gpt_neox": {"resid_mid"}}
 FUSED_QKV = {"gpt2", "gpt_neox"}
 SEQUENTIAL = [name for name in ARCHITECTURES if name != "gpt_neox"]

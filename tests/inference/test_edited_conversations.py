@@ -226,7 +226,7 @@ def test_a_placeholder_attends_to_earlier_slots_but_not_to_pruned_text(tiny: Mod
         piece = cache.select(slots=head & ~(cache.ledger.in_segments(["tool one"]) & ~cache.ledger.delimiters))
         keys = tuple(torch.cat(pair, 2) for pair in zip(before.keys, piece.keys, strict=True))
         values = tuple(torch.cat(pair, 2) for pair in zip(before.values, piece.values, strict=True))
-        standing = KVCache(keys, values, before.ledger.append(piece.ledger))
+        standing = KVCache.of(keys, values, before.ledger.append(piece.ledger))
         before, _ = extend(tiny.lanes, standing, [Tokens.of(ids, name, texts[0])])
     for after, tensor in zip(edited.keys + edited.values, before.keys + before.values, strict=True):
         assert relative_difference(after[:, :, : tensor.shape[2]], tensor) < 1e-5

@@ -1,4 +1,3 @@
-import dataclasses
 from typing import Any
 
 import pytest
@@ -326,7 +325,7 @@ def test_a_cache_of_a_model_with_other_layers_is_refused(tiny_llama: Model, laye
     foreign = prefill(llama(num_hidden_layers=layers).lanes, [random_tokens(0, {"T1": 3})])
     refused(
         lambda: extend(tiny_llama.lanes, foreign, [random_tokens(1, {"T2": 1}, start=3)]),
-        f"{layers} layers, but the model has 3",
+        f"{layers} layers of 2 KV heads of 8, but the model 3 of",
     )
 
 
@@ -385,10 +384,8 @@ def test_tokens_after_an_eviction_of_the_newest_segment_have_the_positions_of_th
 
 def test_a_cache_of_another_dtype_is_refused(tiny: Model):
     cache, _ = extend(tiny.lanes, None, [Tokens.of([1, 2, 3])])
-    half = dataclasses.replace(
-        cache,
-        keys=tuple(keys.bfloat16() for keys in cache.keys),
-        values=tuple(values.bfloat16() for values in cache.values),
+    half = KVCache.of(
+        [keys.bfloat16() for keys in cache.keys], [values.bfloat16() for values in cache.values], cache.ledger
     )
     refused(lambda: extend(tiny.lanes, half, [Tokens.of([4], start=3)]), "dtype")
 

@@ -140,7 +140,7 @@ def test_every_key_and_value_is_held_against_a_reading(name: str, request: pytes
     assert model.from_hf(read_by_transformers(model, ids(0)), Tokens.of(ids(0))).slots == COUNT
     for made in (_other_weights, _one_slot):
         past = made(model)
-        refused(lambda past=past: model.from_hf(past, Tokens.of(ids(0))), "are not those that the model reads")
+        refused(lambda past=past: model.from_hf(past, Tokens.of(ids(0))), "is not what the model reads")
 
 
 def test_caches_whose_layers_were_cropped_are_right_or_refused(tiny_llama: Model, tiny_gemma: Model):

@@ -122,7 +122,7 @@ def by_hand(
         if fault.transient:
             keys = tuple(torch.cat([a, b[:, :, -1:]], 2) for a, b in zip(held.keys, grown.keys, strict=True))
             values = tuple(torch.cat([a, b[:, :, -1:]], 2) for a, b in zip(held.values, grown.values, strict=True))
-            grown = KVCache(keys, values, grown.ledger)
+            grown = KVCache.of(keys, values, grown.ledger)
         held = grown
         seen.append(logits[0, -1])
         said.append(int(logits[0, -1].argmax()))
@@ -592,7 +592,7 @@ def test_a_past_of_several_rows_or_another_model_is_refused(
     words = "a cache can only be read by the model that made it"
     sweep_refused(words, tiny_llama, [Zeros()], prompt, past=foreign, donors={})
     past = tiny_llama.prefill(PROMPT[:-3])
-    narrow = KVCache(tuple(k.half() for k in past.keys), tuple(v.half() for v in past.values), past.ledger)
+    narrow = KVCache.of(tuple(k.half() for k in past.keys), tuple(v.half() for v in past.values), past.ledger)
     sweep_refused(
         "load the model in the dtype that made the cache", tiny_llama, [Zeros()], prompt, past=narrow, donors={}
     )

@@ -325,7 +325,7 @@ def test_an_empty_cache_can_be_joined_and_continues_at_its_position(tiny: Model)
 
 def test_caches_of_other_shapes_or_grains_and_no_caches_cannot_be_joined(tiny_models: dict[str, Model]):
     llama, gpt2 = (prefill(tiny_models[name].lanes, [random_tokens(0, {"T1": 8})]) for name in ("llama", "gpt2"))
-    refused(lambda: KVCache.join([llama, gpt2]), "(3, 4, 8, 8), the base (3, 2, 8, 8)")
+    refused(lambda: KVCache.join([llama, gpt2]), "3 layers of 4 KV heads of 8, the base 3 of 2")
     coarse, fine = (Quantise(bits, group=4, tail=0).act(Scene(llama)).cache for bits in (2, 4))
     refused(lambda: KVCache.join([coarse, fine]), "different quantisation formats")
     assert KVCache.join([llama, fine]).ledger.quantisation == fine.ledger.quantisation

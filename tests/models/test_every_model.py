@@ -26,12 +26,17 @@ def test_the_page_says_what_is_allowed():
     assert f"hold each line of it to {ALLOWED:.0e}." in TEXT
 
 
-@pytest.mark.parametrize("kind", ["gpt_neo", "falcon", "gptj", "codegen", "llama", "mixtral", "gemma3_text"])
+@pytest.mark.parametrize(
+    "kind", ["gpt_neo", "falcon", "gptj", "codegen", "llama", "mixtral", "gemma3_text", "gemma4_text", "llama4"]
+)
 def test_these_families_work_on_both_lanes(kind: str):
     assert LISTED[kind].startswith("both lanes")
 
 
-@pytest.mark.parametrize("kind", ["cohere", "cohere2"])
+LATENT = ["deepseek_v2", "deepseek_v3", "minicpm3", "youtu", "glm4_moe_lite", "longcat_flash", "axk1"]
+
+
+@pytest.mark.parametrize("kind", ["cohere", "cohere2", "gemma3n_text", "mimo_v2_flash", *LATENT])
 def test_these_families_work_on_the_plain_lane_alone(kind: str):
     assert LISTED[kind].startswith("plain")
 
@@ -41,7 +46,7 @@ def test_routing_is_read_in_these_mixtures(kind: str):
     assert LISTED[kind].endswith("routing")
 
 
-@pytest.mark.parametrize("kind", ["mpt", "bloom", "roberta", "rwkv", "xlstm", "hrm_text", "mimo_v2_flash"])
+@pytest.mark.parametrize("kind", ["mpt", "bloom", "roberta", "rwkv", "xlstm", "hrm_text"])
 def test_these_families_are_refused(kind: str):
     assert LISTED[kind] == "refused"
 

@@ -7,9 +7,10 @@ import transformers
 from kvprobe.inference.capture import editing, plain_ports
 from kvprobe.inference.model import Model
 from kvprobe.models.gate import FIRST_REACH
-from kvprobe.models.geometry import Geometry
+from kvprobe.models.geometry import Geometry, reaches_of
 from kvprobe.models.lanes import Lanes
 from tests.models import N_LAYERS, WINDOW, llama, mixtral, tiny_tokenizer
+from tests.models.every import tiny
 from tests.refusals import refused
 
 
@@ -23,25 +24,17 @@ def test_tiny_models_have_the_geometry_they_were_built_with(tiny_models: dict[st
 
 
 def test_a_window_without_layer_types_holds_in_every_layer():
-    assert Geometry.of(transformers.MistralConfig(num_hidden_layers=2, sliding_window=16)).windows == (16, 16)
+    assert reaches_of(transformers.MistralConfig(num_hidden_layers=2, sliding_window=16), 2) == (16, 16)
 
 
 def test_a_window_that_is_switched_off_holds_nowhere():
     config = transformers.Qwen2Config(num_hidden_layers=2, sliding_window=16, use_sliding_window=False)
-    assert Geometry.of(config).windows == (None, None)
+    assert reaches_of(config, 2) == (None, None)
 
 
-@pytest.mark.parametrize(
-    ("name", "kept"),
-    [
-        ("DeepseekV3Config", "latent attention"),
-        ("Qwen3NextConfig", "a state in place of slots"),
-        ("FalconH1Config", "a state in place of slots"),
-        ("Llama4TextConfig", "chunked_attention"),
-    ],
-)
-def test_models_without_a_plain_cache_in_every_layer_are_refused(name: str, kept: str):
-    refused(lambda: Geometry.of(getattr(transformers, name)()), kept, "full and sliding-window attention")
+@pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1"])
+def test_models_with_a_state_in_place_of_slots_are_refused(kind: str):
+    refused(lambda: Geometry.of(tiny(kind)), "a state in place of slots", "full, sliding-window and chunked attention")
 
 
 def test_the_fingerprint_depends_on_the_weights_and_not_on_the_tokenizer_object():

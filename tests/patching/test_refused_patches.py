@@ -1,7 +1,6 @@
 """Sweeps and patches that are refused, each in a sentence."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,7 +113,7 @@ def test_donors_that_cannot_stand_in_for_the_base_are_refused(tiny_llama: Model)
     pair_refused(base.cache, donor.cache.fork(2), "2 rows")
     pair_refused(base.cache.evict("T1"), donor.cache, "'T1'", over={"segment": ["T1"]})
     keys, values = (tuple(map(Tensor.double, tensors)) for tensors in (donor.cache.keys, donor.cache.values))
-    double = replace(donor.cache, keys=keys, values=values)
+    double = donor.cache.with_parts({"K": keys, "V": values})
     pair_refused(base.cache, double, "float64")
     refused(lambda: base.cache.patch(double, "T1"), "float64")
 

@@ -52,7 +52,7 @@ def with_token(cache: KVCache, token: int) -> KVCache:
         return torch.cat([tensor, tensor.new_full((*tensor.shape[:2], 1, tensor.shape[3]), token)], 2)
 
     ledger = cache.ledger.append(new_slots(runs, torch.device("cpu")))
-    return KVCache(tuple(map(longer, cache.keys)), tuple(map(longer, cache.values)), ledger)
+    return KVCache.of(tuple(map(longer, cache.keys)), tuple(map(longer, cache.values)), ledger)
 
 
 def empty_cache(rows: int) -> KVCache:

@@ -43,7 +43,7 @@ def times(cache: KVCache, slots: Sequence[int], factor: float) -> KVCache:
     factors = torch.ones(cache.slots)
     factors[list(slots)] = factor
     keys, values = (tuple(tensor * factors[:, None] for tensor in part) for part in (cache.keys, cache.values))
-    return replace(cache, keys=keys, values=values)
+    return cache.with_parts({"K": keys, "V": values})
 
 
 def found(guard: Guard, cache: KVCache) -> list[int]:
@@ -88,7 +88,7 @@ def test_a_slot_is_judged_alike_wherever_it_stands():
     cache = random_cache(9, 1, 20)
     later = cache.ledger.origins + 57 * (cache.ledger.origins > 0)
     turned = tuple(Rotation.between(rotary, cache.ledger.origins, later).of(keys) for keys in cache.keys)
-    moved = replace(cache, keys=turned, ledger=replace(cache.ledger, origins=later, positions=later))
+    moved = replace(cache.with_parts({"K": turned}), ledger=replace(cache.ledger, origins=later, positions=later))
     torch.testing.assert_close(sound.scores(moved), sound.scores(cache), rtol=0, atol=1e-4)
 
 

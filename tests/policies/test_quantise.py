@@ -36,7 +36,7 @@ def caches(draw: st.DrawFn, bits: int | None = None) -> tuple[KVCache, Quantise]
         some_masked=draw(st.booleans()),
     )
     size = draw(st.sampled_from([1e-3, 1.0, 300.0]))
-    scaled = KVCache(
+    scaled = KVCache.of(
         tuple(keys * size for keys in cache.keys), tuple(values * size for values in cache.values), cache.ledger
     )
     group, tail = draw(st.sampled_from([1, 5, 7])), draw(st.integers(0, 9))

@@ -5,7 +5,6 @@ slots are evicted, which no guard can know.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -115,8 +114,8 @@ def fault_of(name: str, rate: float, cache: KVCache) -> Fault:
     """A fault of the config; bits are drawn so that there is one for each slot of the rate, on average."""
     share = rate / 100
     if name == BITS:
-        layers, heads, *widths = cache.shape
-        return BitFlips(dtype="bf16", scope=Scope(rate=share / (layers * heads * sum(widths)), unit="number"))
+        numbers = sum(part.heads * part.numbers for parts in cache.shape for part in parts)
+        return BitFlips(dtype="bf16", scope=Scope(rate=share / numbers, unit="number"))
     if name == TENFOLD:
         return Fp8Scale(10.0, scope=Scope(rate=share))
     named = CATALOGUE[name]
@@ -148,7 +147,7 @@ def answered(
 
 def say_apart(model: Model, task: Task, item: Item, cache: KVCache, last: Tokens) -> list[dict[str, float]]:
     """What each row says; rows of numbers so large that their logits may not be finite are read one by one."""
-    largest = torch.stack([tensor.abs().flatten(1).amax(1) for tensor in (*cache.keys, *cache.values)]).amax(0)
+    largest = torch.stack([tensor.abs().flatten(1).amax(1) for tensor in cache.tensors]).amax(0)
     large = entries(~(largest < LARGE), bool)
     calm = [row for row, apart in enumerate(large) if not apart]
     said = dict(zip(calm, say(model, task, item, cache.rows(calm), last), strict=True))
@@ -176,7 +175,7 @@ def say(model: Model, task: Task, item: Item, cache: KVCache, last: Tokens) -> l
 
 def struck_slots(sound: KVCache, damaged: KVCache) -> Bool[Tensor, "1 slots"]:
     """The slots in which anything differs."""
-    pairs = zip((*sound.keys, *sound.values), (*damaged.keys, *damaged.values), strict=True)
+    pairs = zip(sound.tensors, damaged.tensors, strict=True)
     return torch.stack([(one != other).any(-1).any(1) for one, other in pairs]).any(0)
 
 
@@ -184,7 +183,7 @@ def without(cache: KVCache, gone: Bool[Tensor, "rows slots"]) -> KVCache:
     """The cache with these slots evicted; zeros are in what pads its rows."""
     hidden = gone[:, None, :, None]
     keys, values = (tuple(tensor.masked_fill(hidden, 0) for tensor in part) for part in (cache.keys, cache.values))
-    return replace(cache, keys=keys, values=values).take(*cache.ledger.order(~gone))
+    return cache.with_parts({"K": keys, "V": values}).take(*cache.ledger.order(~gone))
 
 
 def alarms_of(guard: Guard, sound: KVCache) -> dict[str, Any]:

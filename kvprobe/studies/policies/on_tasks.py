@@ -78,7 +78,7 @@ def _answer(model: Model, task: Task, item: Item, policy: Policy | None) -> dict
     stop = [*stop_tokens(model.lanes), *(newlines(model.tokenizer) if task.one_line else ())]
     reply = generate(model.lanes, [tokens], max_new_tokens=task.max_new_tokens, stop=stop, policy=policy)
     shape = reply.cache.shape
-    slot = shape[0] * shape[1] * (shape[2] + shape[3]) * NUMBER_BYTES
+    slot = model.geometry.numbers * NUMBER_BYTES
     held = sum(footprint(kept.ledger, shape, NUMBER_BYTES) for kept in reply.trace)
     whole = sum((len(tokens) + kept.step) * slot for kept in reply.trace)
     right = task.score(reply.text, item)[task.scorers[0]]

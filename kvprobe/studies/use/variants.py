@@ -82,7 +82,7 @@ def average_cache(base: KVCache, read: Mapping[str, Tensor], start: int) -> KVCa
             averages.append(filled)
         return tuple(averages)
 
-    return replace(base, keys=averaged(base.keys, read["average.K"]), values=averaged(base.values, read["average.V"]))
+    return base.with_parts({"K": averaged(base.keys, read["average.K"]), "V": averaged(base.values, read["average.V"])})
 
 
 @dataclass(frozen=True)
