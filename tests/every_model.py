@@ -7,14 +7,18 @@ a gap was closed, beside a longer row, and token by token. The expected numbers 
 kvprobe, under masks made here.
 """
 
+import inspect
+import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from kvprobe.inference.forward import extend
@@ -57,6 +61,8 @@ PLACED = {"beam", "llama4", "llama4_text"}
 their logits."""
 
 
+YEARS = "| first in | read | refused | not built |"
+"""Of the table of years."""
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "models.md"
 HEAD = "| type | class | read | |"
 """Of the table, below the text of the page."""
@@ -241,8 +247,30 @@ def table() -> Iterator[str]:
             yield examine(kind).row()
 
 
+def year(kind: str) -> str:
+    """The year of the copyright in the source of a class, where it has one."""
+    file = Path(inspect.getfile(getattr(transformers, NAMES[kind])))
+    sources = [path for path in (file, file.with_name(file.name.replace("modeling", "modular"))) if path.exists()]
+    years = (re.search(r"Copyright (\d{4})", path.read_text(encoding="utf-8")[:1500]) for path in sources)
+    found = next((int(year[1]) for year in years if year is not None), 0)
+    return str(found) if found > 2023 else "2023 or before, or unknown"
+
+
+def by_year(table: str) -> list[str]:
+    """How many classes of each year the table lists as read, refused and not built."""
+    counts: dict[str, Counter[str]] = {}
+    listed = re.findall(r"^\| (\S+) \| \S+ \| ([a-z]+)", table, re.MULTILINE)
+    for kind, verdict in (row for row in listed if row[0] in NAMES):
+        known = verdict if verdict in ("refused", "not") else "read"
+        counts.setdefault(year(kind), Counter())[known] += 1
+    rows = (f"| {of} | {some['read']} | {some['refused']} | {some['not']} |" for of, some in sorted(counts.items()))
+    return [YEARS, "|---|---|---|---|", *rows]
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     text, _, _ = PAGE.read_text(encoding="utf-8").partition(HEAD)
-    PAGE.write_text(text + "\n".join(table()) + "\n", encoding="utf-8")
+    rows = "\n".join(table())
+    text = text.partition(YEARS)[0] + "\n".join(by_year(rows)) + "\n\n"
+    PAGE.write_text(text + rows + "\n", encoding="utf-8")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.every_model import ALLOWED, HEAD, PAGE, UNBUILT, examine
+from tests.every_model import ALLOWED, HEAD, PAGE, UNBUILT, by_year, examine
 from tests.models.every import NAMES, tiny
 
 TEXT, _, TABLE = PAGE.read_text(encoding="utf-8").partition(HEAD)
@@ -24,6 +24,10 @@ def test_every_model_is_read_exactly_or_refused_in_a_sentence(kind: str):
 
 def test_the_page_says_what_is_allowed():
     assert f"hold each line of it to {ALLOWED:.0e}." in TEXT
+
+
+def test_the_page_counts_what_it_lists_by_year():
+    assert TEXT.endswith("\n".join(by_year(TABLE)) + "\n\n")
 
 
 @pytest.mark.parametrize(
