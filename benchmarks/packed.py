@@ -1,6 +1,7 @@
 """A decode step of many rows with weights that are packed once, beside torch's own products.
 
-Both must first give the same logits. On processors with AVX-512 kvprobe does not pack (`kvprobe.models.packed`).
+Both must first give the same logits. Where a processor has AVX-512 and is not AMD's, kvprobe does not pack
+(`kvprobe.models.packed`).
 
     make benchmark          or          python benchmarks/packed.py --model qwen2.5-coder-1.5b
 """

@@ -1,8 +1,9 @@
 """Products of many rows with weights that are packed once, where torch would pack them anew in every call.
 
 On a CPU torch leaves products in float32 to MKL, which brings the weights into another order before it multiplies. For
-the dozens of rows of a decode batch that costs more than the product itself on a processor without AVX-512. oneDNN,
-which torch has on board, takes weights in its own order; `benchmarks/packed.py` has what that gains.
+the dozens of rows of a decode batch that costs more than the product itself on a processor without AVX-512, and on
+AMD's, for which MKL has only its oldest instructions. oneDNN, which torch has on board, takes weights in its own order;
+`benchmarks/packed.py` has what that gains.
 """
 
 import multiprocessing
@@ -66,7 +67,7 @@ def is_worth_packing(plain: nn.Module, rows: int, steps: int) -> bool:
     size = sum(weight.nbytes for weight in weights)
     return (
         {(weight.device.type, weight.dtype) for weight in weights} == {("cpu", torch.float32)}
-        and torch.backends.cpu.get_cpu_capability() == "AVX2"
+        and (torch.backends.cpu.get_cpu_capability() == "AVX2" or _cpu_name().startswith("AMD"))
         and torch.backends.mkldnn.is_available()
         and all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
         and multiprocessing.parent_process() is None
@@ -74,6 +75,10 @@ def is_worth_packing(plain: nn.Module, rows: int, steps: int) -> bool:
         and steps >= FEWEST_STEPS
         and FEWEST_BYTES <= size < free_bytes(weights[0].device) / 2
     )
+
+
+def _cpu_name() -> str:
+    return str(torch.cpu.get_capabilities().get("cpu_name", ""))
 
 
 @dataclass(frozen=True, eq=False)

@@ -187,15 +187,21 @@ def test_a_single_row_and_the_hooked_lane_are_left_as_they_are(products: list[in
     assert not products
 
 
-def test_only_long_answers_of_several_rows_of_large_models_in_float32_on_cpus_without_avx512_are_worth_it(
+def test_only_long_answers_of_several_rows_of_large_models_in_float32_on_cpus_that_mkl_is_slow_on_are_worth_it(
     monkeypatch: pytest.MonkeyPatch,
 ):
     plain = llama().lanes.plain
     size = sum(weight.nbytes for weight in plain.parameters())
 
     def worth(
-        rows: int = FEWEST_ROWS, steps: int = FEWEST_STEPS, fewest: int = size, free: int = 3 * size, cpu: str = "AVX2"
+        rows: int = FEWEST_ROWS,
+        steps: int = FEWEST_STEPS,
+        fewest: int = size,
+        free: int = 3 * size,
+        cpu: str = "AVX2",
+        name: str = "Intel(R) Xeon(R)",
     ) -> bool:
+        monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"cpu_name": name})
         monkeypatch.setattr("kvprobe.models.packed.FEWEST_BYTES", fewest)
         monkeypatch.setattr("kvprobe.models.packed.free_bytes", lambda _: free)
         monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: cpu)
@@ -209,6 +215,7 @@ def test_only_long_answers_of_several_rows_of_large_models_in_float32_on_cpus_wi
     assert not worth(fewest=size + 1)
     assert not worth(free=2 * size)
     assert not worth(cpu="AVX512")
+    assert worth(cpu="AVX512", name="AMD EPYC")
     with monkeypatch.context() as other:
         other.setattr("multiprocessing.parent_process", lambda: "another")
         assert not worth()
