@@ -45,6 +45,8 @@ class Patterns(Brief):
         cache: after reading; its ledger has each slot's token, position, segment and liveness.
         logits: after the last token.
         tokenizer: that gives tokens their text; None where the model has none.
+        sources: of each of these layers, the layer of the cache that it reads; itself by default.
+        norms: what `value_norms` gives where V is not stored head by head (latent attention, shared layers).
     """
 
     weights: Float[Tensor, "layers heads queries slots"]
@@ -53,6 +55,8 @@ class Patterns(Brief):
     cache: KVCache
     logits: Float[Tensor, "vocab"]
     tokenizer: Decoder | None = field(default=None, compare=False, repr=False)
+    sources: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
+    norms: Float[Tensor, "layers heads slots"] | None = field(default=None, compare=False, repr=False)
 
     def _table(self) -> Table:
         """Attention to each segment, the mean over heads and queries, layer by layer."""
@@ -63,15 +67,18 @@ class Patterns(Brief):
     @property
     def live(self) -> Bool[Tensor, "layers heads slots"]:
         """Which slots of the cache each head may still see."""
-        heads, kv_heads = self.weights.shape[1], self.cache.n_kv_heads
-        live = self.cache.ledger.live.expand(self.cache.n_layers, -1, kv_heads, -1)[list(self.layers), 0]
-        return live.repeat_interleave(heads // kv_heads, 1)
+        live = self.cache.ledger.live[:, 0]
+        live = live.expand(self.cache.n_layers, -1, -1)[list(self.sources or self.layers)]
+        return live.repeat_interleave(self.weights.shape[1] // live.shape[1], 1)
 
     @property
     def value_norms(self) -> Float[Tensor, "layers heads slots"]:
         """‖v‖ of each slot, as each head reads it, in fp32."""
-        norms = torch.stack([self.cache.values[layer][0].float().norm(dim=-1) for layer in self.layers])
-        return norms.repeat_interleave(self.weights.shape[1] // self.cache.n_kv_heads, 1)
+        if self.norms is not None:
+            return self.norms
+        heads = self.weights.shape[1]
+        norms = [self.cache.values[layer][0].float().norm(dim=-1) for layer in self.layers]
+        return torch.stack([layer.repeat_interleave(heads // len(layer), 0) for layer in norms])
 
     def show(self, after: "Patterns | None" = None) -> None:
         """Show the attention on an interactive page, and with `after` also the difference; see `kv.views.attention`.
@@ -85,7 +92,9 @@ class Patterns(Brief):
         if missing := [layer for layer in layers if layer not in self.layers]:
             raise UserError(f"The patterns have no layer {missing[0]}; choose from {', '.join(map(str, self.layers))}.")
         places = [self.layers.index(layer) for layer in layers]
-        return replace(self, weights=self.weights[places], layers=tuple(layers))
+        sources = None if self.sources is None else tuple(self.sources[place] for place in places)
+        norms = None if self.norms is None else self.norms[places]
+        return replace(self, weights=self.weights[places], layers=tuple(layers), sources=sources, norms=norms)
 
     def slots(self, *segments: str) -> Int[Tensor, "chosen"]:
         """The slots of these segments; an unknown one is refused."""
@@ -148,6 +157,7 @@ def attend(
     chosen, before = _chosen(tokens, queries), 0 if past is None else past.slots
     cache, logits = one_row_each(model.lanes, past, 1), torch.empty(0)
     weights: list[Tensor] = []
+    norms: Tensor | None = None
     for start in range(0, len(tokens), chunk):
         piece = tokens[start : start + chunk]
         here = [index - start for index in chosen if start <= index < start + len(piece)]
@@ -158,10 +168,12 @@ def attend(
         cache = cache_of(model.lanes, grown, ledger)
         if here:
             weights.append(reading.weights)
+        norms = reading.norms
     assert cache is not None
     whole = torch.cat([torch.nn.functional.pad(part, (0, cache.slots - part.shape[-1])) for part in weights], 2)
     asked = torch.tensor(chosen, device=whole.device) + before
-    return Patterns(whole, wanted, asked, cache, logits[0, -1], model.tokenizer)
+    sources = None if norms is None else tuple(model.geometry.sources[layer] for layer in wanted)
+    return Patterns(whole, wanted, asked, cache, logits[0, -1], model.tokenizer, sources, norms)
 
 
 def named_by_head(table: pd.DataFrame) -> pd.DataFrame:
@@ -188,18 +200,25 @@ class _Reading:
         self.lanes, self.layers = lanes, layers
         self.here = torch.tensor(here, dtype=torch.long, device=lanes.device)
         self._weights: dict[int, Tensor] = {}
+        self._norms: dict[int, Tensor] = {}
         new = new_slots([piece], lanes.device)
         self.ledger = new if past is None else past.ledger.append(new)
         slots = self.here + self.ledger.slots - len(piece)
-        self._seen = visible_by_layer(self.ledger, slots, lanes.geometry.reaches)
+        seen = visible_by_layer(self.ledger, slots, lanes.geometry.reaches)
+        self._seen = [seen[source] for source in lanes.geometry.sources]
 
     @property
     def weights(self) -> Float[Tensor, "layers heads queries slots"]:
         return torch.stack([self._weights[layer] for layer in self.layers])
 
+    @property
+    def norms(self) -> Float[Tensor, "layers heads slots"] | None:
+        """‖v‖ of every slot as each head read it; None where the cache has each head's V."""
+        return torch.stack([self._norms[layer] for layer in self.layers]) if self._norms else None
+
     def recording(self, lane: Lane) -> AbstractContextManager[None]:
         """While this lasts, a pass of this lane leaves the weights here."""
-        if not len(self.here):
+        if not len(self.here) and self.lanes.geometry.own_keys:
             return nullcontext()
         self.lanes.prove(self.ledger.slots, int(self.ledger.positions.max()) + 1, lane)
         return (
@@ -211,8 +230,12 @@ class _Reading:
     def _compute(self, attending: Attending) -> None:
         layer = attending.layer
         if layer in self.layers:
-            chosen = replace(attending, query=attending.query[:, :, self.here])
-            self._weights[layer] = chosen.weights(self._seen[layer])[0]
+            if len(self.here):
+                chosen = replace(attending, query=attending.query[:, :, self.here])
+                self._weights[layer] = chosen.weights(self._seen[layer])[0]
+            if not self.lanes.geometry.own_keys:
+                norms, heads = attending.value[0].float().norm(dim=-1), attending.query.shape[1]
+                self._norms[layer] = norms.repeat_interleave(heads // len(norms), 0)
 
     def _take(self, layer: int, pattern: Tensor) -> None:
         if layer in self.layers:
@@ -220,7 +243,7 @@ class _Reading:
 
 
 def _layers(model: Model, layers: Sequence[int] | None) -> tuple[int, ...]:
-    n_layers = model.geometry.n_layers
+    n_layers = len(model.geometry.sources)
     wanted = tuple(range(n_layers)) if layers is None else tuple(dict.fromkeys(layers))
     if not wanted or not set(wanted) <= set(range(n_layers)):
         raise UserError(

@@ -91,6 +91,11 @@ def watch(
     lane = lane_for(lanes, lane, watched=True)
     refuse_unreadable(lanes, past and past.cache, tokens, "hooked")  # scores take memory on either lane
     shape = lanes.geometry
+    if len(shape.sources) != shape.n_layers:
+        raise UserError(
+            f"Layers of {type(lanes.plain).__name__} read slots of others, so the attention to a slot is not that of "
+            "one layer; use a policy without scores."
+        )
     before = one_row_each(lanes, past and past.cache, len(tokens))
     new = new_slots(tokens, lanes.device)
     ledger = new if before is None else before.ledger.append(new)

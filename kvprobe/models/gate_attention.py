@@ -18,8 +18,9 @@ def prove_attention(lanes: UnprovedLanes, slots: int) -> None:
     """Prove on a few tokens, alone and after so many slots, that attention is a softmax over scaled scores, with
     softcap and sinks where there are any.
 
-    Only then can attention be recomputed, replaced and patched. Each layer must attend once, with the keys and values
-    that its cache holds, and use what it reads there: if that is no number, the logits are none.
+    Only then can attention be recomputed, replaced and patched. Each module must attend once, with the keys and values
+    that its layer of the cache holds, or with latent attention with one of each for each of its slots, and use what it
+    reads there: if that is no number, the logits are none.
 
     Raises:
         UserError: it is something else, or the model does not take its attention from transformers' registry.
@@ -31,9 +32,9 @@ def prove_attention(lanes: UnprovedLanes, slots: int) -> None:
         few = observed[:]
         long.read()
     name = type(lanes.plain).__name__
-    once = sorted(inputs.layer for inputs, _ in few) == list(range(len(layers))) and all(
-        _same(inputs.key, layers[inputs.layer].keys) and _same(inputs.value, layers[inputs.layer].values)
-        for inputs, _ in few
+    sources = lanes.geometry.sources
+    once = sorted(inputs.layer for inputs, _ in few) == list(range(len(sources))) and all(
+        _reads(inputs, layers[sources[inputs.layer]]) for inputs, _ in few
     )
     if not once or not _uses_attention(lanes):
         raise UserError(
@@ -45,7 +46,7 @@ def prove_attention(lanes: UnprovedLanes, slots: int) -> None:
     worst = 0.0
     for tokens, queries, pairs in ((ids, ids.shape[1], few), (every, long.ids.shape[1], observed[len(few) :])):
         seen = visible_by_layer(fresh_ledger(tokens), queries, lanes.geometry.reaches)
-        outputs = ((inputs.output(seen[inputs.layer]).transpose(1, 2), computed) for inputs, computed in pairs)
+        outputs = ((inputs.output(seen[sources[inputs.layer]]).transpose(1, 2), computed) for inputs, computed in pairs)
         worst = max(worst, *(difference(output, computed) for output, computed in outputs))
     # Of one layer, which rounds a few times at most.
     if not worst <= max(1e-4, 8 * torch.finfo(lanes.dtype).eps):
@@ -58,7 +59,7 @@ def prove_attention(lanes: UnprovedLanes, slots: int) -> None:
 
 def _uses_attention(lanes: UnprovedLanes) -> bool:
     """Whether what the registry's attention returns in each layer (made NaN in a row for each) is used."""
-    ids = few_tokens(lanes.plain, 2).expand(lanes.geometry.n_layers, -1)
+    ids = few_tokens(lanes.plain, 2).expand(len(lanes.geometry.sources), -1)
 
     def corrupt(inputs: Attending, output: Tensor) -> None:
         output[inputs.layer] = torch.nan
@@ -66,6 +67,13 @@ def _uses_attention(lanes: UnprovedLanes) -> bool:
     with torch.no_grad(), lanes.observing_attention_unproved(corrupt):
         logits = lanes.unproved(ids, fresh_ledger(ids), empty_cache(lanes), masked=True)
     return bool(logits.isnan().flatten(1).any(1).all())
+
+
+def _reads(inputs: Attending, layer: CacheLayer) -> bool:
+    """Whether a module attended with what a layer of the cache holds."""
+    if layer.keys is not None and layer.keys.shape[3] != inputs.key.shape[3]:  # latents, of which it computed its keys
+        return inputs.key.shape[2] == inputs.value.shape[2] == layer.keys.shape[2]
+    return _same(inputs.key, layer.keys) and _same(inputs.value, layer.values)
 
 
 def _same(one: Tensor, other: Tensor | None) -> bool:

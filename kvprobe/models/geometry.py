@@ -78,6 +78,12 @@ class Geometry:
         return {reach.positions if isinstance(reach, Chunk) else reach for reach in self.reaches if reach is not None}
 
     @property
+    def own_keys(self) -> bool:
+        """Whether each attention module has stored K and V, and they are its own."""
+        stored = all(layer[0].name == "K" for layer in self.layers)
+        return stored and self.sources == tuple(range(self.n_layers))
+
+    @property
     def numbers(self) -> int:
         """Numbers that all layers together store of a slot."""
         return sum(part.heads * part.numbers for layer in self.layers for part in layer)

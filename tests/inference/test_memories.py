@@ -145,3 +145,35 @@ def test_layers_of_other_parts_are_refused():
     _, other = latent()
     refused(lambda: past.append(other), "latent 16 and rope 8")
     refused(lambda: kv.KVCache.join([past, other]), "latent 16 and rope 8")
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "minicpm3", "gemma3n_text", "mimo_v2_flash", "llama4_text"])
+def test_attention_is_shown_as_the_model_computes_it(kind: str):
+    """The reference is the library's own eager attention."""
+    model = built(kind)
+    plain, ids = model.lanes.plain, torch.tensor([IDS.ids])
+    before = plain.config._attn_implementation
+    plain.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            expected = plain(input_ids=ids, output_attentions=True, use_cache=False).attentions
+    finally:
+        plain.set_attn_implementation(before)
+    shown = kv.attend(model, IDS, queries=[4, -1], chunk=3)
+    assert len(shown.layers) == len(expected) == len(model.geometry.sources)
+    assert torch.allclose(shown.weights, torch.stack([layer[0, :, [4, 9]] for layer in expected]), atol=1e-5)
+    assert shown.value_norms.shape == shown.live.shape == (*shown.weights.shape[:2], 10)
+    last = shown.of_layers(shown.layers[-1:])
+    assert torch.equal(last.value_norms[0], shown.value_norms[-1])
+    masked = kv.attend(model, NEXT, shown.cache.mask(slots=[4, 5]))
+    assert float(masked.mass(slots=[4, 5]).abs().max()) == 0
+
+
+def test_attention_of_keys_that_are_not_stored_is_shown_and_not_replaced():
+    model, _ = latent()
+    assert model.lanes.shows_attention
+    with pytest.raises(ValueError, match="not stored"), model.lanes.attention_replaced_by(lambda inputs: inputs.query):
+        pass
+    weights = model.generate([IDS], max_new_tokens=3, policy="H2O(budget=6)").cache
+    assert weights.ledger.live.sum() > 0
+    refused(lambda: built("gemma3n_text").generate([IDS], max_new_tokens=3, policy="H2O(budget=6)"), "without scores")
