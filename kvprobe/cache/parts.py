@@ -5,14 +5,15 @@ one rotated key that all heads share: content and position, apart.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.errors import UserError
 
-KV, LATENT = ("K", "V"), ("latent", "rope")
+KV: tuple[Literal["K"], Literal["V"]] = ("K", "V")
+LATENT: tuple[Literal["latent"], Literal["rope"]] = ("latent", "rope")
 """The parts of a layer, in the order in which transformers' cache holds them."""
 _ROTATED = ("K", "rope")
 """The parts that are rotated by position."""

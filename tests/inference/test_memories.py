@@ -2,6 +2,7 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,7 +112,8 @@ def test_a_cache_of_transformers_comes_in_and_goes_out(kind: str):
         actual = plain(input_ids=torch.tensor([NEXT.ids]), past_key_values=theirs, use_cache=True).logits
     assert torch.equal(actual, expected)
     assert torch.allclose(after(model, mine), expected, atol=1e-5 * float(expected.abs().max()))
-    past.layers[1].values[0, 0, 3] += 1
+    layer: Any = past.layers[1]
+    layer.values[0, 0, 3] += 1
     refused(lambda: model.from_hf(past, [IDS]), "read")
 
 
@@ -152,7 +154,7 @@ def test_attention_is_shown_as_the_model_computes_it(kind: str):
     """The reference is the library's own eager attention."""
     model = built(kind)
     plain, ids = model.lanes.plain, torch.tensor([IDS.ids])
-    before = plain.config._attn_implementation
+    before: Any = plain.config._attn_implementation
     plain.set_attn_implementation("eager")
     try:
         with torch.no_grad():
