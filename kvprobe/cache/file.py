@@ -23,7 +23,7 @@ from kvprobe.names import one_line
 FORMAT = "kvprobe-cache-3"
 """Version 2 had neither digest nor fingerprint."""
 _LEDGER_FIELDS = (*COLUMNS, "live", "following")
-_CALLED = dict(zip((*KV, *LATENT), ("keys", "values", *LATENT), strict=True))
+_CALLED: dict[str, str] = dict(zip((*KV, *LATENT), ("keys", "values", *LATENT), strict=True))
 """What the tensors of a part are called in a file, before the number of their layer."""
 
 
