@@ -4,7 +4,7 @@
 
 For each class, kvprobe reads a tiny random model in both lanes: after slots were masked, after they were evicted, after
 a gap was closed, beside a longer row, and token by token. The expected numbers are computed without a cache and without
-kvprobe, under masks made here.
+kvprobe, under masks made here; where layers are recurrent, with states computed here token by token.
 """
 
 import inspect
@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers import DynamicCache
 
 from kvprobe.inference.forward import extend
 from kvprobe.inference.generate import generate
@@ -193,6 +195,8 @@ def from_scratch(model: Model, ids: list[int], hidden: tuple[int, ...]) -> Tenso
     plain = model.lanes.plain
     config = plain.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
+    if "linear_attention" in kinds and hidden:
+        return folded(plain, ids, hidden, added(causal))
     sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     chunks = places // WINDOW
     by_kind = {"full_attention": added(causal), "sliding_attention": added(causal & near)}
@@ -210,6 +214,46 @@ def from_scratch(model: Model, ids: list[int], hidden: tuple[int, ...]) -> Tenso
             return one_pass(plain, ids, single)
     finally:
         plain.set_attn_implementation(before)
+
+
+def folded(plain: Any, ids: list[int], hidden: tuple[int, ...], mask: Tensor) -> Tensor:
+    """Logits in two passes, between which the states are computed anew, one token after the other, without what the
+    hidden tokens wrote."""
+    layers = [layer for layer, kind in enumerate(plain.config.get_text_config().layer_types) if kind.startswith("lin")]
+    file = sys.modules[type(plain).__module__]
+    given: dict[str, list[Any]] = {"torch_chunk_gated_delta_rule": [], "causal_conv1d_fn": []}
+
+    def noting(name: str, function: Any) -> Any:
+        def noted(*tensors: Tensor, **settings: Any) -> Any:
+            given[name].append((tensors, settings))
+            return function(*tensors, **settings)
+
+        return noted
+
+    past, places = DynamicCache(config=plain.config), torch.arange(len(ids))[None]
+    with torch.no_grad():
+        with pytest.MonkeyPatch.context() as patch:
+            for name in given:
+                patch.setattr(file, name, noting(name, getattr(file, name)))
+            first = plain(input_ids=torch.tensor([ids[:CUT]]), past_key_values=past, use_cache=True).logits[0]
+        for layer, ((_, key, value), rule), ((inputs, *_), _) in zip(layers, *given.values(), strict=True):
+            state = torch.zeros(value.shape[2], key.shape[3], value.shape[3])
+            for token in range(CUT):
+                at = key[0, token].repeat_interleave(value.shape[2] // key.shape[2], 0)
+                at = at / (at.square().sum(1, keepdim=True) + 1e-6).sqrt()
+                state = state * rule["g"][0, token].exp()[:, None, None]
+                if token not in hidden:
+                    error = rule["beta"][0, token, :, None] * (value[0, token] - (state * at[..., None]).sum(1))
+                    state = state + at[..., None] * error[:, None]
+            kept = [token for token in range(CUT) if token not in hidden]
+            held: Any = past.layers[layer]
+            held.recurrent_states[0] = state[None]
+            held.conv_states[0] = inputs[..., kept[-held.conv_states[0].shape[2] :]]
+        rest = plain(
+            input_ids=torch.tensor([ids[CUT:]]), position_ids=places[:, CUT:], attention_mask=mask[:, :, CUT:],
+            past_key_values=past, use_cache=True,
+        ).logits[0]  # fmt: skip
+    return torch.cat([first, rest])
 
 
 def one_pass(plain: Any, ids: list[int], mask: Any) -> Tensor:

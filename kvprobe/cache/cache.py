@@ -23,7 +23,8 @@ from kvprobe.cache.device import pick_device
 from kvprobe.cache.file import load_cache, save_cache
 from kvprobe.cache.indices import indices
 from kvprobe.cache.ledger import Ledger
-from kvprobe.cache.parts import KV, position_part
+from kvprobe.cache.parts import KV, position_part, recurrent
+from kvprobe.cache.recurrence import time_moved, timeless
 from kvprobe.errors import UserError
 from kvprobe.files import expanded
 from kvprobe.fingerprint import Maker
@@ -53,7 +54,8 @@ class KVCache(Contents):
 
     Attributes:
         layers: for each layer its parts by name: K and V, after any norm and rotary embedding; with latent attention,
-            latent and rope. The part that knows the position (K, rope) is rotated to `ledger.origins`.
+            latent and rope; in recurrent layers what each token wrote, of which the state is computed when it is read.
+            The part that knows the position (K, rope) is rotated to `ledger.origins`.
         ledger: tokens, positions, segments, provenance and liveness of the slots.
         made_by: the model that computed it, and that alone may read it; where it is None, any model of its shape may.
     """
@@ -139,7 +141,7 @@ class KVCache(Contents):
             UserError: not one of the three is given, or a row has no such segment, slots or position.
         """
         keep, ledger = self.ledger.rewound(segment, slots, position)
-        return replace(self, ledger=ledger).take(*ledger.order(keep))
+        return self._timeless(~keep, ledger).take(*ledger.order(keep))
 
     def append(self, other: "KVCache") -> "KVCache":
         """The cache followed by the slots of another, which was read by itself at later positions, row by row.
@@ -160,7 +162,8 @@ class KVCache(Contents):
         leaves the keys as they are, so that the model reads them at distances that they were not computed for: the
         classic bug of home-made eviction (llama.cpp #3825). `gapped` changes nothing.
 
-        Values and deeper layers still depend on the old positions: that is provenance, not position.
+        Values and deeper layers still depend on the old positions: that is provenance, not position. The states of
+        recurrent layers no longer decay where slots were hidden or evicted (`contiguous`), or still do.
 
         Raises:
             UserError: there is no such position mode.
@@ -171,7 +174,8 @@ class KVCache(Contents):
         if mode == "naive":
             # A rotation that an earlier `contiguous` still owes stays owed.
             ledger = replace(ledger, origins=ledger.positions + self.ledger.origins - self.ledger.positions)
-        return replace(self, ledger=ledger)
+            return replace(self, ledger=ledger)
+        return self._timeless(~self.ledger.live_somewhere, ledger, gaps=True)
 
     def fork(self, rows: AtLeastOne = 1) -> "KVCache":
         """A cache with `rows` copies of each row; the copies of a single row share its storage."""
@@ -236,7 +240,7 @@ class KVCache(Contents):
         slots: Slots | None = None,
         layers: Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
-        part: Literal["K", "V", "KV", "latent", "rope"] | None = None,
+        part: Literal["K", "V", "KV", "latent", "rope", "key", "value", "decay", "step", "conv"] | None = None,
     ) -> "KVCache":
         """The cache with what these slots hold taken from a donor with the same slots; the ledger stays as it is.
 
@@ -244,7 +248,8 @@ class KVCache(Contents):
 
         Args:
             segments, slots, layers, heads: which to patch, as for `mask`.
-            part: K, V or both; with latent attention latent or rope. All that a layer stores by default.
+            part: K, V or both; with latent attention latent or rope; in recurrent layers key, value, decay, step or
+                conv. All that a layer stores by default.
 
         Raises:
             UserError: the donor is of another model, slots or positions of keys (see
@@ -253,8 +258,8 @@ class KVCache(Contents):
         chosen = self.chosen(segments, slots)
         wanted = KV if part == "KV" else (part,)
         taken = [{name for name in layer if part is None or name in wanted} for layer in self.layers]
-        if not all(taken):
-            raise UserError(unknown("part", str(part), [name for layer in self.layers[:1] for name in layer]))
+        if not any(taken):
+            raise UserError(unknown("part", str(part), [*{name: None for layer in self.layers for name in layer}]))
         moves = any(position_part(layer) in names for layer, names in zip(self.layers, taken, strict=True))
         refuse_other_slots(self, donor, chosen, keys=moves)
         where = (chosen[None, :, None, :] & self._within(layers, heads))[..., None]
@@ -343,7 +348,14 @@ class KVCache(Contents):
             index = slots[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
             return tensor.gather(2, index)
 
-        return self._each(taken, self.ledger.take(slots, padding))
+        held = ~self.ledger.padding
+        layers = (time_moved(layer, slots, padding, held) if recurrent(layer) else layer for layer in self.layers)
+        return replace(self, layers=tuple(layers))._each(taken, self.ledger.take(slots, padding))
+
+    def _timeless(self, slots: Bool[Tensor, "batch slots"], ledger: Ledger, gaps: bool = False) -> "KVCache":
+        """The cache with this ledger, and states that do not decay in these slots; see `timeless`."""
+        layers = tuple(timeless(layer, slots, gaps) if recurrent(layer) else layer for layer in self.layers)
+        return replace(self, layers=layers, ledger=ledger)
 
     def _each(self, edit: Callable[[Tensor], Tensor], ledger: Ledger) -> "KVCache":
         """The cache with every tensor edited, and this ledger."""

@@ -11,7 +11,7 @@ from kvprobe.brief import Brief, plain_dtype
 from kvprobe.cache import shown
 from kvprobe.cache.footprint import footprint
 from kvprobe.cache.ledger import Ledger
-from kvprobe.cache.parts import Layer, Shape, described, named, position_part, shape_of
+from kvprobe.cache.parts import Layer, Shape, described, named, position_part, recurrent, shape_of
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker
 
@@ -35,7 +35,8 @@ class Contents(Brief):
             position_part(layer)
             heads = {tensor.shape[1] if tensor.dim() == 4 else None for tensor in layer.values()}
             for part, tensor in layer.items():
-                fits = tensor.dim() == 4 and (tensor.shape[0], tensor.shape[2]) == expected and len(heads) == 1
+                fits = tensor.dim() == 4 and (tensor.shape[0], tensor.shape[2]) == expected
+                fits = fits and (len(heads) == 1 or recurrent(layer))
                 if not fits or not tensor.is_floating_point():
                     raise UserError(
                         f"{part} of layer {number} is {tensor.dtype} of shape {tuple(tensor.shape)}; the cache needs "

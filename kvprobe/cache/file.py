@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvprobe.cache.ledger import COLUMNS, PADDING, Ledger, QuantisationFormat
-from kvprobe.cache.parts import KV, LATENT, Layer
+from kvprobe.cache.parts import KV, LATENT, WRITES, Layer
 from kvprobe.errors import UserError
 from kvprobe.files import replacing
 from kvprobe.fingerprint import Maker, digest
@@ -23,7 +23,7 @@ from kvprobe.names import one_line
 FORMAT = "kvprobe-cache-3"
 """Version 2 had neither digest nor fingerprint."""
 _LEDGER_FIELDS = (*COLUMNS, "live", "following")
-_CALLED: dict[str, str] = dict(zip((*KV, *LATENT), ("keys", "values", *LATENT), strict=True))
+_CALLED: dict[str, str] = dict(zip((*KV, *LATENT, *WRITES), ("keys", "values", *LATENT, *WRITES), strict=True))
 """What the tensors of a part are called in a file, before the number of their layer."""
 
 
@@ -85,7 +85,7 @@ def load_cache(path: Path) -> tuple[tuple[Layer, ...], Ledger, Maker | None]:
         )
         layers: list[Layer] = []
         for number in range(count):
-            parts = LATENT if f"{LATENT[0]}.{number}" in tensors else KV
+            parts = next((kind for kind in (LATENT, WRITES) if f"{kind[0]}.{number}" in tensors), KV)
             layers.append({part: tensors.pop(f"{_CALLED[part]}.{number}") for part in parts})
     except (KeyError, ValueError, TypeError) as error:
         raise UserError(f"{path} lacks a part of the cache ({error}); save it again.") from error

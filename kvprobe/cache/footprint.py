@@ -5,6 +5,8 @@ can be captured and patched. An engine that stores less is priced here from the 
 slots into bytes, and holds their number equal to the one computed here.
 """
 
+from itertools import groupby
+
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -23,11 +25,12 @@ def footprint(ledger: Ledger, shape: Shape, number_bytes: int) -> int:
     coarse, total = (ledger.quantised >= 0)[:, None, :], 0
     lives = ledger.live.expand(len(shape), *ledger.live.shape[1:])
     for live, parts in zip(lives, shape, strict=True):
-        live = live.expand(-1, parts[0].heads, -1)
-        numbers = {part.name: part.numbers for part in parts}
-        total += int((live & ~coarse).sum()) * sum(numbers.values()) * number_bytes
+        for heads, alike in groupby(parts, lambda part: part.heads):
+            fine = int((live.expand(-1, heads, -1) & ~coarse).sum())
+            total += fine * sum(part.numbers for part in alike) * number_bytes
         if ledger.quantisation is not None:
             price = Rounds(ledger.quantisation.bits, ledger.quantisation.group)
+            live, numbers = live.expand(-1, parts[0].heads, -1), {part.name: part.numbers for part in parts}
             d_key, d_value = (numbers[name] for name in KV)
             total += int((live & coarse).sum()) * price.slot_bytes(d_key, d_value)
             total += _groups_held(live & coarse, ledger.quantised) * price.group_bytes(d_key)

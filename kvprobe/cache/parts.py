@@ -1,10 +1,11 @@
 """What a layer stores of each slot, part by part.
 
 K and V of each KV head; or, with latent attention (DeepSeek), one latent of which all heads compute their K and V, and
-one rotated key that all heads share: content and position, apart.
+one rotated key that all heads share: content and position, apart; or, in a recurrent layer, what the token wrote into
+its state (Qwen3-Next; see `kvprobe.cache.recurrence`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 from jaxtyping import Float
@@ -15,6 +16,10 @@ from kvprobe.errors import UserError
 KV: tuple[Literal["K"], Literal["V"]] = ("K", "V")
 LATENT: tuple[Literal["latent"], Literal["rope"]] = ("latent", "rope")
 """The parts of a layer, in the order in which transformers' cache holds them."""
+WRITES = ("key", "value", "decay", "step", "conv")
+"""The parts of a recurrent layer: the key that a token writes at (not normalised); the value that it writes; how far
+the state decays before it, and after it where slots were evicted there (logarithms); how far the state goes towards the
+value; and what the short convolution was given."""
 _ROTATED = ("K", "rope")
 """The parts that are rotated by position."""
 
@@ -39,17 +44,23 @@ def shape_of(layer: Layer) -> tuple[PartSize, ...]:
     return tuple(PartSize(name, tensor.shape[1], tensor.shape[3]) for name, tensor in layer.items())
 
 
-def position_part(layer: Layer) -> str:
-    """The part of a layer that knows the position of its slot.
+def recurrent(layer: Iterable[str]) -> bool:
+    """Whether a layer of these parts keeps a state, of which it stores what each token wrote."""
+    return tuple(layer) == WRITES
+
+
+def position_part(layer: Layer) -> str | None:
+    """The part of a layer that knows the position of its slot; a recurrent layer knows the order alone.
 
     Raises:
         UserError: the parts are not those of any layer.
     """
-    if tuple(layer) not in (KV, LATENT):
+    if tuple(layer) not in (KV, LATENT, WRITES):
         raise UserError(
-            f"A layer stores {' and '.join(KV)}, or {' and '.join(LATENT)}; got {', '.join(layer) or 'nothing'}."
+            f"A layer stores {' and '.join(KV)}, or {' and '.join(LATENT)}, or {', '.join(WRITES)}; got "
+            f"{', '.join(layer) or 'nothing'}."
         )
-    return next(name for name in layer if name in _ROTATED)
+    return next((name for name in layer if name in _ROTATED), None)
 
 
 def named(layer: Layer, name: str) -> Float[Tensor, "batch _ slots _"]:
@@ -67,7 +78,16 @@ def named(layer: Layer, name: str) -> Float[Tensor, "batch _ slots _"]:
 
 
 def both(layer: Layer) -> tuple[Float[Tensor, "batch _ slots _"], Float[Tensor, "batch _ slots _"]]:
-    """The two parts of a layer, in the order in which transformers' cache holds them."""
+    """The two parts of a layer, in the order in which transformers' cache holds them.
+
+    Raises:
+        UserError: the layer is recurrent.
+    """
+    if recurrent(layer):
+        raise UserError(
+            "This needs layers that store two vectors of each slot, and the cache has recurrent layers, which store "
+            "what tokens wrote into a state; see the page on memories for what works on such models."
+        )
     first, second = layer.values()
     return first, second
 
@@ -76,6 +96,11 @@ def described(shape: Shape, sizes: bool = True) -> str:
     """What layers store, in a few words."""
 
     def words(parts: tuple[PartSize, ...]) -> str:
+        if recurrent(part.name for part in parts):
+            key, value = parts[:2]
+            return f"writes to a state of {value.heads} heads" + (
+                f" of {key.numbers} × {value.numbers}" if sizes else ""
+            )
         if tuple(part.name for part in parts) != KV:
             return " and ".join(f"{part.name} {part.numbers}" for part in parts)
         widths = " and ".join(map(str, dict.fromkeys(part.numbers for part in parts)))

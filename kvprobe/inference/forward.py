@@ -12,13 +12,14 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
 from kvprobe.cache.ledger import PADDING, Ledger
-from kvprobe.cache.parts import both, described, position_part
+from kvprobe.cache.parts import Layer, both, described, position_part
 from kvprobe.cache.rotary import Rotation
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import differing
 from kvprobe.inference.readable import refuse_unreadable
 from kvprobe.models.hf_cache import CacheLayer, past_key_values
 from kvprobe.models.lanes import Lanes
+from kvprobe.models.recurrent import StateLayer
 from kvprobe.models.unproved import Lane
 from kvprobe.text.tokens import Tokens
 
@@ -103,23 +104,50 @@ class TapLayer(CacheLayer):
         return grown
 
 
+class StateTap(StateLayer):
+    """A recurrent layer of a Hugging Face cache, as `TapLayer` is one that attends."""
+
+    def __init__(
+        self,
+        past: Layer | None = None,
+        live: Bool[Tensor, "batch slots"] | None = None,
+        padding: Bool[Tensor, "batch slots"] | None = None,
+        pick: Int[Tensor, "batch picked"] | None = None,
+        store: bool = True,
+    ) -> None:
+        super().__init__(past, live, padding)
+        self.pick, self.store = pick, store
+
+    @property
+    def picked(self) -> tuple[Tensor, ...] | None:
+        return None if self.pick is None else tuple(at_slots(part, self.pick) for part in self.written.values())
+
+    @property
+    def stored(self) -> tuple[Tensor, ...] | None:
+        return super().stored if self.store else None
+
+
 def taps(
     lanes: Lanes,
     past: KVCache | None,
     pick: Mapping[int, Int[Tensor, "batch picked"]] | None = None,
     store: bool = True,
-) -> list[TapLayer]:
+) -> list[TapLayer | StateTap]:
     """One cache layer per layer of the model, starting from `past`, each key rotated to its position.
 
     Args:
         pick: for some layers, which of the new slots to copy.
     """
-    pick = pick or {}
+    pick, states = pick or {}, lanes.geometry.recurrent
     if past is None:
-        return [TapLayer(pick=pick.get(layer), store=store) for layer in range(lanes.geometry.n_layers)]
+        kinds = [StateTap if layer in states else TapLayer for layer in range(lanes.geometry.n_layers)]
+        return [kind(pick=pick.get(layer), store=store) for layer, kind in enumerate(kinds)]
     rotations = _rotations(lanes, past) if past.ledger.rotated else [None] * past.n_layers
+    lives, padding = past.ledger.live[:, :, 0], past.ledger.padding
     return [
-        TapLayer(both(layer), rotation, pick.get(number), store, [*layer].index(position_part(layer)))
+        StateTap(layer, lives[number if len(lives) > 1 else 0], padding, pick.get(number), store)
+        if (position := position_part(layer)) is None
+        else TapLayer(both(layer), rotation, pick.get(number), store, [*layer].index(position))
         for number, (layer, rotation) in enumerate(zip(past.layers, rotations, strict=True))
     ]
 
@@ -140,18 +168,18 @@ def as_seen(lanes: Lanes, cache: KVCache) -> KVCache:
     if not cache.ledger.rotated:
         return cache
     rotated = (
-        layer if rotation is None else {**layer, (name := position_part(layer)): rotation.of(layer[name])}
+        {**layer, name: rotation.of(layer[name])} if rotation and (name := position_part(layer)) else layer
         for layer, rotation in zip(cache.layers, _rotations(lanes, cache), strict=True)
     )
     return replace(cache, layers=tuple(rotated), ledger=replace(cache.ledger, origins=cache.ledger.positions))
 
 
-def cache_of(lanes: Lanes, layers: Sequence[TapLayer], ledger: Ledger) -> KVCache:
+def cache_of(lanes: Lanes, layers: Sequence[TapLayer | StateTap], ledger: Ledger) -> KVCache:
     """The kvprobe cache that these layers hold now."""
     return of_pairs(lanes, [layer.stored for layer in layers if layer.stored is not None], ledger)
 
 
-def of_pairs(lanes: Lanes, pairs: Sequence[tuple[Tensor, Tensor]], ledger: Ledger) -> KVCache:
+def of_pairs(lanes: Lanes, pairs: Sequence[tuple[Tensor, ...]], ledger: Ledger) -> KVCache:
     """The cache of what transformers' cache holds in each layer, named as this model's parts."""
     layers = (
         {part.name: tensor for part, tensor in zip(parts, pair, strict=True)}
@@ -171,7 +199,7 @@ def forward_pass(
     lanes: Lanes,
     past: KVCache | None,
     tokens: Sequence[Tokens],
-    layers: Sequence[CacheLayer],
+    layers: Sequence[CacheLayer | StateLayer],
     lane: Lane,
     logits: int,
 ) -> tuple[Ledger, Float[Tensor, "batch last vocab"]]:

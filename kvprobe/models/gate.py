@@ -123,7 +123,7 @@ def prove_hooked(lanes: UnprovedLanes, by_head: bool, slots: int) -> None:
 
     def few(lane: Lane) -> list[Tensor]:
         logits, held = read_few(lanes, lane)
-        return [logits, *held.keys, *held.values]
+        return [logits, *held.tensors]
 
     try:
         with torch.no_grad():
@@ -278,7 +278,7 @@ def _query_checks(lanes: UnprovedLanes, held: Held, queries: int, masked: bool) 
     ids = few_tokens(lanes.plain, count)
     spread = [count * step // _SPREAD for step in range(_SPREAD)]
     kept = torch.tensor(sorted({*spread, *range(count - _LAST, count)}), device=ids.device)
-    before, fresh = held.hidden(lanes) if masked else None, fresh_ledger(ids)
+    before, fresh = held.hidden() if masked else None, fresh_ledger(ids)
     ledger = fresh if before is None else before.ledger.append(fresh)
     logits, whole = read(lanes, before, ids, ledger, kept=kept)
 
@@ -302,7 +302,7 @@ def _query_checks(lanes: UnprovedLanes, held: Held, queries: int, masked: bool) 
 
 def _heads_apart(lanes: UnprovedLanes) -> bool:
     """Whether masks that differ between KV heads each reach their own head."""
-    if len({layer[0].heads for layer in lanes.geometry.layers}) > 1:
+    if lanes.geometry.recurrent or len({layer[0].heads for layer in lanes.geometry.layers}) > 1:
         return False
     try:
         leak, effect, _ = _leak(long_cache(lanes, FIRST_REACH), lanes.geometry.n_kv_heads, None)

@@ -14,12 +14,17 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvprobe.cache.ledger import Ledger
-from kvprobe.models.hf_cache import CacheLayer, past_key_values
+from kvprobe.cache.parts import Layer
+from kvprobe.cache.recurrence import time_moved
+from kvprobe.models.hf_cache import CacheLayer, empty_layers, past_key_values
+from kvprobe.models.recurrent import StateLayer
 from kvprobe.models.rounding import few_tokens
 from kvprobe.models.unproved import Lane, UnprovedLanes
 
 _LOUD = 100.0
 """How much larger values of hidden slots are than those of others."""
+_CONTENT = ("V", "latent", "value")
+"""The parts that say what a slot holds, not what it is found by."""
 _APART = 0.3
 """How far keys of the long cache lie apart, as a share of how far real ones do: each slot has some attention."""
 
@@ -28,36 +33,35 @@ Reading = Float[Tensor, "rows kept vocab"]
 
 @dataclass(frozen=True)
 class Held:
-    """A cache: its ledger, and keys and values per layer."""
+    """A cache: its ledger, and the parts of each layer."""
 
     ledger: Ledger
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+    layers: tuple[Layer, ...]
 
-    @classmethod
-    def of(cls, ledger: Ledger, layers: Sequence[CacheLayer]) -> "Held":
-        """What these layers of a Hugging Face cache hold."""
-        held = [(layer.keys, layer.values) for layer in layers if layer.keys is not None and layer.values is not None]
-        return cls(ledger, tuple(keys for keys, _ in held), tuple(values for _, values in held))
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for layer in self.layers for tensor in layer.values()]
 
     def first(self, slots: int) -> "Held":
         """The first slots (or all but the last, where negative), as if no more had been read."""
-        keys, values = ([tensor[:, :, :slots] for tensor in of] for of in (self.keys, self.values))
-        count = keys[0].shape[2]
+        layers = tuple({name: tensor[:, :, :slots] for name, tensor in layer.items()} for layer in self.layers)
+        count = next(iter(layers[0].values())).shape[2]
         chosen = torch.arange(count, device=self.ledger.tokens.device).expand(self.ledger.tokens.shape[0], -1)
         ledger = self.ledger.take(chosen, torch.zeros_like(chosen, dtype=torch.bool))
-        return Held(replace(ledger, following=ledger.positions[:, -1] + 1), tuple(keys), tuple(values))
+        return Held(replace(ledger, following=ledger.positions[:, -1] + 1), layers)
 
-    def hidden(self, lanes: UnprovedLanes) -> "Held":
+    def hidden(self) -> "Held":
         """The same slots, hidden and with loud content, as if nothing had been read."""
         ledger = replace(
             self.ledger,
             live=torch.zeros_like(self.ledger.live),
             following=torch.zeros_like(self.ledger.following),
         )
-        pairs = enumerate(zip(self.keys, self.values, strict=True))
-        loud = [(_LOUD * one, two) if _latent(lanes, layer) else (one, _LOUD * two) for layer, (one, two) in pairs]
-        return Held(ledger, tuple(one for one, _ in loud), tuple(two for _, two in loud))
+        loud = (
+            {name: _LOUD * tensor if name in _CONTENT else tensor for name, tensor in layer.items()}
+            for layer in self.layers
+        )
+        return Held(ledger, tuple(loud))
 
 
 def read(
@@ -69,12 +73,21 @@ def read(
     kept: int | Int[Tensor, "kept"] = 0,
 ) -> tuple[Reading, Held]:
     """The logits of tokens (those `kept`) read after a cache (or after nothing), and the longer cache."""
-    layers = [CacheLayer() for _ in range(lanes.geometry.n_layers)]
+    layers = empty_layers(lanes.geometry.layers)
     if held is not None:
-        for layer, keys, values in zip(layers, held.keys, held.values, strict=True):
-            layer.update(keys, values)
+        lives, padding = held.ledger.live[:, :, 0], held.ledger.padding
+        for number, parts in enumerate(held.layers):
+            if isinstance(layer := layers[number], CacheLayer):
+                layer.update(*parts.values())
+            else:
+                layers[number] = StateLayer(parts, lives[number if len(lives) > 1 else 0], padding)
     logits = lanes.unproved(ids, ledger, past_key_values(layers), lane, kept)
-    return logits, Held.of(ledger, layers)
+    stored = ((layer.stored if isinstance(layer, StateLayer) else (layer.keys, layer.values)) or () for layer in layers)
+    named = (
+        {part.name: tensor for part, tensor in zip(parts, tensors, strict=True) if tensor is not None}
+        for parts, tensors in zip(lanes.geometry.layers, stored, strict=True)
+    )
+    return logits, Held(ledger, tuple(named))
 
 
 def read_few(lanes: UnprovedLanes, lane: Lane = "plain") -> tuple[Reading, Held]:
@@ -96,7 +109,7 @@ def read_after(
 
 
 def empty_cache(lanes: UnprovedLanes) -> DynamicCache:
-    return past_key_values([CacheLayer() for _ in range(lanes.geometry.n_layers)])
+    return past_key_values(empty_layers(lanes.geometry.layers))
 
 
 def fresh_ledger(ids: Int[Tensor, "batch slots"], places: Int[Tensor, "batch slots"] | None = None) -> Ledger:
@@ -119,13 +132,8 @@ def fresh_ledger(ids: Int[Tensor, "batch slots"], places: Int[Tensor, "batch slo
     )
 
 
-def _latent(lanes: UnprovedLanes, layer: int) -> bool:
-    """Whether what a slot says comes first in this layer, before what it is found by."""
-    return lanes.geometry.layers[layer][0].name != "K"
-
-
 class LongCache:
-    """Random keys and values of many slots, on the scale of those of a few real ones.
+    """Random keys and values of many slots, on the scale of those of a few real ones, and writes of those.
 
     Attributes:
         slots: how many.
@@ -135,7 +143,7 @@ class LongCache:
     def __init__(self, lanes: UnprovedLanes, held: Held, slots: int, ids: Int[Tensor, "1 queries"]) -> None:
         self.lanes, self.slots, self.ids = lanes, slots, ids
         # The first token of a text is unlike the others in many models.
-        self._keys, self._values = ([tensor[0, :, 1:].float() for tensor in of] for of in (held.keys, held.values))
+        self._few = [{name: tensor[0, :, 1:].float() for name, tensor in layer.items()} for layer in held.layers]
         self._draws: dict[tuple[int, tuple[int, ...]], Tensor] = {}
 
     def read(
@@ -162,16 +170,55 @@ class LongCache:
         if live is not None:
             seen = torch.ones_like(live[..., :1]).expand(*live.shape[:3], ids.shape[1])
             ledger = replace(ledger, live=torch.cat([live, seen], 3))
-        layers = [_Drawn(self, layer, places, live, draws) for layer in range(len(self._keys))]
+        states = self.lanes.geometry.recurrent
+        layers = [
+            self._state(layer, at, live, draws) if layer in states else _Drawn(self, layer, places, live, draws)
+            for layer in range(len(self._few))
+        ]
         return self.lanes.unproved(ids, ledger, past_key_values(layers), lane, masked=masked)
+
+    def _state(
+        self,
+        layer: int,
+        at: Int[Tensor, "rows chosen"] | None,
+        live: Bool[Tensor, "layers rows kv_heads slots"] | None,
+        draws: Sequence[int],
+    ) -> StateLayer:
+        """A recurrent layer after writes of the few real tokens, drawn at random."""
+        few = self._few[layer]
+
+        def drawn(draw: int) -> dict[str, Tensor]:
+            chosen = torch.randint(few["key"].shape[1], (self.slots,), generator=torch.Generator().manual_seed(draw))
+            return {name: tensor[:, chosen.to(tensor.device)] for name, tensor in few.items()}
+
+        writes = {name: tensor.expand(len(draws), *tensor.shape) for name, tensor in drawn(0).items()}
+        hidden = None if live is None else ~live[layer if len(live) > 1 else 0, :, 0]
+        if hidden is not None:
+            others = [{**other, "value": _LOUD * other["value"]} for other in map(drawn, draws)]
+            writes = {
+                # Hidden writes leave their decay behind, so that it stays the same.
+                name: tensor if name == "decay" else
+                torch.where(hidden[:, None, :, None], torch.stack([other[name] for other in others]), tensor)
+                for name, tensor in writes.items()
+            }  # fmt: skip
+        if at is not None:
+            held = torch.ones(len(draws), self.slots, dtype=torch.bool, device=at.device)
+            writes = time_moved(writes, at, torch.zeros_like(at, dtype=torch.bool), held)
+            writes = {
+                name: tensor.gather(2, at[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
+                for name, tensor in writes.items()
+            }
+        dtypes = dict.fromkeys(writes, self.lanes.dtype) | {"decay": torch.float32}
+        writes = {name: tensor.to(dtypes[name]) for name, tensor in writes.items()}
+        return StateLayer(writes, None if hidden is None else ~hidden)
 
     def content(
         self, layer: int, places: Int[Tensor, "rows chosen"], hidden: Tensor | None, draws: Sequence[int]
     ) -> tuple[Float[Tensor, "rows kv_heads chosen d"], Float[Tensor, "rows kv_heads chosen d_value"]]:
         """Keys and values of these slots, the same in all rows but for hidden ones."""
-        keys, values = self._keys[layer], self._values[layer]
+        keys, values = self._few[layer].values()
         # Keys lie close together, so that each slot has its share of the attention.
-        latent = _latent(self.lanes, layer)
+        latent = "latent" in self._few[layer]
         key_spread = _APART * keys.std(1, keepdim=True)
         value_spread = _APART * values.std(1, keepdim=True) if latent else values.std().expand(1, 1, 1)
         drawn_keys, drawn_values = (

@@ -7,14 +7,18 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvprobe.cache.parts import KV, LATENT, PartSize, Shape, described, shape_of
+from kvprobe.cache.parts import LATENT, Layer, PartSize, Shape, described, recurrent, shape_of
 from kvprobe.cache.visibility import Chunk, Reach
 from kvprobe.errors import UserError
+from kvprobe.models.hf_cache import CacheLayer, past_key_values
+from kvprobe.models.recurrent import StateLayer, recurrent_modules, writes_noted
 from kvprobe.names import one_line
 
-_WITH_STATE = {"linear_attention", "hybrid", "hybrid_sliding", "conv"}
-"""Kinds of layers with a recurrent or convolutional state. A token can be neither masked nor evicted there, and the
-layers above depend on it, so that no part of such a cache can be proved by reading a few tokens again."""
+_RECURRENT = "linear_attention"
+"""The kind of layers with a recurrent state whose writes kvprobe may know how to note."""
+_WITH_STATE = {"hybrid", "hybrid_sliding", "conv"}
+"""Other kinds of layers with a recurrent or convolutional state. A token can be neither masked nor evicted there, and
+the layers above depend on it, so that no part of such a cache can be proved by reading a few tokens again."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Geometry:
         layers: what each layer stores of a slot.
         reaches: how far each layer sees.
         sources: for each attention module, the layer whose K and V it reads: another's, where layers share them.
+            Recurrent layers have no attention module.
         max_position: the first position that the model cannot read; None if there is no limit.
     """
 
@@ -57,6 +62,11 @@ class Geometry:
                 f"Layers of this model store {described(self.layers)}, and this needs K and V of each head."
             )
         return part.numbers
+
+    @property
+    def recurrent(self) -> tuple[int, ...]:
+        """The layers that keep a state, of which they store what each token wrote."""
+        return tuple(number for number, parts in enumerate(self.layers) if recurrent(part.name for part in parts))
 
     def _alike(self, part: int) -> PartSize:
         sizes = {layer[part] for layer in self.layers}
@@ -105,11 +115,12 @@ class Geometry:
             config = _readable(plain.config)
             layers = _stored(plain, config)
             sources = _sources(config, len(layers))
-            reaches = reaches_of(config, len(sources))
+            kinds, reaches = _kinds(config, len(sources)), reaches_of(config, len(sources))
             if len(reaches) != len(sources):
                 raise UserError(
                     f"{plain.config.model_type} has {len(reaches)} layers and caches {len(layers)}; use another model."
                 )
+            sources = tuple(source for source, kind in zip(sources, kinds, strict=True) if kind != _RECURRENT)
             stored = tuple(reaches[: len(layers)])
             return cls(layers, config.num_attention_heads, config.hidden_size, stored, sources, _max_position(config))
         except (UserError, MemoryError, torch.OutOfMemoryError):
@@ -151,28 +162,34 @@ def _stored(plain: PreTrainedModel, config: Any) -> Shape:
     Raises:
         UserError: the model cannot read a token into a cache of two vectors a layer.
     """
-    past, name = DynamicCache(), type(plain).__name__
+    name, kinds = type(plain).__name__, _kinds(config, config.num_hidden_layers)
+    past = DynamicCache()
+    if _RECURRENT in kinds:
+        past = past_key_values([StateLayer() if kind == _RECURRENT else CacheLayer() for kind in kinds])
     ids = torch.zeros(1, 1, dtype=torch.long, device=next(plain.parameters()).device)
+    modules = recurrent_modules(plain, kinds.count(_RECURRENT))
     try:
-        with torch.no_grad():
+        with torch.no_grad(), writes_noted(modules):
             plain(input_ids=ids, position_ids=ids, past_key_values=past, use_cache=True)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a model that kvprobe cannot read may fail in any way
         raise UserError(f"{name} cannot read one token into a KV cache ({one_line(error)}).") from error
-    layers: Any = past.layers
-    pairs = [(layer.keys, layer.values) for layer in layers if getattr(layer, "keys", None) is not None]
-    shapes = [tuple(tensor.shape) for pair in pairs for tensor in pair]
+    held = [parts for layer in past.layers if (parts := _parts(layer)) is not None]
+    shapes = [tuple(tensor.shape) for parts in held for tensor in parts.values()]
     own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
-    if len(pairs) < own or any(len(shape) != 4 or shape[2] != 1 for shape in shapes):
+    if len(held) < own or any(len(shape) != 4 or shape[2] != 1 for shape in shapes):
         raise UserError(
-            f"{name} does not keep one key and one value per layer and token ({len(pairs)} layers of "
+            f"{name} does not keep one key and one value per layer and token ({len(held)} layers of "
             f"{own} have some: {', '.join(map(str, sorted(set(shapes))[:3]))}); kvprobe reads "
             "such models only."
         )
     latent = (getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None))
     stored: list[tuple[PartSize, ...]] = []
-    for layer in (shape_of(dict(zip(KV, pair, strict=True))) for pair in pairs):
+    for layer in map(shape_of, held):
+        if recurrent(part.name for part in layer):
+            stored.append(layer)
+            continue
         if latent[0] is not None and [part.heads for part in layer] == [1, 1]:
             if tuple(part.numbers for part in layer) != latent:
                 raise UserError(
@@ -189,6 +206,13 @@ def _stored(plain: PreTrainedModel, config: Any) -> Shape:
     return tuple(stored)
 
 
+def _parts(layer: Any) -> Layer | None:
+    """What a layer of transformers' cache holds, if anything."""
+    if isinstance(layer, StateLayer):
+        return layer.written or None
+    return None if getattr(layer, "keys", None) is None else {"K": layer.keys, "V": layer.values}
+
+
 def embedded_tokens(plain: PreTrainedModel) -> int:
     """Number of token ids that a model has embeddings for."""
     weight = plain.get_input_embeddings().weight
@@ -202,15 +226,9 @@ def reaches_of(config: Any, n_layers: int) -> tuple[Reach, ...]:
     Raises:
         UserError: a layer is of another kind.
     """
-    if hasattr(config, "attention_layers"):  # GPT-Neo
-        kinds, sliding = [_GPT_NEO.get(kind, kind) for kind in config.attention_layers], config.window_size
-    else:
-        sliding = getattr(config, "sliding_window", None)
-        everywhere = sliding and getattr(config, "use_sliding_window", True)
-        alike = ["sliding_attention" if everywhere else "full_attention"] * n_layers
-        kinds = getattr(config, "layer_types", None) or alike
-    chunk = getattr(config, "attention_chunk_size", None)
-    reaches: dict[str, Reach] = {"full_attention": None, "sliding_attention": sliding}
+    sliding = config.window_size if hasattr(config, "attention_layers") else getattr(config, "sliding_window", None)
+    kinds, chunk = _kinds(config, n_layers), getattr(config, "attention_chunk_size", None)
+    reaches: dict[str, Reach] = {"full_attention": None, "sliding_attention": sliding, _RECURRENT: None}
     reaches["chunked_attention"] = Chunk(chunk) if chunk else None
     if foreign := set(map(str, kinds)) - {*reaches}:
         without = ", which keep a state in place of slots" if foreign & _WITH_STATE else ""
@@ -218,7 +236,16 @@ def reaches_of(config: Any, n_layers: int) -> tuple[Reach, ...]:
             f"{config.model_type} has layers of kind {', '.join(sorted(foreign))}{without}; "
             f"kvprobe reads full, sliding-window and chunked attention."
         )
-    return tuple(reaches[str(kind)] for kind in kinds)
+    return tuple(reaches[kind] for kind in kinds)
+
+
+def _kinds(config: Any, n_layers: int) -> list[str]:
+    """The kind of each layer, as configs call it."""
+    if hasattr(config, "attention_layers"):  # GPT-Neo
+        return [_GPT_NEO[kind] for kind in config.attention_layers]
+    everywhere = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    alike = ["sliding_attention" if everywhere else "full_attention"] * n_layers
+    return [*map(str, getattr(config, "layer_types", None) or alike)]
 
 
 def _sources(config: Any, stored: int) -> tuple[int, ...]:

@@ -7,7 +7,8 @@ from transformers import PreTrainedModel
 from kvprobe.cache.rotary import Layout, Rotary, Rotation
 from kvprobe.errors import UserError
 from kvprobe.models.geometry import Geometry, embedded_tokens
-from kvprobe.models.hf_cache import CacheLayer, past_key_values
+from kvprobe.models.hf_cache import empty_layers, past_key_values
+from kvprobe.models.recurrent import StateLayer, recurrent_modules, writes_noted
 
 _PROBED_POSITION, _PROBED_TOKENS = 37, 4
 
@@ -27,13 +28,16 @@ def rotaries_of(plain: PreTrainedModel, geometry: Geometry) -> tuple[Rotary | No
     tokens = torch.arange(1, 2 * _PROBED_TOKENS, 2, device=device)[:, None]
     ids = tokens * embedded_tokens(plain) // (2 * _PROBED_TOKENS)
     at = torch.tensor([[0], [far]], device=device).repeat_interleave(len(ids), 0)
-    layers = [CacheLayer() for _ in range(geometry.n_layers)]
+    layers = empty_layers(geometry.layers)
     past = past_key_values(layers)
-    with torch.no_grad():
+    with torch.no_grad(), writes_noted(recurrent_modules(plain, len(geometry.recurrent))):
         plain(input_ids=ids.repeat(2, 1), position_ids=at, past_key_values=past, use_cache=True)
     candidates = _candidates(plain)
     rotaries: list[Rotary | None] = []
     for layer, stored in enumerate(layers):
+        if isinstance(stored, StateLayer):
+            rotaries.append(None)
+            continue
         assert stored.keys is not None
         assert stored.values is not None
         # With latent attention the rotated key comes second.

@@ -23,6 +23,7 @@ from kvprobe.models.geometry import Geometry, changing_frequencies
 from kvprobe.models.hooks import claimed
 from kvprobe.models.lens import Hooked
 from kvprobe.models.masks import masks_given, masks_of
+from kvprobe.models.recurrent import recurrent_modules, writes_noted
 from kvprobe.models.rotaries import rotaries_of
 from kvprobe.models.rounding import few_tokens, rounding_of
 
@@ -76,6 +77,11 @@ class UnprovedLanes:
         Raises:
             UserError: TransformerLens does not support the model.
         """
+        if self.geometry.recurrent:
+            raise UserError(
+                f"TransformerLens has no hooks in the recurrent layers of {type(self.plain).__name__} that kvprobe has "
+                "proved; use lane='plain'."
+            )
         written = self.written
         if self._hooked is None or self._hooked[0] != written:
             self._hooked = (written, Hooked(self.plain))
@@ -198,7 +204,7 @@ class UnprovedLanes:
         # In an unedited cache slot index and position agree, so the library's own (fused) path is right.
         masked = masked or (lane == "plain" and queries == 1 and self._slow_unmasked)
         masks = None if ledger.untouched and not masked else self.masks(ledger, queries)
-        with claimed(self.plain), masks_given(modules, masks):
+        with claimed(self.plain), masks_given(modules, masks), writes_noted(self.recurrent_modules):
             if masks is not None:
                 arguments["attention_mask"] = masks[0]
             if lane == "hooked":
@@ -212,7 +218,7 @@ class UnprovedLanes:
         Without one, transformers lets torch group query heads, which on a CPU takes 6 to 13 times as long in half
         precision as the grouping that transformers does itself (torch 2.13, transformers 5.23).
         """
-        kv_heads = min(layer[0].heads for layer in self.geometry.layers)
+        kv_heads = min(self.geometry.layers[source][0].heads for source in self.geometry.sources)
         return self.device.type == "cpu" and self.dtype != torch.float32 and self.geometry.n_heads > kv_heads
 
     @contextmanager
@@ -231,21 +237,32 @@ class UnprovedLanes:
             yield
 
     def _attention(self, attention: Attention) -> AbstractContextManager[None]:
-        """See `attention_replaced`."""
+        """See `attention_replaced`.
+
+        Raises:
+            UserError: some layers do not attend.
+        """
+        if self.geometry.recurrent:
+            raise UserError(
+                f"{type(self.plain).__name__} has recurrent layers, which do not attend, so maps of attention and "
+                "patch sweeps would miss them; patch with KVCache.patch, one cell at a time."
+            )
         return attention_replaced(self.plain, self.attention_modules, attention)
 
     @cached_property
     def blocks(self) -> list[nn.Module]:
-        """The decoder layers, each of which holds one attention module."""
+        """The decoder layers, each of which holds one attention module, or a recurrent one."""
+        numbers, recurrent = self._layer_numbers, self.geometry.recurrent
+        mixers = dict(zip(numbers, self.attention_modules, strict=True))
+        mixers |= dict(zip(recurrent, self.recurrent_modules, strict=True))
         stacks = [
             list(stack)
             for stack in self.plain.modules()
-            if isinstance(stack, nn.ModuleList) and len(stack) == len(self.geometry.sources)
+            if isinstance(stack, nn.ModuleList) and len(stack) == len(mixers)
         ]
         for stack in stacks:
             if all(
-                any(submodule is attention for submodule in block.modules())
-                for block, attention in zip(stack, self.attention_modules, strict=True)
+                any(submodule is mixers[layer] for submodule in block.modules()) for layer, block in enumerate(stack)
             ):
                 return stack
         raise UserError(
@@ -293,19 +310,30 @@ class UnprovedLanes:
 
     @cached_property
     def attention_modules(self) -> list[nn.Module]:
-        """The attention module of each layer, those that read another layer's K and V included."""
+        """The attention module of each layer that attends, those that read another layer's K and V included."""
         modules = {
             index: module
             for module in self.plain.modules()
             if type(module).__name__.endswith(("Attention", "MLA"))
             and isinstance(index := getattr(module, "layer_idx", getattr(module, "layer_id", None)), int)
         }
-        if sorted(modules) != list(range(len(self.geometry.sources))):
+        if sorted(modules) != self._layer_numbers:
             raise UserError(
                 f"{type(self.plain).__name__} does not have one attention module per layer that kvprobe can find, so "
                 "slots cannot be masked in it; use another model."
             )
         return [modules[layer] for layer in sorted(modules)]
+
+    @property
+    def _layer_numbers(self) -> list[int]:
+        """The numbers of the layers that attend."""
+        recurrent = self.geometry.recurrent
+        return [layer for layer in range(len(self.geometry.sources) + len(recurrent)) if layer not in recurrent]
+
+    @cached_property
+    def recurrent_modules(self) -> list[nn.Module]:
+        """The module of each recurrent layer."""
+        return recurrent_modules(self.plain, len(self.geometry.recurrent))
 
     def masks(self, ledger: Ledger, queries: int) -> list[Tensor]:
         """See `kvprobe.models.masks.masks_of`."""

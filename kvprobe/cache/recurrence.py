@@ -1,0 +1,100 @@
+"""The gated delta rule: what a recurrent layer keeps of a text, computed from what each token wrote (Qwen3-Next).
+
+The state is a matrix per head. Each token first lets it decay, and then writes: it moves what its key finds in the
+state towards its value, by a step between 0 (nothing) and 1 (the value alone), or 2. Nothing else enters, so the
+writes say what the state is, and what it would be had some tokens written nothing (Yang et al. 2024, "Gated Delta
+Networks"). A short convolution before it keeps the last inputs.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+_CHUNK = 64
+"""Tokens that are folded at once."""
+_TINY = 1e-6
+"""Added to a key's squared length, as the kernels do."""
+
+Writes = Mapping[str, Float[Tensor, "batch _ slots _"]]
+"""What tokens gave to a recurrent layer, see `kvprobe.cache.parts.WRITES`."""
+
+
+def fold(
+    writes: Writes,
+    start: Float[Tensor, "batch heads d_key d_value"] | None = None,
+    keep: Bool[Tensor, "batch slots"] | None = None,
+    decay: Literal["kept", "dropped"] = "kept",
+) -> Float[Tensor, "batch heads d_key d_value"]:
+    """The state after these writes, in fp32.
+
+    Args:
+        start: the state before them; nothing by default.
+        keep: the tokens that write; all by default.
+        decay: whether the state decays where the others stand.
+    """
+    groups = writes["value"].shape[1] // writes["key"].shape[1]
+    key, value = writes["key"].float().repeat_interleave(groups, 1), writes["value"].float()
+    key = key * (key.square().sum(-1, keepdim=True) + _TINY).rsqrt()
+    step, before, after = (part.float() for part in (writes["step"], *writes["decay"].chunk(2, -1)))
+    if keep is not None:
+        written = keep[:, None, :, None]
+        step = step * written
+        if decay == "dropped":
+            before, after = before * written, after * written
+    # What passes after a write passes before the next.
+    before = torch.cat([before[:, :, :1], before[:, :, 1:] + after[:, :, :-1]], 2)
+    state = value.new_zeros(*value.shape[:2], key.shape[3], value.shape[3]) if start is None else start.float()
+    linear: Any = torch.linalg  # its annotations are incomplete
+    solve: Any = linear.solve_triangular
+    for first in range(0, key.shape[2], _CHUNK):
+        keys, values, steps, decays = (part[:, :, first : first + _CHUNK] for part in (key, value, step, before))
+        passed = decays.cumsum(2)
+        system = steps * (keys @ keys.transpose(2, 3)) * (passed - passed.transpose(2, 3)).tril().exp()
+        right = torch.cat([steps * values, steps * passed.exp() * keys], -1)
+        solved: Tensor = solve(system, right, upper=False, unitriangular=True)
+        new, old = solved[..., : value.shape[3]], solved[..., value.shape[3] :]
+        left = passed[:, :, -1:]
+        state = state * left.exp() + ((left - passed).exp() * keys).transpose(2, 3) @ (new - old @ state)
+    return state * after[:, :, -1:].exp() if after.shape[2] else state
+
+
+def last_inputs(
+    inputs: Float[Tensor, "batch 1 slots channels"], live: Bool[Tensor, "batch slots"], count: int
+) -> Float[Tensor, "batch channels kept"]:
+    """The inputs of the last `count` live slots of each row, zeros before the first: the memory of a convolution."""
+    order = live.to(torch.uint8).argsort(dim=1, stable=True)[:, live.shape[1] - min(count, live.shape[1]) :]
+    kept = inputs[:, 0].gather(1, order[..., None].expand(-1, -1, inputs.shape[3]))
+    return (kept * live.gather(1, order)[..., None]).transpose(1, 2)
+
+
+def timeless(writes: Writes, slots: Bool[Tensor, "batch slots"], gaps: bool = False) -> Writes:
+    """The writes without the decay of these slots and, where `gaps`, of those that were evicted."""
+    decay = writes["decay"].masked_fill(slots[:, None, :, None], 0.0)
+    return {**writes, "decay": decay * decay.new_tensor([1.0, 0.0]) if gaps else decay}
+
+
+def time_moved(
+    writes: Writes,
+    slots: Int[Tensor, "batch kept"],
+    padding: Bool[Tensor, "batch kept"],
+    held: Bool[Tensor, "batch slots"],
+) -> Writes:
+    """The writes when only the slots at these indices stay: the decay of the others passes after the last that stays
+    before them.
+
+    Args:
+        padding: which of the indices name no slot.
+        held: the slots that hold a token.
+    """
+    decay, count = writes["decay"], held.shape[1]
+    stays = torch.zeros_like(functional.pad(held, (0, 1))).scatter(1, slots.masked_fill(padding, count), True)[:, :-1]
+    index = torch.arange(count, device=slots.device)
+    # Before the first slot that stays the state is empty, so that nothing decays.
+    last = index.where(stays, torch.full_like(index, -1)).cummax(1).values[:, None].expand(-1, decay.shape[1], -1)
+    gone = decay.sum(-1) * (held & ~stays)[:, None] * (last >= 0)
+    after = decay[..., 1].scatter_add(2, last.clamp(min=0), gone)
+    return {**writes, "decay": torch.stack([decay[..., 0], after], -1)}

@@ -1,0 +1,201 @@
+"""Recurrent layers: the cache holds what each token wrote, and the state is folded of what is live."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvprobe as kv
+from kvprobe.cache import recurrence
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.parts import WRITES
+from kvprobe.cache.recurrence import fold
+from kvprobe.errors import UserError
+from kvprobe.faults import Zeros
+from kvprobe.inference.model import Model, load
+from kvprobe.models import recurrent
+from kvprobe.models.recurrent import StateLayer
+from kvprobe.text.tokens import Tokens
+from tests.models.every import tiny
+from tests.refusals import refused
+
+IDS = Tokens.of([5, 9, 33, 17, 40, 8, 21, 60, 12, 3])
+NEXT = Tokens.of([7, 11, 30], "next", 10)
+KINDS = ["qwen3_next", "qwen3_5_text", "olmo_hybrid"]
+
+
+@cache
+def built(kind: str = "qwen3_next") -> Model:
+    return load(tiny(kind))
+
+
+@cache
+def held() -> tuple[Model, KVCache]:
+    return built(), built().prefill(IDS)
+
+
+def after(model: Model, past: KVCache, run: Tokens = NEXT) -> Tensor:
+    return model.extend(past, [run.shifted(int(past.ledger.following[0]))], logits=3)[1]
+
+
+def close(one: Tensor, other: Tensor) -> bool:
+    return float((one - other).abs().max()) <= 1e-5 * float(other.abs().max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_fold_of_the_writes_is_the_state_that_the_model_computes(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """In one piece, and in pieces of which the last are single tokens."""
+    states, model, pieces = list[Tensor](), built(kind), None
+    model.prefill(IDS)
+    update = StateLayer.update_recurrent_state
+
+    def noting(layer: StateLayer, state: Tensor, *args: Any, **settings: Any) -> Tensor:
+        states.append(state)
+        return update(layer, state, *args, **settings)
+
+    monkeypatch.setattr(StateLayer, "update_recurrent_state", noting)
+    whole = model.prefill(IDS)
+    computed = states[:]
+    for piece in (IDS[:5], IDS[5:8], IDS[8:9], IDS[9:]):
+        pieces, _ = model.extend(pieces, [piece])
+    assert pieces is not None
+    assert model.geometry.recurrent == (0, 1, 2)
+    for layer, state, last in zip(range(3), computed, states[-3:], strict=True):
+        assert tuple(whole.layers[layer]) == WRITES
+        assert close(fold(whole.layers[layer]), state)
+        assert close(fold(pieces.layers[layer]), state)
+        assert close(last, state)
+
+
+def test_hiding_the_last_tokens_and_their_time_is_never_having_read_them():
+    model, past = held()
+    never = after(model, model.prefill(IDS[:7]))
+    hidden, evicted = past.mask(slots=[7, 8, 9]), past.evict(slots=[7, 8, 9])
+    for cut in (hidden.reindex(), evicted.reindex(), past.rewind(slots=7), hidden.evict(slots=[7, 8, 9]).reindex()):
+        assert close(after(model, cut), never)
+    assert close(after(model, hidden), after(model, evicted))
+    assert not close(after(model, hidden), never)
+
+
+def test_a_gap_keeps_its_time_and_a_closed_one_does_not():
+    model, past = held()
+    hidden, evicted = past.mask(slots=[2, 3, 6]), past.evict(slots=[2, 3, 6])
+    assert close(after(model, hidden), after(model, evicted))
+    assert close(after(model, hidden.reindex()), after(model, evicted.reindex()))
+    assert not close(after(model, hidden), after(model, hidden.reindex(), NEXT))
+    twice = past.evict(slots=[3]).evict(slots=[2, 5])
+    assert close(after(model, twice), after(model, hidden))
+
+
+def test_what_hidden_tokens_wrote_reaches_nothing():
+    model, past = held()
+    loud = past.patch(past.__class__(tuple({**layer, **({"value": 100 * layer["value"]} if "value" in layer else {})}
+                                           for layer in past.layers), past.ledger), slots=[4])  # fmt: skip
+    assert not close(after(model, loud), after(model, past))
+    assert torch.equal(after(model, loud.mask(slots=[4])), after(model, past.mask(slots=[4])))
+    states = model.geometry.recurrent
+    assert torch.equal(
+        after(model, loud.mask(slots=[4], layers=states)), after(model, past.mask(slots=[4], layers=states))
+    )
+    # Hidden from attention alone, a token is still in the states.
+    assert not close(after(model, past.mask(slots=[4], layers=[3])), after(model, past.mask(slots=[4])))
+
+
+def test_reading_leaves_the_cache_as_it_was():
+    model, past = held()
+    before = [tensor.clone() for tensor in past.tensors]
+    first = after(model, past)
+    one, _ = model.extend(past, [NEXT[:1]])
+    assert torch.equal(after(model, past), first)
+    assert close(after(model, past.fork(2).rows([1])), first)
+    assert close(model.extend(one, [NEXT[1:]], logits=2)[1], first[:, 1:])
+    assert all(torch.equal(tensor, same) for tensor, same in zip(past.tensors, before, strict=True))
+
+
+def test_rows_of_unequal_length_and_joined_caches_are_read_as_alone():
+    model, past = held()
+    short = model.prefill(IDS[:4])
+    for rows in (KVCache.join([short, past]), model.prefill([IDS[:4], IDS])):
+        pair = model.extend(rows, [NEXT.shifted(4), NEXT], logits=3)[1]
+        assert close(pair[1:], after(model, past))
+        assert close(pair[:1], after(model, short))
+    both = model.generate([IDS[:4], IDS], max_new_tokens=4, stop=())
+    alone = [model.generate([row], max_new_tokens=4, stop=()) for row in (IDS[:4], IDS)]
+    assert list(both.tokens) == [row.tokens[0] for row in alone]
+
+
+def test_a_row_that_has_ended_writes_nothing_more():
+    model, _ = held()
+    free = model.generate([IDS[:4], IDS], max_new_tokens=4, stop=()).tokens
+    stop = [free[0][0]] if free[0][0] not in free[1] else [free[1][0]]
+    ended = model.generate([IDS[:4], IDS], max_new_tokens=4, stop=stop)
+    row = 0 if stop[0] == free[0][0] else 1
+    assert len(ended.tokens[row]) == 1
+    alone = model.prefill([IDS[:4], IDS][row])
+    assert close(after(model, ended.cache.rows([row])), after(model, alone))
+
+
+def test_writes_are_saved(tmp_path: Path):
+    model, past = held()
+    past.save(tmp_path / "cache.safetensors")
+    again = KVCache.load(tmp_path / "cache.safetensors")
+    assert torch.equal(after(model, again), after(model, past))
+    assert past.footprint == past.nbytes
+
+
+def test_writes_are_patched_by_their_names():
+    model, past = held()
+    other = model.prefill(Tokens.of([5, 9, 44, 17, 40, 8, 21, 60, 12, 3]))
+    value = past.patch(other, slots=[2], part="value")
+    assert [name for name in WRITES if not torch.equal(value.layers[2][name], past.layers[2][name])] == ["value"]
+    assert not close(after(model, value), after(model, past))
+    everything = past.patch(other, slots=list(range(2, 10)))
+    assert close(after(model, everything), after(model, other))
+
+
+def test_what_needs_attention_in_every_layer_is_refused_by_name():
+    model, past = held()
+    refused(lambda: past.keys, "stores key and value and decay and step and conv, and this needs K")
+    refused(lambda: past.corrupt(Zeros()), "this needs K")
+    refused(lambda: model.sweep(past, [Zeros()], "7"), "tokenizer")
+    refused(lambda: model.to_hf(past), "recurrent layers")
+    refused(lambda: model.from_hf(DynamicCache(config=model.lanes.plain.config), [IDS]), "keeps a state")
+    refused(lambda: kv.attention.patterns(model, IDS), "do not attend")
+    refused(lambda: model.prefill(IDS, lane="hooked"), "recurrent layers", "lane='plain'")
+    refused(lambda: load(tiny("minimax")), "a recurrence that kvprobe knows")
+
+
+def spoilt_decay(writes: Any, *args: Any, **settings: Any) -> Tensor:
+    return fold({**writes, "decay": 0.9 * writes["decay"]}, *args, **settings)
+
+
+def deaf_to_masks(writes: Any, start: Any = None, keep: Any = None, **settings: Any) -> Tensor:
+    return fold(writes, start, **settings)
+
+
+def not_reset(writes: Any, *args: Any, **settings: Any) -> Tensor:
+    return fold(writes, *args, **settings) + 0.01
+
+
+def other_heads(writes: Any, *args: Any, **settings: Any) -> Tensor:
+    return fold({**writes, "key": writes["key"].flip(1)}, *args, **settings)
+
+
+@pytest.mark.parametrize("fault", [spoilt_decay, deaf_to_masks, not_reset, other_heads])
+def test_the_gate_sees_a_wrong_state(fault: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(recurrent, "fold", fault)
+    with pytest.raises(UserError):
+        load(tiny("qwen3_next")).prefill(IDS)
+
+
+def test_the_gate_sees_a_convolution_that_remembers_hidden_tokens(monkeypatch: pytest.MonkeyPatch):
+    def all_inputs(inputs: Tensor, live: Tensor, count: int) -> Tensor:
+        return recurrence.last_inputs(inputs, torch.ones_like(live), count)
+
+    monkeypatch.setattr(recurrent, "last_inputs", all_inputs)
+    with pytest.raises(UserError):
+        load(tiny("qwen3_next")).prefill(IDS)
