@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from transformer_lens.hook_points import HookPoint
 
 Family = Literal[
-    "k_pre", "k", "v", "latent", "rope", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"
+    "k_pre", "k", "v", "latent", "rope", "key", "value", "decay", "step", "conv", "resid_pre", "resid_mid",
+    "resid_post", "attn_out", "mlp_out",
 ]  # fmt: skip
 """What can be captured at a layer: K before k-norm and rotary embedding, K and V as stored (with latent attention the
-latent and the rotated key), the residual stream before, between and after attention and MLP, and what attention and MLP
+latent and the rotated key; in a recurrent layer what tokens write, see `kvprobe.cache.parts.WRITES`), the residual stream before, between and after attention and MLP, and what attention and MLP
 add to it (after post-norms, as in Gemma)."""
 
 HOOKS: dict[Family, str] = {
@@ -43,7 +44,10 @@ HOOKS: dict[Family, str] = {
 _LEVEL = -1
 """Level of the hooks that kvprobe adds and removes; TransformerLens counts from 0, so a user's own hooks stay."""
 _FAMILIES: dict[str, Family] = {hook: family for family, hook in HOOKS.items()}
-STORED: dict[Family, str] = {"k": "K", "v": "V", "latent": "latent", "rope": "rope"}
+STORED: dict[Family, str] = {
+    "k": "K", "v": "V", "latent": "latent", "rope": "rope",
+    "key": "key", "value": "value", "decay": "decay", "step": "step", "conv": "conv",
+}  # fmt: skip
 """Families that a cache stores, and the part of a layer that each is."""
 PER_HEAD: tuple[Family, ...] = ("k_pre", *STORED)
 

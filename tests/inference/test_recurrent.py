@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-import kvprobe as kv
+from kvprobe.attention.patterns import attend
 from kvprobe.cache import recurrence
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.parts import WRITES
@@ -157,14 +157,21 @@ def test_writes_are_patched_by_their_names():
     assert close(after(model, everything), after(model, other))
 
 
+def test_writes_are_captured_as_they_are_stored():
+    model, past = held()
+    captured = model.capture(IDS, list(WRITES), layers=[0, 2], slots=[1, 4])
+    assert all(torch.equal(captured[name, 2], past.layers[2][name][:, :, [1, 4]]) for name in WRITES)
+    refused(lambda: model.capture(IDS, ["value"]), "stores K and V, and this needs value")
+
+
 def test_what_needs_attention_in_every_layer_is_refused_by_name():
     model, past = held()
     refused(lambda: past.keys, "stores key and value and decay and step and conv, and this needs K")
     refused(lambda: past.corrupt(Zeros()), "this needs K")
-    refused(lambda: model.sweep(past, [Zeros()], "7"), "tokenizer")
+    refused(lambda: model.sweep(IDS, [Zeros()], max_new_tokens=2), "recurrent layers")
     refused(lambda: model.to_hf(past), "recurrent layers")
     refused(lambda: model.from_hf(DynamicCache(config=model.lanes.plain.config), [IDS]), "keeps a state")
-    refused(lambda: kv.attention.patterns(model, IDS), "do not attend")
+    refused(lambda: attend(model, IDS), "do not attend")
     refused(lambda: model.prefill(IDS, lane="hooked"), "recurrent layers", "lane='plain'")
     refused(lambda: load(tiny("minimax")), "a recurrence that kvprobe knows")
 
