@@ -15,6 +15,7 @@ from kvprobe.brief import Brief, plain_dtype
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.device import pick_device
 from kvprobe.cache.entries import entries
+from kvprobe.cache.parts import described
 from kvprobe.errors import UserError
 from kvprobe.faults.fault import Fault
 from kvprobe.inference.capture import Captured, capture
@@ -112,7 +113,7 @@ class Model(Brief):
         shape = self.geometry
         yield repr(self.name)
         yield type(self.lanes.plain).__name__
-        yield f"{shape.n_layers} layers of {shape.n_heads} heads over {shape.n_kv_heads} KV heads of {shape.d_head}"
+        yield f"{shape.n_layers} layers of {shape.n_heads} heads over {described(shape.layers)}"
         yield f"{self.dtype} on {self.lanes.device}"
 
     @property

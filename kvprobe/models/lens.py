@@ -28,8 +28,9 @@ Family = Literal[
     "resid_post", "attn_out", "mlp_out",
 ]  # fmt: skip
 """What can be captured at a layer: K before k-norm and rotary embedding, K and V as stored (with latent attention the
-latent and the rotated key; in a recurrent layer what tokens write, see `kvprobe.cache.parts.WRITES`), the residual stream before, between and after attention and MLP, and what attention and MLP
-add to it (after post-norms, as in Gemma)."""
+latent and the rotated key; in a recurrent layer what tokens write, see `kvprobe.cache.parts.WRITES`), the residual
+stream before, between and after attention and MLP, and what attention and MLP add to it (after post-norms, as in
+Gemma)."""
 
 HOOKS: dict[Family, str] = {
     "k_pre": "attn.hook_k",

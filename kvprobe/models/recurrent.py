@@ -71,10 +71,10 @@ def writes_noted(modules: Iterable[nn.Module]) -> Generator[None]:
 
 
 def _noting(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    def noting(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **settings: Any) -> Any:
+    def noting(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *rest: Any, **settings: Any) -> Any:
         if (given := _given.get()) is not None:
             given.append(_Given(key, value, g, beta))
-        return kernel(query, key, value, g=g, beta=beta, **settings)
+        return kernel(query, key, value, g, beta, *rest, **settings)
 
     noted: Any = wraps(kernel)(noting)
     noted.notes = True  # that it stands in the kernel's place

@@ -139,6 +139,11 @@ def test_a_row_that_has_ended_writes_nothing_more():
     assert close(after(model, ended.cache.rows([row])), after(model, alone))
 
 
+def test_a_model_says_what_its_layers_store():
+    assert "4 layers of 4 heads over writes to a state of 4 heads of 8 × 12 or 2 KV heads of 8" in repr(built())
+    assert "4 layers of writes to a state of 4 heads or 2 KV heads" in repr(held()[1])
+
+
 def test_writes_are_saved(tmp_path: Path):
     model, past = held()
     past.save(tmp_path / "cache.safetensors")

@@ -40,7 +40,10 @@ def test_these_families_work_on_both_lanes(kind: str):
 LATENT = ["deepseek_v2", "deepseek_v3", "minicpm3", "youtu", "glm4_moe_lite", "longcat_flash", "axk1"]
 
 
-@pytest.mark.parametrize("kind", ["cohere", "cohere2", "gemma3n_text", "mimo_v2_flash", *LATENT])
+RECURRENT = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe", "olmo_hybrid"]
+
+
+@pytest.mark.parametrize("kind", ["cohere", "cohere2", "gemma3n_text", "mimo_v2_flash", *LATENT, *RECURRENT])
 def test_these_families_work_on_the_plain_lane_alone(kind: str):
     assert LISTED[kind].startswith("plain")
 

@@ -32,7 +32,7 @@ def test_a_window_that_is_switched_off_holds_nowhere():
     assert reaches_of(config, 2) == (None, None)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize("kind", ["lfm2", "falcon_h1"])
 def test_models_with_a_state_in_place_of_slots_are_refused(kind: str):
     refused(lambda: Geometry.of(tiny(kind)), "a state in place of slots", "full, sliding-window and chunked attention")
 
