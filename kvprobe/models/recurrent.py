@@ -19,6 +19,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from kvprobe.cache.parts import WRITES, Layer
 from kvprobe.cache.recurrence import fold, last_inputs
 from kvprobe.errors import UserError
+from kvprobe.models.checkpoints import known, remember
 
 KERNELS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 """What modelling files call the gated delta rule: for many tokens, and for one."""
@@ -105,27 +106,36 @@ class StateLayer(LinearAttentionLayer):
         # So that the inputs of the convolution pass by here when one token is read, too.
         self.record_past = True
         self._inputs: Tensor | None = None
+        self._last = torch.empty(0)
         self._past, self._before = past, None
+        self._states, self._unhidden = ([], 0) if past is None else ([*known(past)], 0)
         if past is not None:
             if live is None:
                 live = torch.ones_like(past["step"][:, 0, :, 0], dtype=torch.bool)
             if padding is not None:
                 past = {**past, "decay": past["decay"].masked_fill(padding[:, None, :, None], 0.0)}
             self._before = (past["conv"], live)
+            self._unhidden = int(live.all(0).int().cumprod(0).sum())
+            self._states = [state for state in self._states if state[0] <= self._unhidden]
+            count, start = self._states[-1] if self._states else (0, None)
+            rest = {name: tensor[:, :, count:] for name, tensor in past.items()}
             states: Any = self
-            states.recurrent_states[0], states.has_previous_state[0] = fold(past, keep=live), True
+            states.recurrent_states[0], states.has_previous_state[0] = fold(rest, start, live[:, count:]), True
             states.is_recurrent_states_initialized[0] = True
             states.conv_states[0] = past["conv"]  # never read, but a layer with a past has one
 
     @property
     def stored(self) -> tuple[Tensor, ...] | None:
         """All writes, those before included, in the order of `WRITES`; None before anything is read."""
+        if not self.written:
+            return None
         before = () if self._past is None else (self._past,)
-        return (
-            None
-            if not self.written
-            else tuple(torch.cat([*(part[name] for part in before), self.written[name]], 2) for name in WRITES)
-        )
+        parts = {name: torch.cat([*(part[name] for part in before), self.written[name]], 2) for name in WRITES}
+        # Of new tokens that are padding, the ledger says that they are not live.
+        slots = parts["decay"].shape[2]
+        whole = self._unhidden == slots - self.written["decay"].shape[2]
+        remember(parts, [*self._states, *([(slots, self._last)] if whole else [])])
+        return tuple(parts.values())
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
@@ -143,5 +153,6 @@ class StateLayer(LinearAttentionLayer):
         given.clear()
         decay = torch.stack([decay, torch.zeros_like(decay)], -1)
         parts = (key, value, decay, step[..., None], self._inputs.transpose(1, 2)[:, None])
-        self.written = dict(zip(WRITES, parts, strict=True))
+        self.written.update(zip(WRITES, parts, strict=True))
+        self._last = recurrent_states
         return recurrent_states
