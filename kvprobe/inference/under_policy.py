@@ -93,8 +93,8 @@ def watch(
     shape = lanes.geometry
     if len(shape.sources) != shape.n_layers:
         raise UserError(
-            f"Layers of {type(lanes.plain).__name__} read slots of others, so the attention to a slot is not that of "
-            "one layer; use a policy without scores."
+            f"Layers of {type(lanes.plain).__name__} are recurrent, or read slots of others, so the attention to a "
+            "slot is not that of its layer; use a policy without scores."
         )
     before = one_row_each(lanes, past and past.cache, len(tokens))
     new = new_slots(tokens, lanes.device)

@@ -90,8 +90,9 @@ class Geometry:
     @property
     def own_keys(self) -> bool:
         """Whether each attention module has stored K and V, and they are its own."""
-        stored = all(layer[0].name == "K" for layer in self.layers)
-        return stored and self.sources == tuple(range(self.n_layers))
+        return len({*self.sources}) == len(self.sources) and all(
+            self.layers[source][0].name == "K" for source in self.sources
+        )
 
     @property
     def numbers(self) -> int:

@@ -206,6 +206,12 @@ def test_what_needs_attention_in_every_layer_is_refused_by_name():
     refused(lambda: model.to_hf(past), "recurrent layers")
     refused(lambda: model.from_hf(DynamicCache(config=model.lanes.plain.config), [IDS]), "keeps a state")
     refused(lambda: attend(model, IDS), "do not attend")
+    refused(lambda: model.generate([IDS], policy="H2O(6)"), "are recurrent", "without scores")
+    with (
+        pytest.raises(UserError, match="do not attend"),
+        model.lanes.attention_replaced_by(lambda inputs: inputs.query),
+    ):
+        pass
     refused(lambda: model.prefill(IDS, lane="hooked"), "recurrent layers", "lane='plain'")
     refused(lambda: load(tiny("minimax")), "a recurrence that kvprobe knows")
 
