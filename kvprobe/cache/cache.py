@@ -23,7 +23,7 @@ from kvprobe.cache.device import pick_device
 from kvprobe.cache.file import load_cache, save_cache
 from kvprobe.cache.indices import indices
 from kvprobe.cache.ledger import Ledger
-from kvprobe.cache.parts import KV, position_part, recurrent
+from kvprobe.cache.parts import KV, ROTATED, recurrent
 from kvprobe.cache.recurrence import time_moved, timeless
 from kvprobe.errors import UserError
 from kvprobe.files import expanded
@@ -54,8 +54,8 @@ class KVCache(Contents):
 
     Attributes:
         layers: for each layer its parts by name: K and V, after any norm and rotary embedding; with latent attention,
-            latent and rope; in recurrent layers what each token wrote, of which the state is computed when it is read.
-            The part that knows the position (K, rope) is rotated to `ledger.origins`.
+            latent and rope, and with a sparse index its key; in recurrent layers what each token wrote, of which the
+            state is computed when it is read. K, rope and index are rotated to `ledger.origins`.
         ledger: tokens, positions, segments, provenance and liveness of the slots.
         made_by: the model that computed it, and that alone may read it; where it is None, any model of its shape may.
     """
@@ -240,7 +240,7 @@ class KVCache(Contents):
         slots: Slots | None = None,
         layers: Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
-        part: Literal["K", "V", "KV", "latent", "rope", "key", "value", "decay", "step", "conv"] | None = None,
+        part: Literal["K", "V", "KV", "latent", "rope", "index", "key", "value", "decay", "step", "conv"] | None = None,
     ) -> "KVCache":
         """The cache with what these slots hold taken from a donor with the same slots; the ledger stays as it is.
 
@@ -248,8 +248,8 @@ class KVCache(Contents):
 
         Args:
             segments, slots, layers, heads: which to patch, as for `mask`.
-            part: K, V or both; with latent attention latent or rope; in recurrent layers key, value, decay, step or
-                conv. All that a layer stores by default.
+            part: K, V or both; with latent attention latent or rope, and with a sparse index its key; in recurrent
+                layers key, value, decay, step or conv. It means the layers that store it. All by default.
 
         Raises:
             UserError: the donor is of another model, slots or positions of keys (see
@@ -260,7 +260,7 @@ class KVCache(Contents):
         taken = [{name for name in layer if part is None or name in wanted} for layer in self.layers]
         if not any(taken):
             raise UserError(unknown("part", str(part), [*{name: None for layer in self.layers for name in layer}]))
-        moves = any(position_part(layer) in names for layer, names in zip(self.layers, taken, strict=True))
+        moves = any(name in ROTATED for names in taken for name in names)
         refuse_other_slots(self, donor, chosen, keys=moves)
         where = (chosen[None, :, None, :] & self._within(layers, heads))[..., None]
         patched = (

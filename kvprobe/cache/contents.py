@@ -11,7 +11,7 @@ from kvprobe.brief import Brief, plain_dtype
 from kvprobe.cache import shown
 from kvprobe.cache.footprint import footprint
 from kvprobe.cache.ledger import Ledger
-from kvprobe.cache.parts import Layer, Shape, described, named, position_part, recurrent, shape_of
+from kvprobe.cache.parts import Layer, Shape, described, named, recurrent, refuse_other_parts, shape_of
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker
 
@@ -32,7 +32,7 @@ class Contents(Brief):
             raise UserError("A cache needs at least one layer; got none.")
         expected = (self.ledger.batch, self.ledger.slots)
         for number, layer in enumerate(self.layers):
-            position_part(layer)
+            refuse_other_parts(layer)
             heads = {tensor.shape[1] if tensor.dim() == 4 else None for tensor in layer.values()}
             for part, tensor in layer.items():
                 fits = tensor.dim() == 4 and (tensor.shape[0], tensor.shape[2]) == expected

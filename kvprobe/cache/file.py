@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvprobe.cache.ledger import COLUMNS, PADDING, Ledger, QuantisationFormat
-from kvprobe.cache.parts import KV, LATENT, WRITES, Layer
+from kvprobe.cache.parts import INDEX, KV, LATENT, WRITES, Layer
 from kvprobe.errors import UserError
 from kvprobe.files import replacing
 from kvprobe.fingerprint import Maker, digest
@@ -23,7 +23,8 @@ from kvprobe.names import one_line
 FORMAT = "kvprobe-cache-3"
 """Version 2 had neither digest nor fingerprint."""
 _LEDGER_FIELDS = (*COLUMNS, "live", "following")
-_CALLED: dict[str, str] = dict(zip((*KV, *LATENT, *WRITES), ("keys", "values", *LATENT, *WRITES), strict=True))
+_PARTS = (*KV, *LATENT, INDEX, *WRITES)
+_CALLED: dict[str, str] = dict(zip(_PARTS, ("keys", "values", *_PARTS[2:]), strict=True))
 """What the tensors of a part are called in a file, before the number of their layer."""
 
 
@@ -86,6 +87,7 @@ def load_cache(path: Path) -> tuple[tuple[Layer, ...], Ledger, Maker | None]:
         layers: list[Layer] = []
         for number in range(count):
             parts = next((kind for kind in (LATENT, WRITES) if f"{kind[0]}.{number}" in tensors), KV)
+            parts = (*parts, INDEX) if f"{INDEX}.{number}" in tensors else parts
             layers.append({part: tensors.pop(f"{_CALLED[part]}.{number}") for part in parts})
     except (KeyError, ValueError, TypeError) as error:
         raise UserError(f"{path} lacks a part of the cache ({error}); save it again.") from error

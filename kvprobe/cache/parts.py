@@ -1,8 +1,9 @@
 """What a layer stores of each slot, part by part.
 
 K and V of each KV head; or, with latent attention (DeepSeek), one latent of which all heads compute their K and V, and
-one rotated key that all heads share: content and position, apart; or, in a recurrent layer, what the token wrote into
-its state (Qwen3-Next; see `kvprobe.cache.recurrence`).
+one rotated key that all heads share: content and position, apart. Where a sparse index chooses the slots that a query
+attends to (DeepSeek V3.2, GLM-5), one more key, by which it finds the slot; or, in a recurrent layer, what the token
+wrote into its state (Qwen3-Next; see `kvprobe.cache.recurrence`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,13 +16,15 @@ from kvprobe.errors import UserError
 
 KV: tuple[Literal["K"], Literal["V"]] = ("K", "V")
 LATENT: tuple[Literal["latent"], Literal["rope"]] = ("latent", "rope")
+INDEX: Literal["index"] = "index"
 """The parts of a layer, in the order in which transformers' cache holds them."""
 WRITES = ("key", "value", "decay", "step", "conv")
 """The parts of a recurrent layer: the key that a token writes at (not normalised); the value that it writes; how far
 the state decays before it, and after it where slots were evicted there (logarithms); how far the state goes towards the
 value; and what the short convolution was given."""
-_ROTATED = ("K", "rope")
+ROTATED = ("K", "rope", INDEX)
 """The parts that are rotated by position."""
+_LAYERS = (KV, LATENT, (*LATENT, INDEX), WRITES)
 
 Layer = Mapping[str, Float[Tensor, "batch _ slots _"]]
 """What a layer stores, by the names of its parts."""
@@ -49,18 +52,11 @@ def recurrent(layer: Iterable[str]) -> bool:
     return tuple(layer) == WRITES
 
 
-def position_part(layer: Layer) -> str | None:
-    """The part of a layer that knows the position of its slot; a recurrent layer knows the order alone.
-
-    Raises:
-        UserError: the parts are not those of any layer.
-    """
-    if tuple(layer) not in (KV, LATENT, WRITES):
-        raise UserError(
-            f"A layer stores {' and '.join(KV)}, or {' and '.join(LATENT)}, or {', '.join(WRITES)}; got "
-            f"{', '.join(layer) or 'nothing'}."
-        )
-    return next((name for name in layer if name in _ROTATED), None)
+def refuse_other_parts(names: Iterable[str]) -> None:
+    """Refuse parts that are not those of any layer."""
+    if (given := tuple(names)) not in _LAYERS:
+        known = ", or ".join(" and ".join(parts) for parts in _LAYERS)
+        raise UserError(f"A layer stores {known}; got {', '.join(given) or 'nothing'}.")
 
 
 def named(layer: Layer, name: str) -> Float[Tensor, "batch _ slots _"]:
@@ -77,19 +73,18 @@ def named(layer: Layer, name: str) -> Float[Tensor, "batch _ slots _"]:
     return layer[name]
 
 
-def both(layer: Layer) -> tuple[Float[Tensor, "batch _ slots _"], Float[Tensor, "batch _ slots _"]]:
-    """The two parts of a layer, in the order in which transformers' cache holds them.
+def attended(layer: Layer) -> tuple[Float[Tensor, "batch _ slots _"], ...]:
+    """The parts of a layer that attends, in the order in which transformers' cache holds them.
 
     Raises:
         UserError: the layer is recurrent.
     """
     if recurrent(layer):
         raise UserError(
-            "This needs layers that store two vectors of each slot, and the cache has recurrent layers, which store "
-            "what tokens wrote into a state; see the page on memories for what works on such models."
+            "This needs layers that store vectors of each slot, and the cache has recurrent layers, which store what "
+            "tokens wrote into a state; see the page on memories for what works on such models."
         )
-    first, second = layer.values()
-    return first, second
+    return tuple(layer.values())
 
 
 def described(shape: Shape, sizes: bool = True) -> str:

@@ -5,7 +5,7 @@ moved to any position without the model. Moving it again and again would add up 
 bfloat16). kvprobe therefore stores keys as they were computed, and rotates them from there when they are read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -23,10 +23,12 @@ class Rotary:
         frequencies: radians per position of each pair of numbers, scaling (linear, Llama 3, YaRN) included.
         layout: whether a pair is (i, i + pairs), as in Llama, or (2i, 2i + 1), as in GPT-J. Numbers of a key beyond
             the pairs are not rotated (partial rotary).
+        last: whether the pairs are the last numbers of a key, not the first (the index of HY V4).
     """
 
     frequencies: Float[Tensor, "pairs"]
     layout: Layout = "half"
+    last: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Rotation:
     cos: Float[Tensor, "batch 1 slots pairs"]
     sin: Float[Tensor, "batch 1 slots pairs"]
     layout: Layout
+    last: bool
 
     @classmethod
     def between(
@@ -51,11 +54,14 @@ class Rotation:
             return (at[:, None, :, None].float() * rotary.frequencies).double()
 
         angle = angles(positions) - angles(origins)
-        return cls(angle.cos().float(), angle.sin().float(), rotary.layout)
+        return cls(angle.cos().float(), angle.sin().float(), rotary.layout, rotary.last)
 
     def of(self, keys: Float[Tensor, "batch kv_heads slots d_head"]) -> Float[Tensor, "batch kv_heads slots d_head"]:
         """These keys, rotated in fp32 and returned in their own dtype."""
         pairs = self.cos.shape[-1]
+        if self.last:
+            first, last = keys[..., : -2 * pairs], keys[..., -2 * pairs :]
+            return torch.cat([first, replace(self, last=False).of(last)], -1)
         paired, unpaired = keys[..., : 2 * pairs].float(), keys[..., 2 * pairs :]
         if self.layout == "half":
             one, other = paired[..., :pairs], paired[..., pairs:]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import Ledger
-from kvprobe.cache.parts import both
+from kvprobe.cache.parts import attended
 from kvprobe.faults.context import FaultContext
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault
@@ -44,8 +44,8 @@ class Batch:
         """
         self.lanes = lanes
         slots = max(start.slots for start in starts)
-        layers = zip(*(map(both, start.layers) for start in starts), strict=True)
-        self.layers = [Buffer(pairs, rows, slots, room) for pairs in layers]
+        layers = zip(*(start.layers for start in starts), strict=True)
+        self.layers = [Buffer([*map(attended, those)], rows, slots, room) for those in layers]
         self._first = [slots - start.slots for start in starts]
         """The slot at which each cache begins."""
         forks = [start.fork(count).ledger for start, count in zip(starts, rows, strict=True)]
@@ -64,7 +64,7 @@ class Batch:
     ) -> Damage:
         """Write faults into these rows, copies of the cache of this number; transient ones last until `undo`."""
         first = self._first[cache]
-        tensors, ledger = [layer.wide for layer in self.layers], self.ledger.since(first)
+        tensors, ledger = [(layer.wide[0], layer.wide[1]) for layer in self.layers], self.ledger.since(first)
         damage = strike(faults, draws, places, tensors, ledger, context, step, first=first, remember=transient)
         self._damage.append(damage)
         return damage
@@ -116,22 +116,21 @@ class Buffer(CacheLayer):
     """One layer's K and V with room for later tokens; `keys` and `values` are views of the slots that hold a token.
 
     Attributes:
-        wide: K and V of all slots, room included, contiguous.
+        wide: K and V (or the other parts) of all slots, room included, contiguous.
     """
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], rows: Sequence[int], slots: int, room: int) -> None:
-        """Copies of K and V of one row, which end at the same slot.
+    def __init__(self, starts: Sequence[tuple[Tensor, ...]], rows: Sequence[int], slots: int, room: int) -> None:
+        """Copies of the parts of one row, which end at the same slot.
 
         Args:
             rows: how many copies of each.
             slots: that hold a token so far.
             room: slots for later tokens.
         """
-        super().__init__()
-        self.lazy_initialization(*pairs[0])
+        super().__init__(starts[0])
         self._held = slots
 
-        def wide(tensors: Sequence[Tensor]) -> Tensor:
+        def wide(*tensors: Tensor) -> Tensor:
             _, heads, _, size = tensors[0].shape
             # Padding is zeros: what an empty tensor holds may be NaN, and 0 · NaN is NaN in masked slots too.
             buffer = tensors[0].new_zeros(sum(rows), heads, slots + room, size)
@@ -141,17 +140,23 @@ class Buffer(CacheLayer):
                 row += count
             return buffer
 
-        self.wide = (wide([keys for keys, _ in pairs]), wide([values for _, values in pairs]))
+        self.wide = tuple(map(wide, *starts))
         self._show()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         stop = self._held + key_states.shape[2]
-        for wide, new in zip(self.wide, (key_states, value_states), strict=True):
+        for wide, new in zip(self.wide, (key_states, value_states), strict=False):
             wide[:, :, self._held : stop] = new
         self._held = stop
-        return self._show()
+        keys, values, *_ = self._show()
+        return keys, values
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """After `update`, which makes room for them."""
+        self.wide[2][:, 0, self._held - indexer_key_states.shape[1] : self._held] = indexer_key_states
+        return self._show()[2][:, 0]
 
     def move(self, source: int, target: int) -> None:
         """Copy one row over another."""
@@ -160,14 +165,13 @@ class Buffer(CacheLayer):
 
     def shrink(self, rows: int) -> None:
         """Keep only the first rows."""
-        keys, values = self.wide
-        self.wide = (keys[:rows], values[:rows])
+        self.wide = tuple(wide[:rows] for wide in self.wide)
         self._show()
 
-    def _show(self) -> tuple[Tensor, Tensor]:
-        keys, values = (wide[:, :, : self._held] for wide in self.wide)
-        self.keys, self.values = keys, values
-        return keys, values
+    def _show(self) -> tuple[Tensor, ...]:
+        shown = tuple(wide[:, :, : self._held] for wide in self.wide)
+        self.hold(shown)
+        return shown
 
 
 def fitting_rows(rows: int, cache: KVCache, room: int) -> int:

@@ -130,7 +130,7 @@ def capture(
         ledger, scores = forward_pass(lanes, past, tokens, tapped, lane, logits)
     for layer in layers if stored else ():
         parts = lanes.geometry.layers[layer]
-        picked = {part.name: tensor for part, tensor in zip(parts, tapped[layer].picked or (), strict=True)}
+        picked = {part.name: tensor for part, tensor in zip(parts, tapped[layer].picked, strict=True)}
         tensors |= {(family, layer): named(picked, STORED[family]) for family in stored}
     tensors = {(family, layer): tensor for (family, layer), tensor in tensors.items() if layer in wanted[family]}
     return Captured(tensors, present, scores, cache_of(lanes, tapped, ledger) if keep_cache else None)

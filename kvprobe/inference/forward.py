@@ -12,7 +12,7 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
 from kvprobe.cache.ledger import PADDING, Ledger
-from kvprobe.cache.parts import Layer, both, described, position_part
+from kvprobe.cache.parts import Layer, described, recurrent
 from kvprobe.cache.rotary import Rotation
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import differing
@@ -55,53 +55,61 @@ def prove_reading(lanes: Lanes, past: KVCache | None, tokens: Sequence[Tokens], 
     lanes.prove(held[0] + max(map(len, tokens), default=0), max(held[1], following), lane)
 
 
+Rotations = Mapping[str, Rotation]
+"""How the parts of a layer that know their position are rotated to another."""
+
+
 class TapLayer(CacheLayer):
     """One layer of a Hugging Face cache that starts from a kvprobe cache, without changing it.
 
     Attributes:
         pick: which of the new slots to copy to `picked`.
         store: whether to store what the layer has after reading; otherwise only the picked slots stay in memory.
-        stored: both parts of the layer as computed; queries see the part that knows the position rotated to it.
+        stored: the parts of the layer as computed; queries see those that know the position rotated to it.
     """
 
     def __init__(
         self,
-        past: tuple[Tensor, Tensor] | None = None,
-        rotation: Rotation | None = None,
+        past: Layer | None = None,
+        rotations: Rotations | None = None,
         pick: Int[Tensor, "batch picked"] | None = None,
         store: bool = True,
-        rotated: int = 0,
     ) -> None:
-        super().__init__()
+        past, rotations = past or {}, rotations or {}
+        super().__init__([*_turned(past, rotations).values()])
         self.pick, self.store = pick, store
-        self.picked: tuple[Tensor, Tensor] | None = None
-        self.stored: tuple[Tensor, Tensor] | None = None
-        self._rotated, self._unrotated = rotated, None if past is None or rotation is None else past[rotated]
-        if past is not None:
-            self.lazy_initialization(*past)
-            self.keys, self.values = past
-            if rotation is not None:
-                turned = rotation.of(past[rotated])
-                self.keys, self.values = (turned, past[1]) if rotated == 0 else (past[0], turned)
+        self.picked: tuple[Tensor, ...] = ()
+        self.stored: tuple[Tensor, ...] = ()
+        self._unrotated = {number: past[name] for number, name in enumerate(past) if name in rotations}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        new = (key_states, value_states)
-        if self.pick is not None:
-            self.picked = (at_slots(key_states, self.pick), at_slots(value_states, self.pick))
         before = (self.keys, self.values, self.is_initialized)
         grown = super().update(key_states, value_states)
+        self._tap(0, (key_states, value_states), grown)
         if not self.store:
             self.keys, self.values, self.is_initialized = before
-        else:
-            assert self.keys is not None
-            assert self.values is not None
-            self.stored = (self.keys, self.values)
-            if self._unrotated is not None:
-                whole = torch.cat([self._unrotated, new[self._rotated]], 2)
-                self.stored = (whole, self.values) if self._rotated == 0 else (self.keys, whole)
         return grown
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        before = (self.indexer_keys, self.is_indexer_initialized)
+        grown = super().update_indexer(indexer_key_states)
+        self._tap(2, (indexer_key_states[:, None],), (grown[:, None],))
+        if not self.store:
+            self.indexer_keys, self.is_indexer_initialized = before
+        return grown
+
+    def _tap(self, first: int, new: Sequence[Tensor], grown: Sequence[Tensor]) -> None:
+        """Copy what the parts from this number on get, and what they then are."""
+        if self.pick is not None:
+            self.picked = (*self.picked[:first], *(at_slots(tensor, self.pick) for tensor in new))
+        if self.store:
+            whole = (
+                torch.cat([self._unrotated[number], added], 2) if number in self._unrotated else tensor
+                for number, (added, tensor) in enumerate(zip(new, grown, strict=True), first)
+            )
+            self.stored = (*self.stored[:first], *whole)
 
 
 class StateTap(StateLayer):
@@ -119,8 +127,8 @@ class StateTap(StateLayer):
         self.pick, self.store = pick, store
 
     @property
-    def picked(self) -> tuple[Tensor, ...] | None:
-        return None if self.pick is None else tuple(at_slots(part, self.pick) for part in self.written.values())
+    def picked(self) -> tuple[Tensor, ...]:
+        return () if self.pick is None else tuple(at_slots(part, self.pick) for part in self.written.values())
 
     @property
     def stored(self) -> tuple[Tensor, ...] | None:
@@ -146,44 +154,45 @@ def taps(
     lives, padding = past.ledger.live[:, :, 0], past.ledger.padding
     return [
         StateTap(layer, lives[number if len(lives) > 1 else 0], padding, pick.get(number), store)
-        if (position := position_part(layer)) is None
-        else TapLayer(both(layer), rotation, pick.get(number), store, [*layer].index(position))
-        for number, (layer, rotation) in enumerate(zip(past.layers, rotations, strict=True))
+        if recurrent(layer)
+        else TapLayer(layer, of_layer, pick.get(number), store)
+        for number, (layer, of_layer) in enumerate(zip(past.layers, rotations, strict=True))
     ]
 
 
-def _rotations(lanes: Lanes, past: KVCache) -> list[Rotation | None]:
-    """The rotation of each layer's keys to their positions; layers of the same frequencies share one."""
-    shared: dict[int, Rotation] = {}
-    rotations: list[Rotation | None] = []
-    for rotary in lanes.rotaries:
-        if rotary is not None and id(rotary) not in shared:
-            shared[id(rotary)] = Rotation.between(rotary, past.ledger.origins, past.ledger.positions)
-        rotations.append(None if rotary is None else shared[id(rotary)])
-    return rotations
+def _rotations(lanes: Lanes, past: KVCache) -> list[Rotations]:
+    """The rotations of each layer's keys to their positions; those of the same frequencies are one."""
+    rotaries = {id(rotary): rotary for layer in lanes.rotaries_by_part for rotary in layer.values() if rotary}
+    shared = {
+        number: Rotation.between(rotary, past.ledger.origins, past.ledger.positions)
+        for number, rotary in rotaries.items()
+    }
+    return [{name: shared[id(rotary)] for name, rotary in layer.items() if rotary} for layer in lanes.rotaries_by_part]
+
+
+def _turned(layer: Layer, rotations: Rotations) -> Layer:
+    """What a layer stores, rotated to its positions."""
+    return {name: rotations[name].of(part) if name in rotations else part for name, part in layer.items()}
 
 
 def as_seen(lanes: Lanes, cache: KVCache) -> KVCache:
     """The cache with each key rotated to its position, so that re-indexing is done once and for all."""
     if not cache.ledger.rotated:
         return cache
-    rotated = (
-        {**layer, name: rotation.of(layer[name])} if rotation and (name := position_part(layer)) else layer
-        for layer, rotation in zip(cache.layers, _rotations(lanes, cache), strict=True)
-    )
+    rotated = (_turned(*layer) for layer in zip(cache.layers, _rotations(lanes, cache), strict=True))
     return replace(cache, layers=tuple(rotated), ledger=replace(cache.ledger, origins=cache.ledger.positions))
 
 
 def cache_of(lanes: Lanes, layers: Sequence[TapLayer | StateTap], ledger: Ledger) -> KVCache:
     """The kvprobe cache that these layers hold now."""
-    return of_pairs(lanes, [layer.stored for layer in layers if layer.stored is not None], ledger)
+    return of_held(lanes, [layer.stored for layer in layers if layer.stored], ledger)
 
 
-def of_pairs(lanes: Lanes, pairs: Sequence[tuple[Tensor, ...]], ledger: Ledger) -> KVCache:
+def of_held(lanes: Lanes, held: Sequence[tuple[Tensor, ...]], ledger: Ledger) -> KVCache:
     """The cache of what transformers' cache holds in each layer, named as this model's parts."""
     layers = (
-        {part.name: tensor for part, tensor in zip(parts, pair, strict=True)}
-        for parts, pair in zip(lanes.geometry.layers, pairs, strict=True)
+        {part.name: tensor for part, tensor in zip(parts, tensors, strict=True)}
+        for parts, tensors in zip(lanes.geometry.layers, held, strict=True)
     )
     return KVCache(tuple(layers), ledger, lanes.maker)
 

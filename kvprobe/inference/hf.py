@@ -15,14 +15,19 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
-from kvprobe.cache.parts import both
+from kvprobe.cache.parts import attended
 from kvprobe.errors import UserError
-from kvprobe.inference.forward import as_seen, at_slots, new_slots, of_pairs, prefill, refuse_foreign
-from kvprobe.models.hf_cache import CacheLayer, past_key_values
+from kvprobe.inference.forward import as_seen, at_slots, new_slots, of_held, prefill, refuse_foreign
+from kvprobe.models.hf_cache import CacheLayer, held_by, past_key_values
 from kvprobe.models.lanes import Lanes
 from kvprobe.text.tokens import Tokens
 
@@ -73,7 +78,7 @@ def from_hf(
                 f"Layer {number} of the cache is a {type(layer).__name__}, which keeps a state in place "
                 "of slots; give the cache of a model whose layers all have full or sliding-window attention."
             )
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, CacheLayer):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, CacheLayer):
             raise UserError(
                 f"Layer {number} of the cache is a {type(layer).__name__}; kvprobe reads full and sliding layers of a "
                 "DynamicCache, so generate with one."
@@ -96,15 +101,15 @@ def from_hf(
         whole = torch.nn.functional.pad(tensor.to(lanes.device), (0, 0, count - tensor.shape[2], 0))
         return at_slots(whole, pick)
 
-    pairs = [(at_live_slots(layer.keys), at_live_slots(layer.values)) for layer in layers]
-    if len(pairs) != lanes.geometry.n_layers:
+    held = [tuple(map(at_live_slots, held_by(layer))) for layer in layers]
+    if len(held) != lanes.geometry.n_layers:
         raise UserError(
-            f"The cache has {len(pairs)} layers, but the model has {lanes.geometry.n_layers}; a cache can only be read "
+            f"The cache has {len(held)} layers, but the model has {lanes.geometry.n_layers}; a cache can only be read "
             "by the model that made it."
         )
     refusals: list[UserError] = []
     for placed in _placings(rows, live, positions):
-        cache = of_pairs(lanes, pairs, new_slots(placed, lanes.device))
+        cache = of_held(lanes, held, new_slots(placed, lanes.device))
         refuse_foreign(lanes, cache)
         cache.refuse_nonfinite()
         try:
@@ -126,12 +131,8 @@ def to_hf(lanes: Lanes, cache: KVCache) -> DynamicCache:
             "The cache has slots that are masked, padding, or not at the position of their index, which a cache of "
             "transformers cannot say; evict what is hidden and re-index the rest: cache.evict(…).reindex()."
         )
-    seen, layers = as_seen(lanes, cache), list[CacheLayer]()
-    for parts in seen.layers:
-        layer = CacheLayer()
-        layer.update(*(tensor.clone() for tensor in both(parts)))
-        layers.append(layer)
-    return past_key_values(layers)
+    seen = as_seen(lanes, cache)
+    return past_key_values([CacheLayer([part.clone() for part in attended(layer)]) for layer in seen.layers])
 
 
 def _grid(name: str, given: object, rows: int, count: int) -> Int[Tensor, "rows count"] | None:

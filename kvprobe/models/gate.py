@@ -47,6 +47,11 @@ _LAST, _SPREAD = 3, 16
 _ROW_SLOTS = 32
 """Slots of each of many rows."""
 
+_TIES = (
+    "; or its index gives several slots the same score, as with few heads, so that the order of the slots decides "
+    "which of them it chooses."
+)
+
 Check = tuple[bool, str]
 
 
@@ -194,7 +199,7 @@ def _prove_one(lanes: UnprovedLanes, checks: Callable[[UnprovedLanes], Iterator[
             f"{one_line(error)})."
         ) from error
     if refusal is not None:
-        raise UserError(f"{name} {refusal}")
+        raise UserError(f"{name} {refusal.removesuffix('.')}{_TIES if lanes.geometry.indexed else '.'}")
 
 
 def _plain_checks(lanes: UnprovedLanes) -> Iterator[Check]:

@@ -25,6 +25,11 @@ def prove_attention(lanes: UnprovedLanes, slots: int) -> None:
     Raises:
         UserError: it is something else, or the model does not take its attention from transformers' registry.
     """
+    if lanes.geometry.indexed:  # transformers leaves the index out under any attention that it does not know
+        raise UserError(
+            f"{type(lanes.plain).__name__} chooses by an index which slots to attend to, and does not while its "
+            "attention is observed, so it can be neither shown nor replaced; patch with KVCache.patch instead."
+        )
     ids, layers = few_tokens(lanes.plain), [CacheLayer() for _ in range(lanes.geometry.n_layers)]
     long, observed = long_cache(lanes, slots), list[tuple[Attending, Tensor]]()
     with torch.no_grad(), lanes.observing_attention_unproved(lambda inputs, output: observed.append((inputs, output))):

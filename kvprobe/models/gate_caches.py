@@ -14,17 +14,18 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvprobe.cache.ledger import Ledger
-from kvprobe.cache.parts import Layer
+from kvprobe.cache.parts import INDEX, Layer
 from kvprobe.cache.recurrence import time_moved
-from kvprobe.models.hf_cache import CacheLayer, empty_layers, past_key_values
+from kvprobe.models.hf_cache import CacheLayer, empty_layers, held_by, past_key_values
 from kvprobe.models.recurrent import StateLayer
 from kvprobe.models.rounding import few_tokens
 from kvprobe.models.unproved import Lane, UnprovedLanes
 
 _LOUD = 100.0
-"""How much larger values of hidden slots are than those of others."""
-_CONTENT = ("V", "latent", "value")
-"""The parts that say what a slot holds, not what it is found by."""
+"""How much larger what hidden slots say is than what others do."""
+_CONTENT = ("V", "latent", "value", INDEX)
+"""The parts of hidden slots that are loud: what they hold, not what they are found by. But a loud index key would take
+a place among those that are attended to."""
 _APART = 0.3
 """How far keys of the long cache lie apart, as a share of how far real ones do: each slot has some attention."""
 
@@ -77,15 +78,14 @@ def read(
     if held is not None:
         lives, padding = held.ledger.live[:, :, 0], held.ledger.padding
         for number, parts in enumerate(held.layers):
-            if isinstance(layer := layers[number], CacheLayer):
-                layer.update(*parts.values())
+            if isinstance(layers[number], CacheLayer):
+                layers[number] = CacheLayer([*parts.values()])
             else:
                 layers[number] = StateLayer(parts, lives[number if len(lives) > 1 else 0], padding)
     logits = lanes.unproved(ids, ledger, past_key_values(layers), lane, kept)
-    stored = ((layer.stored if isinstance(layer, StateLayer) else (layer.keys, layer.values)) or () for layer in layers)
     named = (
-        {part.name: tensor for part, tensor in zip(parts, tensors, strict=True) if tensor is not None}
-        for parts, tensors in zip(lanes.geometry.layers, stored, strict=True)
+        {part.name: tensor for part, tensor in zip(parts, held_by(layer), strict=True)}
+        for parts, layer in zip(lanes.geometry.layers, layers, strict=True)
     )
     return logits, Held(ledger, tuple(named))
 
@@ -213,27 +213,19 @@ class LongCache:
         return StateLayer(writes, None if hidden is None else ~hidden)
 
     def content(
-        self, layer: int, places: Int[Tensor, "rows chosen"], hidden: Tensor | None, draws: Sequence[int]
-    ) -> tuple[Float[Tensor, "rows kv_heads chosen d"], Float[Tensor, "rows kv_heads chosen d_value"]]:
-        """Keys and values of these slots, the same in all rows but for hidden ones."""
-        keys, values = self._few[layer].values()
-        # Keys lie close together, so that each slot has its share of the attention.
-        latent = "latent" in self._few[layer]
-        key_spread = _APART * keys.std(1, keepdim=True)
-        value_spread = _APART * values.std(1, keepdim=True) if latent else values.std().expand(1, 1, 1)
-        drawn_keys, drawn_values = (
-            torch.stack([spread * self._noise(0, tensor)[:, row] for row in places])
-            for tensor, spread in ((keys, key_spread), (values, value_spread))
-        )
+        self, layer: int, number: int, places: Int[Tensor, "rows chosen"], hidden: Tensor | None, draws: Sequence[int]
+    ) -> Float[Tensor, "rows heads chosen d"]:
+        """The part of this number of these slots, the same in all rows but for hidden ones."""
+        name, few = [*self._few[layer].items()][number]
+        # Keys lie close together, so that each slot has its share of the attention; those of an index do not, so that
+        # it has something to choose.
+        spread = few.std().expand(1, 1, 1) if name == "V" else few.std(1, keepdim=True)
+        spread = spread if name in ("V", INDEX) else _APART * spread
+        drawn = torch.stack([spread * self._noise(0, few)[:, row] for row in places])
         if hidden is not None:
-            louder = (_LOUD, 1) if latent else (1, _LOUD)
-            other_keys, other_values = (
-                torch.stack([loud * spread * self._noise(draw, tensor) for draw in draws])
-                for tensor, spread, loud in zip((keys, values), (key_spread, value_spread), louder, strict=True)
-            )
-            drawn_keys = torch.where(hidden, other_keys, drawn_keys)
-            drawn_values = torch.where(hidden, other_values, drawn_values)
-        return keys.mean(1, keepdim=True) + drawn_keys, values.mean(1, keepdim=True) + drawn_values
+            loud = _LOUD if name in _CONTENT else 1
+            drawn = torch.where(hidden, torch.stack([loud * spread * self._noise(draw, few) for draw in draws]), drawn)
+        return few.mean(1, keepdim=True) + drawn
 
     def _noise(self, draw: int, like: Float[Tensor, "kv_heads few d"]) -> Float[Tensor, "kv_heads slots d"]:
         shape = (like.shape[0], self.slots, like.shape[2])
@@ -256,7 +248,8 @@ class _Drawn(CacheLayer):
     ) -> None:
         super().__init__()
         hidden = None if live is None else ~live[layer if len(live) > 1 else 0, ..., None]
-        self._slots, self._content = places.shape[1], partial(cache.content, layer, places, hidden, draws)
+        self._slots = places.shape[1]
+        self._content = partial(cache.content, layer, places=places, hidden=hidden, draws=draws)
         self.is_initialized = True
 
     def get_seq_length(self) -> int:
@@ -265,8 +258,13 @@ class _Drawn(CacheLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        keys, values = self._content()
-        return torch.cat([keys.to(key_states), key_states], 2), torch.cat([values.to(value_states), value_states], 2)
+        return self._after(0, key_states), self._after(1, value_states)
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        return self._after(2, indexer_key_states[:, None])[:, 0]
+
+    def _after(self, number: int, new: Tensor) -> Tensor:
+        return torch.cat([self._content(number).to(new), new], 2)
 
 
 def long_cache(lanes: UnprovedLanes, slots: int, held: Held | None = None) -> LongCache:

@@ -7,10 +7,21 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvprobe.cache.parts import LATENT, Layer, PartSize, Shape, described, recurrent, shape_of
+from kvprobe.cache.parts import (
+    INDEX,
+    KV,
+    LATENT,
+    Layer,
+    PartSize,
+    Shape,
+    described,
+    recurrent,
+    refuse_other_parts,
+    shape_of,
+)
 from kvprobe.cache.visibility import Chunk, Reach
 from kvprobe.errors import UserError
-from kvprobe.models.hf_cache import CacheLayer, past_key_values
+from kvprobe.models.hf_cache import CacheLayer, held_by, past_key_values
 from kvprobe.models.recurrent import StateLayer, recurrent_modules, writes_noted
 from kvprobe.names import one_line
 
@@ -19,6 +30,10 @@ _RECURRENT = "linear_attention"
 _WITH_STATE = {"hybrid", "hybrid_sliding", "conv"}
 """Other kinds of layers with a recurrent or convolutional state. A token can be neither masked nor evicted there, and
 the layers above depend on it, so that no part of such a cache can be proved by reading a few tokens again."""
+
+
+_INDEX_OF_GROUPS = ("index_kpool", "indexer_compress_ratio")
+"""Settings of an index whose entries are groups of slots (GLM-5.3, Qwen 4)."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +110,11 @@ class Geometry:
         )
 
     @property
+    def indexed(self) -> bool:
+        """Whether an index chooses the slots that are attended to."""
+        return any(part.name == INDEX for layer in self.layers for part in layer)
+
+    @property
     def numbers(self) -> int:
         """Numbers that all layers together store of a slot."""
         return sum(part.heads * part.numbers for layer in self.layers for part in layer)
@@ -109,7 +129,7 @@ class Geometry:
         """The geometry of a loaded model: of its config, with what it stores as in the cache of one token.
 
         Raises:
-            UserError: the model has layers that keep something else than slots (recurrent, indexed), reads an encoder
+            UserError: the model has layers that keep something else than slots (a state, groups), reads an encoder
                 beside its cache, or cannot read a token.
         """
         try:
@@ -148,10 +168,12 @@ def _readable(config: Any) -> Any:
             f"{config.model_type} counts positions by slots (ALiBi) and ignores position_ids; kvprobe cannot "
             "place its tokens."
         )
-    if any(name.startswith("index_topk") for name in config.__dict__):
+    by_groups = any(name in config.__dict__ for name in _INDEX_OF_GROUPS)
+    by_slots = "indexed_attention" in (getattr(config, "layer_types", None) or ())
+    if by_groups or (not by_slots and any(name.startswith("index_topk") for name in config.__dict__)):
         raise UserError(
-            f"{config.model_type} chooses by an index of its own which slots to attend to; kvprobe reads full and "
-            f"sliding-window attention."
+            f"{config.model_type} chooses by an index which groups of slots to attend to, so that the unit is a group; "
+            "kvprobe masks and evicts single slots, and reads an index only where it chooses among these."
         )
     reaches_of(config, config.num_hidden_layers)  # refuses other kinds of layers
     return config
@@ -161,10 +183,11 @@ def _stored(plain: PreTrainedModel, config: Any) -> Shape:
     """What each layer stores of one token.
 
     Raises:
-        UserError: the model cannot read a token into a cache of two vectors a layer.
+        UserError: the model cannot read a token into a cache of two vectors a layer, or three with an index.
     """
     name, kinds = type(plain).__name__, _kinds(config, config.num_hidden_layers)
     past = DynamicCache()
+    past.layer_class_to_replicate = CacheLayer
     if _RECURRENT in kinds:
         past = past_key_values([StateLayer() if kind == _RECURRENT else CacheLayer() for kind in kinds])
     ids = torch.zeros(1, 1, dtype=torch.long, device=next(plain.parameters()).device)
@@ -191,18 +214,19 @@ def _stored(plain: PreTrainedModel, config: Any) -> Shape:
         if recurrent(part.name for part in layer):
             stored.append(layer)
             continue
-        if latent[0] is not None and [part.heads for part in layer] == [1, 1]:
-            if tuple(part.numbers for part in layer) != latent:
+        if latent[0] is not None and {part.heads for part in layer} == {1}:
+            if tuple(part.numbers for part in layer[:2]) != latent:
                 raise UserError(
                     f"{name} caches {layer[0].numbers} and {layer[1].numbers} numbers of a token, which are not the "
                     f"latent and the rotated key of its config ({latent[0]} and {latent[1]}); use another model."
                 )
-            layer = tuple(part._replace(name=called) for part, called in zip(layer, LATENT, strict=True))
+            layer = tuple(part._replace(name=called) for part, called in zip(layer, (*LATENT, INDEX), strict=False))
         elif config.num_attention_heads % layer[0].heads:
             raise UserError(
                 f"{name} keeps {layer[0].heads} KV heads, which its {config.num_attention_heads} heads cannot share "
                 "evenly."
             )
+        refuse_other_parts(part.name for part in layer)
         stored.append(layer)
     return tuple(stored)
 
@@ -211,7 +235,7 @@ def _parts(layer: Any) -> Layer | None:
     """What a layer of transformers' cache holds, if anything."""
     if isinstance(layer, StateLayer):
         return layer.written or None
-    return None if getattr(layer, "keys", None) is None else {"K": layer.keys, "V": layer.values}
+    return dict(zip((*KV, INDEX), held_by(layer), strict=False)) or None
 
 
 def embedded_tokens(plain: PreTrainedModel) -> int:
@@ -230,6 +254,7 @@ def reaches_of(config: Any, n_layers: int) -> tuple[Reach, ...]:
     sliding = config.window_size if hasattr(config, "attention_layers") else getattr(config, "sliding_window", None)
     kinds, chunk = _kinds(config, n_layers), getattr(config, "attention_chunk_size", None)
     reaches: dict[str, Reach] = {"full_attention": None, "sliding_attention": sliding, _RECURRENT: None}
+    reaches["indexed_attention"] = None  # among the slots in view the index chooses, which a mask reaches too
     reaches["chunked_attention"] = Chunk(chunk) if chunk else None
     if foreign := set(map(str, kinds)) - {*reaches}:
         without = ", which keep a state in place of slots" if foreign & _WITH_STATE else ""

@@ -4,17 +4,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvprobe.cache.parts import INDEX, ROTATED
 from kvprobe.cache.rotary import Layout, Rotary, Rotation
 from kvprobe.errors import UserError
 from kvprobe.models.geometry import Geometry, embedded_tokens
-from kvprobe.models.hf_cache import empty_layers, past_key_values
-from kvprobe.models.recurrent import StateLayer, recurrent_modules, writes_noted
+from kvprobe.models.hf_cache import empty_layers, held_by, past_key_values
+from kvprobe.models.recurrent import recurrent_modules, writes_noted
 
 _PROBED_POSITION, _PROBED_TOKENS = 37, 4
 
 
-def rotaries_of(plain: PreTrainedModel, geometry: Geometry) -> tuple[Rotary | None, ...]:
-    """How each layer's keys are rotated by position; None where they are not (layers without position encoding).
+def rotaries_of(plain: PreTrainedModel, geometry: Geometry) -> tuple[dict[str, Rotary | None], ...]:
+    """How each layer's keys are rotated by position, by part; None where they are not (layers without position
+    encoding).
 
     A single token attends only to itself, so its keys at two positions differ by that rotation alone, at every layer.
 
@@ -33,16 +35,14 @@ def rotaries_of(plain: PreTrainedModel, geometry: Geometry) -> tuple[Rotary | No
     with torch.no_grad(), writes_noted(recurrent_modules(plain, len(geometry.recurrent))):
         plain(input_ids=ids.repeat(2, 1), position_ids=at, past_key_values=past, use_cache=True)
     candidates = _candidates(plain)
-    rotaries: list[Rotary | None] = []
-    for layer, stored in enumerate(layers):
-        if isinstance(stored, StateLayer):
-            rotaries.append(None)
+    rotaries: list[dict[str, Rotary | None]] = [{} for _ in layers]
+    names = [(layer, part.name) for layer, parts in enumerate(geometry.layers) for part in parts]
+    tensors = [tensor for layer in layers for tensor in held_by(layer)]
+    for (layer, name), tensor in zip(names, tensors, strict=True):
+        if name not in ROTATED:
             continue
-        assert stored.keys is not None
-        assert stored.values is not None
-        # With latent attention the rotated key comes second.
-        rotated = stored.keys if geometry.layers[layer][0].name == "K" else stored.values
-        first, last = rotated.chunk(2)
+        kind = "index keys" if name == INDEX else "keys"
+        first, last = tensor.chunk(2)
         errors = {None: _relative(first, last)} | {
             number: _relative(Rotation.between(rotary, at[: len(ids)], at[len(ids) :]).of(first), last)
             for number, rotary in enumerate(candidates)
@@ -52,14 +52,14 @@ def rotaries_of(plain: PreTrainedModel, geometry: Geometry) -> tuple[Rotary | No
         # `not <=` instead of `>`: a NaN must not pass.
         if not errors[best] <= max(1e-4, 8 * torch.finfo(dtype).eps):
             raise UserError(
-                f"The keys of layer {layer} of {type(plain).__name__} are not rotated by any of the model's "
+                f"The {kind} of layer {layer} of {type(plain).__name__} are not rotated by any of the model's "
                 f"frequencies (they are off by {errors[best]:.0e}), so they cannot be re-indexed; "
                 f"use mode='gapped', or recompute the slots."
                 if candidates
                 else f"{type(plain).__name__} has learned positions (or sinusoidal ones, added likewise), which are in "
                 f"K and V of every layer and cannot be re-indexed; use mode='gapped', or recompute the slots."
             )
-        rotaries.append(None if best is None else candidates[best])
+        rotaries[layer][name] = None if best is None else candidates[best]
     return tuple(rotaries)
 
 
@@ -82,7 +82,7 @@ def _candidates(plain: PreTrainedModel) -> list[Rotary]:
             )
         for name, frequencies in module.named_buffers(recurse=False):
             if name.endswith("inv_freq") and "original" not in name:
-                rotaries += [Rotary(frequencies.float(), layout) for layout in layouts]
+                rotaries += [Rotary(frequencies.float(), layout, last) for last in (False, True) for layout in layouts]
     return rotaries
 
 

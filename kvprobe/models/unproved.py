@@ -269,9 +269,14 @@ class UnprovedLanes:
             f"{type(self.plain).__name__} has no list of decoder layers that kvprobe can find; use another model."
         )
 
-    @cached_property
+    @property
     def rotaries(self) -> tuple[Rotary | None, ...]:
-        """How each layer's keys are rotated by position; raises as `rotaries_of` does."""
+        """How the keys that each layer attends by are rotated by position; raises as `rotaries_of` does."""
+        return tuple(next(iter(parts.values()), None) for parts in self.rotaries_by_part)
+
+    @cached_property
+    def rotaries_by_part(self) -> tuple[dict[str, Rotary | None], ...]:
+        """How each layer's keys, those of its index included, are rotated by position; see `rotaries_of`."""
         return rotaries_of(self.plain, self.geometry)
 
     @cached_property

@@ -10,14 +10,16 @@ from transformers import DynamicCache
 
 import kvprobe as kv
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.parts import KV, LATENT
+from kvprobe.cache.parts import INDEX, KV, LATENT
 from kvprobe.faults import Zeros
+from kvprobe.inference.batch import Batch
 from kvprobe.inference.model import Model, load
 from kvprobe.policies import Quantise
 from kvprobe.text.tokens import Tokens
 from tests.models.every import tiny
 from tests.refusals import refused
 
+INDEXED = ("glm_moe_dsa", "hy_v4")
 IDS = Tokens.of([5, 9, 33, 17, 40, 8, 21, 60, 12, 3])
 NEXT = Tokens.of([7, 11, 30], "next", 10)
 
@@ -99,11 +101,11 @@ def test_latent_caches_are_saved_joined_forked_and_appended(tmp_path: Path):
     assert torch.equal(past.fork(2).rows([1]).part("rope")[1], past.part("rope")[1])
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "gemma3n_text", "mimo_v2_flash", "llama4_text"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gemma3n_text", "mimo_v2_flash", "llama4_text", "hy_v4"])
 def test_a_cache_of_transformers_comes_in_and_goes_out(kind: str):
     model = built(kind)
     plain, ids = model.lanes.plain, torch.tensor([IDS.ids])
-    past = DynamicCache()
+    past = DynamicCache(config=plain.config) if kind in INDEXED else DynamicCache()
     with torch.no_grad():
         plain(input_ids=ids, past_key_values=past, use_cache=True)
         mine = model.from_hf(past, [IDS])
@@ -112,8 +114,8 @@ def test_a_cache_of_transformers_comes_in_and_goes_out(kind: str):
         actual = plain(input_ids=torch.tensor([NEXT.ids]), past_key_values=theirs, use_cache=True).logits
     assert torch.equal(actual, expected)
     assert torch.allclose(after(model, mine), expected, atol=1e-5 * float(expected.abs().max()))
-    layer: Any = past.layers[1]
-    layer.values[0, 0, 3] += 1
+    damaged: Any = past.layers[1]
+    (damaged.indexer_keys[0] if kind in INDEXED else damaged.values[0, 0])[3] += 1
     refused(lambda: model.from_hf(past, [IDS]), "read")
 
 
@@ -179,3 +181,98 @@ def test_attention_of_keys_that_are_not_stored_is_shown_and_not_replaced():
     weights = model.generate([IDS], max_new_tokens=3, policy="H2O(budget=6)").cache
     assert weights.ledger.live.sum() > 0
     refused(lambda: built("gemma3n_text").generate([IDS], max_new_tokens=3, policy="H2O(budget=6)"), "without scores")
+
+
+def test_an_index_key_is_a_third_part_of_the_layers_that_have_an_index():
+    """Layers 2 and 3 of this model attend to the slots that the index of layer 1 chose."""
+    model, past = built("hy_v4"), built("hy_v4").prefill(IDS)
+    assert [tuple(layer) for layer in past.layers] == [(*LATENT, INDEX), (*LATENT, INDEX), LATENT, LATENT]
+    assert [(part.name, part.heads, part.numbers) for part in past.shape[0]][2] == ("index", 1, 16)
+    assert past.footprint == past.nbytes == 10 * 4 * (4 * (16 + 8) + 2 * 16)
+    assert torch.equal(
+        model.capture(IDS, ["index"], layers=[1], slots=[4])["index", 1], past.layers[1]["index"][:, :, [4]]
+    )
+    refused(lambda: past.part("index"), "stores latent and rope, and this needs index")
+
+
+@pytest.mark.parametrize("kind", INDEXED)
+@pytest.mark.filterwarnings("ignore:What is hidden holds slot 0")
+def test_masking_is_evicting_where_an_index_binds_and_closing_a_gap_rotates_its_keys(kind: str):
+    model, past = built(kind), built(kind).prefill(IDS)
+    start = {"slots": [0, 1, 2]}
+    masked, evicted = past.mask(**start), past.evict(**start)
+    assert evicted.slots > model.lanes.plain.config.index_topk
+    expected = after(model, masked)
+    largest = float(expected.abs().max())
+    assert float((after(model, past) - expected).abs().max()) > 1e-3 * largest
+    closed = model.extend(evicted.reindex(), [NEXT.shifted(7)], logits=3)[1]
+    seen = model.extend(model.as_seen(evicted.reindex()), [NEXT.shifted(7)], logits=3)[1]
+    for actual in (after(model, evicted), closed, seen):
+        assert torch.allclose(actual, expected, atol=1e-5 * largest, rtol=0)
+    # What its keys say where they were computed is not what they say there.
+    naive = evicted.reindex("naive")
+    assert not torch.allclose(model.extend(naive, [NEXT.shifted(7)], logits=3)[1], expected, atol=1e-3 * largest)
+
+
+def test_what_is_hidden_where_an_index_stands_is_chosen_by_none_that_reads_it():
+    """Layers 2 and 3 of this model attend to the slots that the index of layer 1 chose."""
+    model, past = built("hy_v4"), built("hy_v4").prefill(IDS)
+    first, all_of_them = (after(model, past.mask(slots=[7], layers=layers)) for layers in ([1], [1, 2, 3]))
+    assert torch.equal(first, all_of_them)
+    assert not torch.equal(first, after(model, past.mask(slots=[7], layers=[1, 2]).mask(slots=[7], layers=[0])))
+
+
+def test_a_patched_index_key_changes_which_slots_are_attended_to():
+    model, past = built("glm_moe_dsa"), built("glm_moe_dsa").prefill(IDS)
+    other = model.prefill(Tokens.of([5, 9, 44, 17, 40, 8, 21, 60, 12, 3]))
+    one = past.patch(other, slots=range(2, 10), part="index")
+    assert torch.equal(one.part("latent")[3], past.part("latent")[3])
+    assert not torch.equal(after(model, one), after(model, past))
+    refused(lambda: past.patch(model.prefill(IDS.shifted(1)), slots=[2], part="index"), "stored at position 2")
+
+
+def test_caches_with_an_index_are_saved_joined_forked_and_decoded(tmp_path: Path):
+    model, past = built("hy_v4"), built("hy_v4").prefill(IDS)
+    past.save(tmp_path / "cache.safetensors")
+    assert torch.equal(after(model, KVCache.load(tmp_path / "cache.safetensors")), after(model, past))
+    rows = KVCache.join([model.prefill(IDS[:6]), past.fork(2).rows([1])])
+    pair = model.extend(rows, [NEXT.shifted(6), NEXT], logits=3)[1]
+    assert torch.allclose(pair[1:], after(model, past), atol=1e-5)
+    batch = Batch(model.lanes, [model.prefill(IDS[:8]), past], [1, 2], room=2)
+    words = [NEXT[:1].shifted(8), NEXT[:1], NEXT[:1]]
+    assert torch.allclose(batch.decode(words, "plain")[2], after(model, past)[0, 0], atol=1e-5)
+    assert batch.drop([0]) == [2, 1]
+    again = batch.decode([NEXT[1:2], NEXT[1:2]], "plain")
+    assert torch.allclose(again, after(model, past)[:, 1], atol=1e-5)
+
+
+def test_a_slot_hidden_after_the_index_alone_still_takes_a_place_and_the_gate_sees_it():
+    def deaf(module: object, given: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden, queries, turns, mask, *rest = given
+        seen = torch.ones(mask.shape[1:], dtype=torch.bool).tril(mask.shape[2] - mask.shape[1])
+        return (hidden, queries, turns, torch.zeros(1, *seen.shape).masked_fill(~seen, -torch.inf), *rest), kwargs
+
+    def model(chosen: int) -> Model:
+        plain = tiny("glm_moe_dsa", index_topk=chosen)
+        for layer in plain.model.layers:
+            layer.self_attn.indexer.register_forward_pre_hook(deaf, with_kwargs=True)
+        return load(plain)
+
+    refused(lambda: model(6).prefill(IDS), "after hidden slots")
+    model(2048).prefill(IDS)
+
+
+def test_attention_that_an_index_chooses_is_not_shown():
+    """transformers attends to all slots while its attention is observed."""
+    refused(lambda: kv.attend(built("hy_v4"), IDS), "index")
+    assert not built("hy_v4").lanes.shows_attention
+
+
+def test_an_index_whose_scores_tie_is_refused_where_it_binds():
+    refused(lambda: load(tiny("glm_moe_dsa", index_n_heads=2)).prefill(IDS), "order of the slots")
+    load(tiny("glm_moe_dsa", index_n_heads=2, index_topk=2048)).prefill(IDS)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v4", "minimax_m3_vl_text"])
+def test_an_index_of_groups_is_refused_by_name(kind: str):
+    refused(lambda: load(tiny(kind)), kind, "the unit is a group")

@@ -26,6 +26,8 @@ _SMALL: dict[str, Any] = {
     "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "encoder_layers": 2, "encoder_attention_heads": 4,
     "encoder_ffn_dim": 48, "num_encoder_layers": 2, "num_decoder_layers": LAYERS, "embedding_size": 16,
     "word_embed_proj_dim": 32, "num_layers": LAYERS, "attention_head_size": 8, "is_decoder": True,
+    # A sparse index that chooses fewer slots than there are, with so many heads that no two slots score alike
+    "index_topk": 6, "index_n_heads": 32, "index_head_dim": 16,
     # Mixtures and latent attention
     "moe_intermediate_size": 24, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
     "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_token": 2,

@@ -38,12 +38,14 @@ def test_these_families_work_on_both_lanes(kind: str):
 
 
 LATENT = ["deepseek_v2", "deepseek_v3", "minicpm3", "youtu", "glm4_moe_lite", "longcat_flash", "axk1"]
+INDEXED = ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"]
 
 
 RECURRENT = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe", "olmo_hybrid"]
+PLAIN = ["cohere", "cohere2", "gemma3n_text", "mimo_v2_flash", *LATENT, *INDEXED, *RECURRENT]
 
 
-@pytest.mark.parametrize("kind", ["cohere", "cohere2", "gemma3n_text", "mimo_v2_flash", *LATENT, *RECURRENT])
+@pytest.mark.parametrize("kind", PLAIN)
 def test_these_families_work_on_the_plain_lane_alone(kind: str):
     assert LISTED[kind].startswith("plain")
 

@@ -31,7 +31,7 @@ IDS = Tokens.of([5, 9, 33, 17, 40, 8, 21, 60, 12, 3])
         ("hrm_text", "one attention module per layer"),
         ("mpt", "ALiBi"),
         ("bloom", "ALiBi"),
-        ("minimax_m3_vl_text", "an index of its own"),
+        ("minimax_m3_vl_text", "which groups of slots"),
         ("dots3_note_text", "is a per-layer attribute"),
     ],
 )
