@@ -221,7 +221,9 @@ def folded(plain: Any, ids: list[int], hidden: tuple[int, ...], mask: Tensor) ->
     hidden tokens wrote."""
     layers = [layer for layer, kind in enumerate(plain.config.get_text_config().layer_types) if kind.startswith("lin")]
     file = sys.modules[type(plain).__module__]
-    given: dict[str, list[Any]] = {"torch_chunk_gated_delta_rule": [], "causal_conv1d_fn": []}
+    kernel = "torch_chunk_gated_delta_rule"
+    kernel = kernel if hasattr(file, kernel) else "chunk_kimi_delta_attention"
+    given: dict[str, list[Any]] = {kernel: [], "causal_conv1d_fn": []}
 
     def noting(name: str, function: Any) -> Any:
         def noted(*tensors: Tensor, **settings: Any) -> Any:
@@ -241,7 +243,7 @@ def folded(plain: Any, ids: list[int], hidden: tuple[int, ...], mask: Tensor) ->
             for token in range(CUT):
                 at = key[0, token].repeat_interleave(value.shape[2] // key.shape[2], 0)
                 at = at / (at.square().sum(1, keepdim=True) + 1e-6).sqrt()
-                state = state * rule["g"][0, token].exp()[:, None, None]
+                state = state * rule["g"][0, token].exp().reshape(len(state), -1, 1)
                 if token not in hidden:
                     error = rule["beta"][0, token, :, None] * (value[0, token] - (state * at[..., None]).sum(1))
                     state = state + at[..., None] * error[:, None]

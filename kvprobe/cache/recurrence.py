@@ -1,4 +1,5 @@
-"""The gated delta rule: what a recurrent layer keeps of a text, computed from what each token wrote (Qwen3-Next).
+"""The gated delta rule: what a recurrent layer keeps of a text, computed from what each token wrote (Qwen3-Next; Kimi
+Linear, where what is found by each number of a key decays by itself).
 
 The state is a matrix per head. Each token first lets it decay, and then writes: it moves what its key finds in the
 state towards its value, by a step between 0 (nothing) and 1 (the value alone), or 2. Nothing else enters, so the
@@ -14,8 +15,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-_CHUNK = 64
-"""Tokens that are folded at once."""
+_CHUNK, _SHORT_CHUNK = 64, 16
+"""Tokens that are folded at once; fewer where each number of a key decays by itself."""
 _TINY = 1e-6
 """Added to a key's squared length, as the kernels do."""
 
@@ -50,16 +51,24 @@ def fold(
     state = value.new_zeros(*value.shape[:2], key.shape[3], value.shape[3]) if start is None else start.float()
     linear: Any = torch.linalg  # its annotations are incomplete
     solve: Any = linear.solve_triangular
-    for first in range(0, key.shape[2], _CHUNK):
-        keys, values, steps, decays = (part[:, :, first : first + _CHUNK] for part in (key, value, step, before))
+    chunk = _CHUNK if before.shape[3] == 1 else _SHORT_CHUNK
+    for first in range(0, key.shape[2], chunk):
+        keys, values, steps, decays = (part[:, :, first : first + chunk] for part in (key, value, step, before))
         passed = decays.cumsum(2)
-        system = steps * (keys @ keys.transpose(2, 3)) * (passed - passed.transpose(2, 3)).tril().exp()
+        if passed.shape[3] == 1:
+            alike = (keys @ keys.transpose(2, 3)) * (passed - passed.transpose(2, 3)).tril().exp()
+        else:
+            between = (passed[:, :, :, None] - passed[:, :, None]).clamp(max=0).exp()
+            alike = (keys[:, :, :, None] * keys[:, :, None] * between).sum(4)
+        system = steps * alike
         right = torch.cat([steps * values, steps * passed.exp() * keys], -1)
         solved: Tensor = solve(system, right, upper=False, unitriangular=True)
         new, old = solved[..., : value.shape[3]], solved[..., value.shape[3] :]
         left = passed[:, :, -1:]
-        state = state * left.exp() + ((left - passed).exp() * keys).transpose(2, 3) @ (new - old @ state)
-    return state * after[:, :, -1:].exp() if after.shape[2] else state
+        state = state * left.exp().transpose(2, 3) + ((left - passed).exp() * keys).transpose(2, 3) @ (
+            new - old @ state
+        )
+    return state * after[:, :, -1:].exp().transpose(2, 3) if after.shape[2] else state
 
 
 def last_inputs(
@@ -74,7 +83,10 @@ def last_inputs(
 def timeless(writes: Writes, slots: Bool[Tensor, "batch slots"], gaps: bool = False) -> Writes:
     """The writes without the decay of these slots and, where `gaps`, of those that were evicted."""
     decay = writes["decay"].masked_fill(slots[:, None, :, None], 0.0)
-    return {**writes, "decay": decay * decay.new_tensor([1.0, 0.0]) if gaps else decay}
+    if gaps:
+        before, after = decay.chunk(2, -1)
+        decay = torch.cat([before, torch.zeros_like(after)], -1)
+    return {**writes, "decay": decay}
 
 
 def time_moved(
@@ -94,7 +106,7 @@ def time_moved(
     stays = torch.zeros_like(functional.pad(held, (0, 1))).scatter(1, slots.masked_fill(padding, count), True)[:, :-1]
     index = torch.arange(count, device=slots.device)
     # Before the first slot that stays the state is empty, so that nothing decays.
-    last = index.where(stays, torch.full_like(index, -1)).cummax(1).values[:, None].expand(-1, decay.shape[1], -1)
-    gone = decay.sum(-1) * (held & ~stays)[:, None] * (last >= 0)
-    after = decay[..., 1].scatter_add(2, last.clamp(min=0), gone)
-    return {**writes, "decay": torch.stack([decay[..., 0], after], -1)}
+    before, after = decay.chunk(2, -1)
+    last = index.where(stays, torch.full_like(index, -1)).cummax(1).values[:, None, :, None].expand_as(before)
+    gone = (before + after) * (held & ~stays)[:, None, :, None] * (last >= 0)
+    return {**writes, "decay": torch.cat([before, after.scatter_add(2, last.clamp(min=0), gone)], -1)}

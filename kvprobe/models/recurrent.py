@@ -21,8 +21,13 @@ from kvprobe.cache.recurrence import fold, last_inputs
 from kvprobe.errors import UserError
 from kvprobe.models.checkpoints import known, remember
 
-KERNELS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+KERNELS = (
+    ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
+    ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"),
+)
 """What modelling files call the gated delta rule: for many tokens, and for one."""
+_WIDEST = 16
+"""Of the short convolutions, in tokens."""
 
 
 class _Given(NamedTuple):
@@ -46,8 +51,7 @@ def recurrent_modules(plain: nn.Module, count: int) -> list[nn.Module]:
     modules = [
         module
         for module in plain.modules()
-        if type(module).__name__.endswith("GatedDeltaNet")
-        and all(hasattr(sys.modules[type(module).__module__], name) for name in KERNELS)
+        if type(module).__name__.endswith(("GatedDeltaNet", "DeltaAttention")) and _kernels(module)
     ]
     if len(modules) != count:
         raise UserError(
@@ -57,11 +61,17 @@ def recurrent_modules(plain: nn.Module, count: int) -> list[nn.Module]:
     return modules
 
 
+def _kernels(module: nn.Module) -> bool:
+    """Whether the modelling file of a module has the gated delta rule."""
+    file = sys.modules[type(module).__module__]
+    return any(all(hasattr(file, name) for name in names) for names in KERNELS)
+
+
 @contextmanager
 def writes_noted(modules: Iterable[nn.Module]) -> Generator[None]:
     """While this lasts, what the kernels of these modules are given is noted for the `StateLayer` of each."""
     for file in {type(module).__module__: sys.modules[type(module).__module__] for module in modules}.values():
-        for name in KERNELS:
+        for name in (name for names in KERNELS for name in names if hasattr(file, name)):
             if not hasattr(kernel := getattr(file, name), "notes"):
                 setattr(file, name, _noting(kernel))
     token = _given.set([])
@@ -122,7 +132,14 @@ class StateLayer(LinearAttentionLayer):
             states: Any = self
             states.recurrent_states[0], states.has_previous_state[0] = fold(rest, start, live[:, count:]), True
             states.is_recurrent_states_initialized[0] = True
-            states.conv_states[0] = past["conv"]  # never read, but a layer with a past has one
+            self._show_inputs()
+
+    def _show_inputs(self) -> None:
+        """Give the last inputs to models that read a single token after them, in place."""
+        if self._before is not None:
+            inputs = last_inputs(*self._before, _WIDEST)
+            states: Any = self
+            states.conv_states[0] = nn.functional.pad(inputs, (_WIDEST - inputs.shape[2], 0))
 
     @property
     def stored(self) -> tuple[Tensor, ...] | None:
@@ -148,11 +165,15 @@ class StateLayer(LinearAttentionLayer):
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: object) -> Tensor:
         given = _given.get()
         assert given, "the layer was read outside of `writes_noted`"
-        assert self._inputs is not None, "no short convolution before the recurrence"
+        states: Any = self
+        inputs: Tensor = states.conv_states[0][..., -1:] if self._inputs is None else self._inputs
         key, value, decay, step = (tensor.transpose(1, 2) for tensor in given.pop())
         given.clear()
-        decay = torch.stack([decay, torch.zeros_like(decay)], -1)
-        parts = (key, value, decay, step[..., None], self._inputs.transpose(1, 2)[:, None])
+        decay = decay[..., None] if decay.dim() == 3 else decay
+        decay = torch.cat([decay, torch.zeros_like(decay)], -1)
+        parts = (key, value, decay, step[..., None], inputs.transpose(1, 2)[:, None])
+        self._inputs = None
+        self._show_inputs()
         self.written.update(zip(WRITES, parts, strict=True))
         self._last = recurrent_states
         return recurrent_states

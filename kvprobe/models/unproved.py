@@ -320,6 +320,7 @@ class UnprovedLanes:
             index: module
             for module in self.plain.modules()
             if type(module).__name__.endswith(("Attention", "MLA"))
+            and module not in self.recurrent_modules
             and isinstance(index := getattr(module, "layer_idx", getattr(module, "layer_id", None)), int)
         }
         if sorted(modules) != self._layer_numbers:

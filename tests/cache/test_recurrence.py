@@ -9,8 +9,8 @@ from kvprobe.cache.recurrence import Writes, fold, last_inputs, time_moved, time
 HEADS, GROUPS, D_KEY, D_VALUE = 2, 2, 4, 6
 
 
-def writes_of(batch: int, slots: int, seed: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def writes_of(batch: int, slots: int, decays: int = 1) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
 
     def drawn(heads: int, numbers: int) -> Tensor:
         return torch.randn(batch, heads, slots, numbers, generator=generator)
@@ -18,7 +18,7 @@ def writes_of(batch: int, slots: int, seed: int = 0) -> dict[str, Tensor]:
     return {
         "key": drawn(HEADS, D_KEY),
         "value": drawn(HEADS * GROUPS, D_VALUE),
-        "decay": -0.2 * drawn(HEADS * GROUPS, 2).abs() * torch.tensor([1.0, 0.0]),
+        "decay": -0.2 * drawn(HEADS * GROUPS, 2 * decays).abs() * torch.tensor([1.0] * decays + [0.0] * decays),
         "step": 2 * drawn(HEADS * GROUPS, 1).sigmoid(),
         "conv": drawn(1, 5),
     }
@@ -39,13 +39,13 @@ def by_token(writes: Writes, keep: Tensor | None = None) -> Tensor:
     key = key / (key.square().sum(-1, keepdim=True) + 1e-6).sqrt()
     state = value.new_zeros(*value.shape[:2], D_KEY, D_VALUE)
     for slot in range(value.shape[2]):
-        before, after = writes["decay"][:, :, slot].double().exp().unbind(-1)
+        before, after = writes["decay"][:, :, slot].double().exp().chunk(2, -1)
         at, step = key[:, :, slot, :, None], writes["step"][:, :, slot, :, None].double()
         if keep is not None:
             step = step * keep[:, slot, None, None, None]
-        state = state * before[..., None, None]
+        state = state * before[..., None]
         state = state + step * at * (value[:, :, slot, None] - (at * state).sum(2, keepdim=True))
-        state = state * after[..., None, None]
+        state = state * after[..., None]
     return state
 
 
@@ -53,9 +53,10 @@ def apart(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max() / other.abs().max())
 
 
+@pytest.mark.parametrize("decays", [1, D_KEY])
 @pytest.mark.parametrize("slots", [1, 7, 64, 65, 150])
-def test_a_fold_is_the_recurrence_token_by_token(slots: int):
-    writes, keep = writes_of(3, slots), torch.rand(3, slots, generator=torch.Generator().manual_seed(1)) < 0.5
+def test_a_fold_is_the_recurrence_token_by_token(slots: int, decays: int):
+    writes, keep = writes_of(3, slots, decays), torch.rand(3, slots, generator=torch.Generator().manual_seed(1)) < 0.5
     assert apart(fold(writes), by_token(writes)) <= 1e-6
     keep[:, 0] = True
     assert apart(fold(writes, keep=keep), by_token(writes, keep)) <= 1e-6
@@ -87,8 +88,9 @@ def test_rows_of_unequal_length_are_folded_as_alone():
     assert apart(together[1:], alone) <= 1e-6
 
 
-def test_time_of_evicted_slots_still_passes():
-    writes = writes_of(2, 12)
+@pytest.mark.parametrize("decays", [1, D_KEY])
+def test_time_of_evicted_slots_still_passes(decays: int):
+    writes = writes_of(2, 12, decays)
     keep = torch.tensor([[1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0], [0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0]]).bool()
     slots = (~keep).to(torch.uint8).argsort(dim=1, stable=True)[:, :7]
     padding = torch.arange(7) >= keep.sum(1)[:, None]

@@ -16,8 +16,10 @@ from kvprobe.cache.parts import WRITES
 from kvprobe.cache.recurrence import fold
 from kvprobe.errors import UserError
 from kvprobe.faults import Zeros
+from kvprobe.inference.forward import taps
 from kvprobe.inference.model import Model, load
 from kvprobe.models import recurrent
+from kvprobe.models.hf_cache import past_key_values
 from kvprobe.models.recurrent import StateLayer
 from kvprobe.text.tokens import Tokens
 from tests.models.every import tiny
@@ -25,7 +27,7 @@ from tests.refusals import refused
 
 IDS = Tokens.of([5, 9, 33, 17, 40, 8, 21, 60, 12, 3])
 NEXT = Tokens.of([7, 11, 30], "next", 10)
-KINDS = ["qwen3_next", "qwen3_5_text", "olmo_hybrid"]
+KINDS = ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear"]
 
 
 @cache
@@ -34,8 +36,8 @@ def built(kind: str = "qwen3_next") -> Model:
 
 
 @cache
-def held() -> tuple[Model, KVCache]:
-    return built(), built().prefill(IDS)
+def held(kind: str = "qwen3_next") -> tuple[Model, KVCache]:
+    return built(kind), built(kind).prefill(IDS)
 
 
 def after(model: Model, past: KVCache, run: Tokens = NEXT) -> Tensor:
@@ -105,11 +107,16 @@ def test_what_hidden_tokens_wrote_reaches_nothing():
     assert not close(after(model, past.mask(slots=[4], layers=[3])), after(model, past.mask(slots=[4])))
 
 
-def test_reading_leaves_the_cache_as_it_was():
-    model, past = held()
+@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear"])
+def test_reading_leaves_the_cache_as_it_was(kind: str):
+    model, past = held(kind)
     before = [tensor.clone() for tensor in past.tensors]
     first = after(model, past)
     one, _ = model.extend(past, [NEXT[:1]])
+    layers = past_key_values(taps(model.lanes, past, store=False))
+    ids = torch.tensor([[*IDS.ids, *NEXT.ids[:1]]])
+    twice = [model.lanes.forward(ids[:, 10:], one.ledger, layers) for _ in range(2)]
+    assert torch.equal(*twice)
     assert torch.equal(after(model, past), first)
     assert close(after(model, past.fork(2).rows([1])), first)
     assert close(model.extend(one, [NEXT[1:]], logits=2)[1], first[:, 1:])

@@ -41,7 +41,7 @@ LATENT = ["deepseek_v2", "deepseek_v3", "minicpm3", "youtu", "glm4_moe_lite", "l
 INDEXED = ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"]
 
 
-RECURRENT = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe", "olmo_hybrid"]
+RECURRENT = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid"]
 PLAIN = ["cohere", "cohere2", "gemma3n_text", "mimo_v2_flash", *LATENT, *INDEXED, *RECURRENT]
 
 
