@@ -141,7 +141,7 @@ def test_a_policy_is_an_arm_beside_the_others(tiny_llama: Model, tmp_path: Path,
     for name in names:
         cache = tiny_llama.apply(policies[1] if name == names[2] else name, scene)
         assert compared.replies[name].nbytes == cache.footprint < compared.replies["full"].nbytes
-        live = cache.ledger.live.expand(*cache.shape[:1], -1, cache.shape[1], -1)
+        live = cache.ledger.live.expand(cache.n_layers, -1, cache.n_kv_heads, -1)
         assert compared.replies[name].slots == round(live.sum(-1).double().mean().item())
         assert compared.replies[name].slots < compared.replies["full"].slots
         assert compared.replies[name].text == tiny_llama.generate(cache, "so", max_new_tokens=2).text
