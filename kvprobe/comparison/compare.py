@@ -82,8 +82,9 @@ class Comparison(Brief):
         replies: by arm.
         attention: one row per layer and head: the share of its attention that it spends on the hidden messages
             (`dangling`; `dangling_first` is the part of it on slot 0) while the question and its answer are read with
-            everything in view, and where this goes when they are masked; see `kvprobe.attention.dangling`.
-        left_out: why an arm is missing; empty if none is.
+            everything in view, and where this goes when they are masked; see `kvprobe.attention.dangling`. Empty
+            where nothing was hidden, or the model's attention cannot be shown.
+        left_out: why an arm, or the attention, is missing; empty if none is.
         reused: what an engine that is given the visible messages alone finds of them in the cache with everything;
             None where the template refuses them alone.
     """
@@ -111,13 +112,14 @@ class Comparison(Brief):
     @property
     def reach(self) -> str:
         """How much the question needs what was hidden, in a sentence; or how far policies alone take it."""
-        if not self.hidden:
+        if self.attention.empty:
             full, *others = self.replies.values()
             far = max(others, key=lambda reply: reply.kl)
             lost = full.logprob - far.logprob
             most = ", which is furthest from the full cache" if len(others) > 1 else ""
             how = f"{abs(lost):.2f} nats per token {'less' if lost >= 0 else 'more'} likely"
-            return f"Under {far.arm}{most}, the reply that the model gives with everything in view is {how}."
+            with_it = f"With the {far.arm} cache" if far.arm in ARMS else f"Under {far.arm}"
+            return f"{with_it}{most}, the reply that the model gives with everything in view is {how}."
         first = self.attention["dangling_first"]
         share = self.attention["dangling"] - first
         most = self.attention.loc[share.idxmax()]
@@ -220,7 +222,9 @@ def compare(
         for row, (arm, cache) in enumerate(caches.items())
     }
     tokens = token_texts(expected, model.tokenizer)
-    attention = _attention(model, caches, asked[0], hide) if hide else pd.DataFrame()
+    unseen = _why_unseen(model) if hide else ""
+    left_out = f"{left_out} {unseen}".strip()
+    attention = _attention(model, caches, asked[0], hide) if hide and not unseen else pd.DataFrame()
     return Comparison(model.name, chat, hide, ask, tokens, replies, attention, left_out, reused, when)
 
 
@@ -265,6 +269,15 @@ def _under_policies(model: Model, history: Tokens, full: KVCache, policies: Mapp
     observed = [policy.observes for policy in policies.values() if policy.observes is not None]
     scene = model.watch(history, queries=max(observed)) if observed else full
     return {name: model.apply(policy, scene) for name, policy in policies.items()}
+
+
+def _why_unseen(model: Model) -> str:
+    """Why the model's attention cannot be shown; empty if it can."""
+    try:
+        _ = model.lanes.attention_proved
+    except UserError as error:
+        return f"Attention is not shown: {error}"
+    return ""
 
 
 def _attention(model: Model, caches: Mapping[str, KVCache], read: Tokens, hide: Sequence[str]) -> pd.DataFrame:

@@ -88,6 +88,7 @@ class FaultContext:
             raise UserError(
                 f"A fault context has one row, but this cache has {self.cache.batch}; take one with KVCache.rows."
             )
+        _ = self.cache.keys, self.cache.values  # faults write K and V; a cache of other parts is refused
         for name, donor in self.donors.items():
             refuse_other_model(self.cache, donor, f"Donor {name!r}")
             if donor.batch != 1 or donor.ledger.rotated:

@@ -9,9 +9,10 @@ import pytest
 import kvprobe as kv
 from kvprobe.cli import app
 from kvprobe.comparison import ARMS, Comparison
-from kvprobe.inference.model import Model
+from kvprobe.inference.model import Model, load
 from kvprobe.report.views.compare import comparison_page
 from tests.models import llama, tiny_tokenizer
+from tests.models.every import tiny
 from tests.refusals import refused
 from tests.text.templates import ANSWER_HEADER_ALWAYS, LAST_TURN
 
@@ -212,3 +213,16 @@ def test_what_cannot_be_compared_is_refused(smol: Model):
     refused(lambda: kv.compare(smol, CHAT, "m1", ASK, when="never"), "no choice of when")  # pyright: ignore[reportArgumentType]
     refused(lambda: kv.compare(smol, CHAT, [f"m{number}" for number in range(5)], ASK), "at least one stays")
     refused(lambda: kv.compare(smol, CHAT, ["m9"], ASK), "m9")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v3", "glm_moe_dsa"])
+def test_models_of_every_memory_are_compared_and_say_where_attention_is_not_shown(kind: str):
+    tokenizer = tiny_tokenizer()
+    model = load(tiny(kind, vocab_size=len(tokenizer)), tokenizer=tokenizer)
+    compared = kv.compare(model, CHAT, ["m1"], "so", max_new_tokens=2)
+    assert {"full", "masked", "re-indexed", "restarted"} <= {*compared.replies}
+    assert compared.attention.empty == (kind != "deepseek_v3")
+    assert ("Attention is not shown" in compared.left_out) == compared.attention.empty
+    assert ("likely." in compared.reach) == compared.attention.empty
+    assert compared.reach in str(compared)
+    assert compared.reach.partition(",")[0] in comparison_page(compared)

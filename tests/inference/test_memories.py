@@ -51,6 +51,7 @@ def test_what_needs_keys_and_values_is_refused_on_latent_layers():
     wanted = "stores latent and rope, and this needs K"
     for need in (
         lambda: past.keys, lambda: past.corrupt(Zeros()), lambda: model.capture(IDS, ["k"]),
+        lambda: model.sweep(IDS, [Zeros()], max_new_tokens=2),
         lambda: model.generate([IDS], max_new_tokens=2, policy=Quantise(4, tail=0, group=2)),
     ):  # fmt: skip
         refused(need, wanted)

@@ -19,7 +19,7 @@ def comparison_page(comparison: Comparison) -> str:
     policies = [arm for arm in comparison.replies if arm not in ARMS]
     return render(
         "compare.html.j2",
-        [_tokens(comparison), *([_heads(comparison)] if hidden else [])],
+        [_tokens(comparison), *([] if comparison.attention.empty else [_heads(comparison)])],
         title=f"{comparison.model} {f'without {hidden}' if hidden else 'under cache policies'}",
         question="What does the model answer with everything in view, and with other caches of the same conversation?",
         answer=comparison.reach,
