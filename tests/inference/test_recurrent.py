@@ -209,7 +209,7 @@ def test_what_needs_attention_in_every_layer_is_refused_by_name():
     model, past = held()
     refused(lambda: past.keys, "stores key and value and decay and step and conv, and this needs K")
     refused(lambda: past.corrupt(Zeros()), "this needs K")
-    refused(lambda: model.sweep(IDS, [Zeros()], max_new_tokens=2), "recurrent layers")
+    refused(lambda: model.sweep(IDS, [Zeros()], max_new_tokens=2), "this needs K")
     refused(lambda: model.to_hf(past), "recurrent layers")
     refused(lambda: model.from_hf(DynamicCache(config=model.lanes.plain.config), [IDS]), "keeps a state")
     refused(lambda: attend(model, IDS), "do not attend")
