@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kvprobe.cache.parts import LATENT
 from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.errors import UserError
 from kvprobe.models.attending import Attending
@@ -39,7 +40,9 @@ def prove_attention(lanes: UnprovedLanes, slots: int) -> None:
     name = type(lanes.plain).__name__
     sources = lanes.geometry.sources
     once = sorted(inputs.layer for inputs, _ in few) == list(range(len(sources))) and all(
-        _reads(inputs, layers[sources[inputs.layer]]) for inputs, _ in few
+        _reads(inputs, layers[source], latent=lanes.geometry.layers[source][0].name == LATENT[0])
+        for inputs, _ in few
+        for source in [sources[inputs.layer]]
     )
     if not once or not _uses_attention(lanes):
         raise UserError(
@@ -74,10 +77,10 @@ def _uses_attention(lanes: UnprovedLanes) -> bool:
     return bool(logits.isnan().flatten(1).any(1).all())
 
 
-def _reads(inputs: Attending, layer: CacheLayer) -> bool:
-    """Whether a module attended with what a layer of the cache holds."""
-    if layer.keys is not None and layer.keys.shape[3] != inputs.key.shape[3]:  # latents, of which it computed its keys
-        return inputs.key.shape[2] == inputs.value.shape[2] == layer.keys.shape[2]
+def _reads(inputs: Attending, layer: CacheLayer, latent: bool) -> bool:
+    """Whether a module attended with what a layer of the cache holds; of latents it computes a key and a value each."""
+    if latent:
+        return layer.keys is not None and inputs.key.shape[2] == inputs.value.shape[2] == layer.keys.shape[2]
     return _same(inputs.key, layer.keys) and _same(inputs.value, layer.values)
 
 

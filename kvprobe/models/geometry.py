@@ -62,7 +62,7 @@ class Geometry:
     @property
     def n_kv_heads(self) -> int:
         """KV heads of each layer; raises as `d_head` does."""
-        return self._alike(0).heads
+        return self._alike.heads
 
     @property
     def d_head(self) -> int:
@@ -71,7 +71,7 @@ class Geometry:
         Raises:
             UserError: layers differ in it, or store no keys of their own (latent attention).
         """
-        part = self._alike(0)
+        part = self._alike
         if part.name != "K":
             raise UserError(
                 f"Layers of this model store {described(self.layers)}, and this needs K and V of each head."
@@ -83,8 +83,10 @@ class Geometry:
         """The layers that keep a state, of which they store what each token wrote."""
         return tuple(number for number, parts in enumerate(self.layers) if recurrent(part.name for part in parts))
 
-    def _alike(self, part: int) -> PartSize:
-        sizes = {layer[part] for layer in self.layers}
+    @property
+    def _alike(self) -> PartSize:
+        """The first part of each layer."""
+        sizes = {layer[0] for layer in self.layers}
         if len(sizes) > 1:
             raise UserError(
                 f"Layers of this model differ in what they store ({described(self.layers)}); this needs layers that "

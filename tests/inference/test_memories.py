@@ -176,6 +176,7 @@ def test_attention_is_shown_as_the_model_computes_it(kind: str):
 
 def test_attention_of_keys_that_are_not_stored_is_shown_and_not_replaced():
     model, _ = latent()
+    assert load(tiny("deepseek_v3", kv_lora_rank=20)).lanes.shows_attention  # a latent as wide as a key
     assert model.lanes.shows_attention
     with pytest.raises(ValueError, match="not stored"), model.lanes.attention_replaced_by(lambda inputs: inputs.query):
         pass
