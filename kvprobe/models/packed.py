@@ -78,7 +78,9 @@ def is_worth_packing(plain: nn.Module, rows: int, steps: int) -> bool:
 
 
 def _cpu_name() -> str:
-    return str(torch.cpu.get_capabilities().get("cpu_name", ""))
+    """The name of the processor; empty where torch does not tell."""
+    capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)
+    return str(capabilities().get("cpu_name", ""))
 
 
 @dataclass(frozen=True, eq=False)

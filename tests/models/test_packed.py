@@ -201,7 +201,7 @@ def test_only_long_answers_of_several_rows_of_large_models_in_float32_on_cpus_th
         cpu: str = "AVX2",
         name: str = "Intel(R) Xeon(R)",
     ) -> bool:
-        monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"cpu_name": name})
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": name})
         monkeypatch.setattr("kvprobe.models.packed.FEWEST_BYTES", fewest)
         monkeypatch.setattr("kvprobe.models.packed.free_bytes", lambda _: free)
         monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: cpu)
@@ -216,6 +216,10 @@ def test_only_long_answers_of_several_rows_of_large_models_in_float32_on_cpus_th
     assert not worth(free=2 * size)
     assert not worth(cpu="AVX512")
     assert worth(cpu="AVX512", name="AMD EPYC")
+    assert not worth(cpu="AVX512")
+    with monkeypatch.context() as older:  # of torch, which does not name the processor
+        older.delattr(torch.cpu, "get_capabilities")
+        assert not is_worth_packing(plain, FEWEST_ROWS, FEWEST_STEPS)
     with monkeypatch.context() as other:
         other.setattr("multiprocessing.parent_process", lambda: "another")
         assert not worth()
