@@ -12,7 +12,7 @@ from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
-from kvprobe.stats import SHARE
+from kvprobe.stats import SHARE, UNBOUNDED
 from kvprobe.studies.idle_rebuild import Config
 from kvprobe.studies.idle_rebuild.collect import CONTROLS
 from kvprobe.studies.idle_rebuild.removals import AFTER, REMOVALS, Removal
@@ -104,7 +104,8 @@ ALONG: Where = {
     "turn": AFTER,
 }
 OF_TOKENS = (Pooled(name="along", of="kl", by=("reply", "run", "token"), unit="nats"),)
-OF_LAYERS = (Mean(name="distance", of="distance", by=("family", "layer", "segment")),)
+# Where K and V cannot differ, all distances are 0: not shares, of which 0 would leave up to a fifth open.
+OF_LAYERS = (Mean(name="distance", of="distance", by=("family", "layer", "segment"), within=UNBOUNDED),)
 
 
 def conclude(tables: Mapping[str, pd.DataFrame], config: Config, model: Model) -> Conclusion:
