@@ -63,6 +63,7 @@ PLACED = {"beam", "llama4", "llama4_text"}
 their logits."""
 
 
+WITH_STATE = {"linear_attention", "conv", "hybrid"}
 YEARS = "| first in | read | refused | not built |"
 """Of the table of years."""
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "models.md"
@@ -195,7 +196,7 @@ def from_scratch(model: Model, ids: list[int], hidden: tuple[int, ...]) -> Tenso
     plain = model.lanes.plain
     config = plain.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
-    if "linear_attention" in kinds and hidden:
+    if kinds & WITH_STATE and hidden:
         return folded(plain, ids, hidden, added(causal))
     sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     chunks = places // WINDOW
@@ -219,11 +220,11 @@ def from_scratch(model: Model, ids: list[int], hidden: tuple[int, ...]) -> Tenso
 def folded(plain: Any, ids: list[int], hidden: tuple[int, ...], mask: Tensor) -> Tensor:
     """Logits in two passes, between which the states are computed anew, one token after the other, without what the
     hidden tokens wrote."""
-    layers = [layer for layer, kind in enumerate(plain.config.get_text_config().layer_types) if kind.startswith("lin")]
+    layers = [layer for layer, kind in enumerate(plain.config.get_text_config().layer_types) if kind in WITH_STATE]
     file = sys.modules[type(plain).__module__]
-    kernel = "torch_chunk_gated_delta_rule"
-    kernel = kernel if hasattr(file, kernel) else "chunk_kimi_delta_attention"
-    given: dict[str, list[Any]] = {kernel: [], "causal_conv1d_fn": []}
+    kernels = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan")
+    kernel = next((kernel for kernel in kernels if hasattr(file, kernel)), None)
+    given: dict[str, list[Any]] = {name: [] for name in ("causal_conv1d_fn", kernel) if name}
 
     def noting(name: str, function: Any) -> Any:
         def noted(*tensors: Tensor, **settings: Any) -> Any:
@@ -238,24 +239,47 @@ def folded(plain: Any, ids: list[int], hidden: tuple[int, ...], mask: Tensor) ->
             for name in given:
                 patch.setattr(file, name, noting(name, getattr(file, name)))
             first = plain(input_ids=torch.tensor([ids[:CUT]]), past_key_values=past, use_cache=True).logits[0]
-        for layer, ((_, key, value), rule), ((inputs, *_), _) in zip(layers, *given.values(), strict=True):
-            state = torch.zeros(value.shape[2], key.shape[3], value.shape[3])
-            for token in range(CUT):
-                at = key[0, token].repeat_interleave(value.shape[2] // key.shape[2], 0)
-                at = at / (at.square().sum(1, keepdim=True) + 1e-6).sqrt()
-                state = state * rule["g"][0, token].exp().reshape(len(state), -1, 1)
-                if token not in hidden:
-                    error = rule["beta"][0, token, :, None] * (value[0, token] - (state * at[..., None]).sum(1))
-                    state = state + at[..., None] * error[:, None]
-            kept = [token for token in range(CUT) if token not in hidden]
+        kept = [token for token in range(CUT) if token not in hidden]
+        for number, layer in enumerate(layers):
             held: Any = past.layers[layer]
-            held.recurrent_states[0] = state[None]
+            inputs = given["causal_conv1d_fn"][number][0][0]
             held.conv_states[0] = inputs[..., kept[-held.conv_states[0].shape[2] :]]
+            if kernel == "mamba2_chunk_scan":
+                held.recurrent_states[0] = added_up(*given[kernel][number], hidden)[None]
+            elif kernel:
+                held.recurrent_states[0] = moved(*given[kernel][number], hidden)[None]
         rest = plain(
             input_ids=torch.tensor([ids[CUT:]]), position_ids=places[:, CUT:], attention_mask=mask[:, :, CUT:],
             past_key_values=past, use_cache=True,
         ).logits[0]  # fmt: skip
     return torch.cat([first, rest])
+
+
+def moved(given: tuple[Tensor, ...], rule: dict[str, Tensor], hidden: tuple[int, ...]) -> Tensor:
+    """The state by the gated delta rule."""
+    _, key, value = given
+    state = torch.zeros(value.shape[2], key.shape[3], value.shape[3])
+    for token in range(CUT):
+        at = key[0, token].repeat_interleave(value.shape[2] // key.shape[2], 0)
+        at = at / (at.square().sum(1, keepdim=True) + 1e-6).sqrt()
+        state = state * rule["g"][0, token].exp().reshape(len(state), -1, 1)
+        if token not in hidden:
+            error = rule["beta"][0, token, :, None] * (value[0, token] - (state * at[..., None]).sum(1))
+            state = state + at[..., None] * error[:, None]
+    return state
+
+
+def added_up(given: tuple[Tensor, ...], rule: dict[str, Tensor], hidden: tuple[int, ...]) -> Tensor:
+    """The state of Mamba-2."""
+    x, dt, a, b, _ = given
+    dt = torch.nn.functional.softplus(dt + rule["dt_bias"])
+    state = torch.zeros(x.shape[2], x.shape[3], b.shape[3])
+    for token in range(CUT):
+        at = b[0, token].repeat_interleave(x.shape[2] // b.shape[2], 0)
+        state = state * (a * dt[0, token]).exp()[:, None, None]
+        if token not in hidden:
+            state = state + dt[0, token][:, None, None] * x[0, token][..., None] * at[:, None]
+    return state
 
 
 def one_pass(plain: Any, ids: list[int], mask: Any) -> Tensor:

@@ -28,8 +28,8 @@ class Contents(Brief):
     def __post_init__(self) -> None:
         if not (type(self.layers) is tuple and type(self.ledger) is Ledger):
             check_fields(self)
-        if not self.layers:
-            raise UserError("A cache needs at least one layer; got none.")
+        if not any(self.layers):
+            raise UserError("A cache needs at least one layer that stores something; got none.")
         expected = (self.ledger.batch, self.ledger.slots)
         for number, layer in enumerate(self.layers):
             refuse_other_parts(layer)
@@ -73,7 +73,7 @@ class Contents(Brief):
         Raises:
             UserError: layers differ in it.
         """
-        heads = {next(iter(layer.values())).shape[1] for layer in self.layers}
+        heads = {next(iter(layer.values())).shape[1] for layer in self.layers if layer}
         if len(heads) > 1:
             raise UserError(
                 f"Layers of this cache have {', '.join(map(str, sorted(heads)))} KV heads, so heads cannot be named "

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvprobe.cache.ledger import COLUMNS, PADDING, Ledger, QuantisationFormat
-from kvprobe.cache.parts import INDEX, KV, LATENT, WRITES, Layer
+from kvprobe.cache.parts import LAYERS, PARTS, Layer
 from kvprobe.errors import UserError
 from kvprobe.files import replacing
 from kvprobe.fingerprint import Maker, digest
@@ -23,8 +23,7 @@ from kvprobe.names import one_line
 FORMAT = "kvprobe-cache-3"
 """Version 2 had neither digest nor fingerprint."""
 _LEDGER_FIELDS = (*COLUMNS, "live", "following")
-_PARTS = (*KV, *LATENT, INDEX, *WRITES)
-_CALLED: dict[str, str] = dict(zip(_PARTS, ("keys", "values", *_PARTS[2:]), strict=True))
+_CALLED: dict[str, str] = dict(zip(PARTS, ("keys", "values", *PARTS[2:]), strict=True))
 """What the tensors of a part are called in a file, before the number of their layer."""
 
 
@@ -86,16 +85,17 @@ def load_cache(path: Path) -> tuple[tuple[Layer, ...], Ledger, Maker | None]:
         )
         layers: list[Layer] = []
         for number in range(count):
-            parts = next((kind for kind in (LATENT, WRITES) if f"{kind[0]}.{number}" in tensors), KV)
-            parts = (*parts, INDEX) if f"{INDEX}.{number}" in tensors else parts
+            parts = tuple(part for part in PARTS if f"{_CALLED[part]}.{number}" in tensors)
+            if parts not in LAYERS:
+                raise KeyError(f"layer {number} has {', '.join(parts)}")
             layers.append({part: tensors.pop(f"{_CALLED[part]}.{number}") for part in parts})
     except (KeyError, ValueError, TypeError) as error:
         raise UserError(f"{path} lacks a part of the cache ({error}); save it again.") from error
     if tensors:
         raise UserError(f"{path} holds tensors that no cache has ({', '.join(sorted(tensors))}); save it again.")
-    if not layers or any(tensor.dim() != 4 for layer in layers for tensor in layer.values()):
+    if not any(layers) or any(tensor.dim() != 4 for layer in layers for tensor in layer.values()):
         raise UserError(f"{path} holds no keys of a cache; it was altered, save it again.")
-    _check_ledger(ledger, count, {layer[next(iter(layer))].shape[1] for layer in layers}, path)
+    _check_ledger(ledger, count, {layer[next(iter(layer))].shape[1] for layer in layers if layer}, path)
     return tuple(layers), ledger, Maker(made_by) if made_by else None
 
 

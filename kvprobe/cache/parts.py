@@ -3,7 +3,8 @@
 K and V of each KV head; or, with latent attention (DeepSeek), one latent of which all heads compute their K and V, and
 one rotated key that all heads share: content and position, apart. Where a sparse index chooses the slots that a query
 attends to (DeepSeek V3.2, GLM-5), one more key, by which it finds the slot; or, in a recurrent layer, what the token
-wrote into its state (Qwen3-Next; see `kvprobe.cache.recurrence`).
+wrote into its state (Qwen3-Next, Granite 4; see `kvprobe.cache.recurrence`). A layer may both attend and keep a state
+(Falcon-H1), or do neither and store nothing (Nemotron-H).
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,13 +19,22 @@ KV: tuple[Literal["K"], Literal["V"]] = ("K", "V")
 LATENT: tuple[Literal["latent"], Literal["rope"]] = ("latent", "rope")
 INDEX: Literal["index"] = "index"
 """The parts of a layer, in the order in which transformers' cache holds them."""
-WRITES = ("key", "value", "decay", "step", "conv")
-"""The parts of a recurrent layer: the key that a token writes at (not normalised); the value that it writes; how far
-the state decays before it, and after it where slots were evicted there (logarithms); how far the state goes towards the
-value; and what the short convolution was given."""
+WRITES = ("key", "value", "decay", "step", "gain", "conv")
+"""The parts of recurrent layers: the key that a token writes at (not normalised); the value that it writes; how far the
+state decays before it, and after it where slots were evicted there (logarithms); how far what the key finds in the
+state goes towards the value, or how much of the value is added; and what the short convolution was given."""
+DELTA = ("key", "value", "decay", "step", "conv")
+"""The gated delta rule: Qwen3-Next."""
+ADDED = ("key", "value", "decay", "gain", "conv")
+"""Values are added: Mamba-2, where key, value and gain are called B, x and Δ, and the decay is A Δ."""
+CONVOLVED = ("conv",)
+"""A short convolution alone: LFM2."""
 ROTATED = ("K", "rope", INDEX)
 """The parts that are rotated by position."""
-_LAYERS = (KV, LATENT, (*LATENT, INDEX), WRITES)
+PARTS = (*KV, *LATENT, INDEX, *WRITES)
+"""All of them; a layer has its own in this order."""
+LAYERS = (KV, LATENT, (*LATENT, INDEX), DELTA, ADDED, CONVOLVED, (*KV, *ADDED), ())
+"""The parts that a layer may have."""
 
 Layer = Mapping[str, Float[Tensor, "batch _ slots _"]]
 """What a layer stores, by the names of its parts."""
@@ -49,13 +59,24 @@ def shape_of(layer: Layer) -> tuple[PartSize, ...]:
 
 def recurrent(layer: Iterable[str]) -> bool:
     """Whether a layer of these parts keeps a state, of which it stores what each token wrote."""
-    return tuple(layer) == WRITES
+    return "conv" in layer
+
+
+def attends(layer: Iterable[str]) -> bool:
+    """Whether a layer of these parts attends to slots."""
+    return any(name not in WRITES for name in layer)
+
+
+def slots_and_writes(layer: Layer) -> tuple[Layer, Layer]:
+    """The parts of a layer that it attends to, and those that its state is folded of."""
+    slots = {name: tensor for name, tensor in layer.items() if name not in WRITES}
+    return slots, {name: tensor for name, tensor in layer.items() if name in WRITES}
 
 
 def refuse_other_parts(names: Iterable[str]) -> None:
     """Refuse parts that are not those of any layer."""
-    if (given := tuple(names)) not in _LAYERS:
-        known = ", or ".join(" and ".join(parts) for parts in _LAYERS)
+    if (given := tuple(names)) not in LAYERS:
+        known = ", or ".join(" and ".join(parts) for parts in LAYERS if parts)
         raise UserError(f"A layer stores {known}; got {', '.join(given) or 'nothing'}.")
 
 
@@ -67,8 +88,8 @@ def named(layer: Layer, name: str) -> Float[Tensor, "batch _ slots _"]:
     """
     if name not in layer:
         raise UserError(
-            f"A layer of this cache stores {' and '.join(layer)}, and this needs {name}; see the page on memories for "
-            "what works on such models."
+            f"A layer of this cache stores {' and '.join(layer) or 'nothing'}, and this needs {name}; see the page on "
+            "memories for what works on such models."
         )
     return layer[name]
 
@@ -91,14 +112,17 @@ def described(shape: Shape, sizes: bool = True) -> str:
     """What layers store, in a few words."""
 
     def words(parts: tuple[PartSize, ...]) -> str:
-        if recurrent(part.name for part in parts):
-            key, value = parts[:2]
-            return f"writes to a state of {value.heads} heads" + (
-                f" of {key.numbers} × {value.numbers}" if sizes else ""
-            )
-        if tuple(part.name for part in parts) != KV:
-            return " and ".join(f"{part.name} {part.numbers}" for part in parts)
-        widths = " and ".join(map(str, dict.fromkeys(part.numbers for part in parts)))
-        return f"{parts[0].heads} KV heads" + (f" of {widths}" if sizes else "")
+        part = {part.name: part for part in parts}
+        told: list[str] = []
+        if "K" in part:
+            widths = " and ".join(map(str, dict.fromkeys(part[name].numbers for name in KV)))
+            told.append(f"{part['K'].heads} KV heads" + (f" of {widths}" if sizes else ""))
+        told += [f"{name} {part[name].numbers}" for name in (*LATENT, INDEX) if name in part]
+        if "value" in part:
+            size = f" of {part['key'].numbers} × {part['value'].numbers}" if sizes else ""
+            told.append(f"writes to a state of {part['value'].heads} heads{size}")
+        elif "conv" in part:
+            told.append("inputs of a convolution" + (f" of {part['conv'].numbers} numbers" if sizes else ""))
+        return " and ".join(told)
 
-    return " or ".join(dict.fromkeys(map(words, shape)))
+    return " or ".join(dict.fromkeys(filter(None, map(words, shape))))

@@ -1,10 +1,11 @@
-"""The gated delta rule: what a recurrent layer keeps of a text, computed from what each token wrote (Qwen3-Next; Kimi
-Linear, where what is found by each number of a key decays by itself).
+"""What a recurrent layer keeps of a text, computed from what each token wrote.
 
-The state is a matrix per head. Each token first lets it decay, and then writes: it moves what its key finds in the
-state towards its value, by a step between 0 (nothing) and 1 (the value alone), or 2. Nothing else enters, so the
-writes say what the state is, and what it would be had some tokens written nothing (Yang et al. 2024, "Gated Delta
-Networks"). A short convolution before it keeps the last inputs.
+The state is a matrix per head. Each token first lets it decay, and then writes. With the gated delta rule (Qwen3-Next;
+Kimi Linear, where what is found by each number of a key decays by itself) it moves what its key finds in the state
+towards its value, by a step between 0 (nothing) and 1 (the value alone), or 2 (Yang et al. 2024, "Gated Delta
+Networks"). In Mamba-2 (Granite 4) its value is added at its key, times a gain (Dao and Gu 2024, "Transformers are
+SSMs"). Nothing else enters, so the writes say what the state is, and what it would be had some tokens written nothing.
+A short convolution before it keeps the last inputs; layers may also have that alone (LFM2).
 """
 
 from collections.abc import Mapping
@@ -39,8 +40,11 @@ def fold(
     """
     groups = writes["value"].shape[1] // writes["key"].shape[1]
     key, value = writes["key"].float().repeat_interleave(groups, 1), writes["value"].float()
-    key = key * (key.square().sum(-1, keepdim=True) + _TINY).rsqrt()
-    step, before, after = (part.float() for part in (writes["step"], *writes["decay"].chunk(2, -1)))
+    added = "gain" in writes
+    if not added:
+        key = key * (key.square().sum(-1, keepdim=True) + _TINY).rsqrt()
+    step = writes["gain" if added else "step"].float()
+    before, after = writes["decay"].float().chunk(2, -1)
     if keep is not None:
         written = keep[:, None, :, None]
         step = step * written
@@ -55,19 +59,18 @@ def fold(
     for first in range(0, key.shape[2], chunk):
         keys, values, steps, decays = (part[:, :, first : first + chunk] for part in (key, value, step, before))
         passed = decays.cumsum(2)
-        if passed.shape[3] == 1:
-            alike = (keys @ keys.transpose(2, 3)) * (passed - passed.transpose(2, 3)).tril().exp()
-        else:
-            between = (passed[:, :, :, None] - passed[:, :, None]).clamp(max=0).exp()
-            alike = (keys[:, :, :, None] * keys[:, :, None] * between).sum(4)
-        system = steps * alike
-        right = torch.cat([steps * values, steps * passed.exp() * keys], -1)
-        solved: Tensor = solve(system, right, upper=False, unitriangular=True)
-        new, old = solved[..., : value.shape[3]], solved[..., value.shape[3] :]
+        new = steps * values
+        if not added:
+            if passed.shape[3] == 1:
+                alike = (keys @ keys.transpose(2, 3)) * (passed - passed.transpose(2, 3)).tril().exp()
+            else:
+                between = (passed[:, :, :, None] - passed[:, :, None]).clamp(max=0).exp()
+                alike = (keys[:, :, :, None] * keys[:, :, None] * between).sum(4)
+            right = torch.cat([new, steps * passed.exp() * keys], -1)
+            solved: Tensor = solve(steps * alike, right, upper=False, unitriangular=True)
+            new = solved[..., : value.shape[3]] - solved[..., value.shape[3] :] @ state
         left = passed[:, :, -1:]
-        state = state * left.exp().transpose(2, 3) + ((left - passed).exp() * keys).transpose(2, 3) @ (
-            new - old @ state
-        )
+        state = state * left.exp().transpose(2, 3) + ((left - passed).exp() * keys).transpose(2, 3) @ new
     return state * after[:, :, -1:].exp().transpose(2, 3) if after.shape[2] else state
 
 
@@ -82,6 +85,8 @@ def last_inputs(
 
 def timeless(writes: Writes, slots: Bool[Tensor, "batch slots"], gaps: bool = False) -> Writes:
     """The writes without the decay of these slots and, where `gaps`, of those that were evicted."""
+    if "decay" not in writes:
+        return writes
     decay = writes["decay"].masked_fill(slots[:, None, :, None], 0.0)
     if gaps:
         before, after = decay.chunk(2, -1)
@@ -102,6 +107,8 @@ def time_moved(
         padding: which of the indices name no slot.
         held: the slots that hold a token.
     """
+    if "decay" not in writes:
+        return writes
     decay, count = writes["decay"], held.shape[1]
     stays = torch.zeros_like(functional.pad(held, (0, 1))).scatter(1, slots.masked_fill(padding, count), True)[:, :-1]
     index = torch.arange(count, device=slots.device)

@@ -12,12 +12,12 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
 from kvprobe.cache.ledger import PADDING, Ledger
-from kvprobe.cache.parts import Layer, described, recurrent
+from kvprobe.cache.parts import Layer, described, slots_and_writes
 from kvprobe.cache.rotary import Rotation
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import differing
 from kvprobe.inference.readable import refuse_unreadable
-from kvprobe.models.hf_cache import CacheLayer, past_key_values
+from kvprobe.models.hf_cache import CacheLayer, layers_of, past_key_values
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.recurrent import StateLayer
 from kvprobe.models.unproved import Lane
@@ -140,24 +140,29 @@ def taps(
     past: KVCache | None,
     pick: Mapping[int, Int[Tensor, "batch picked"]] | None = None,
     store: bool = True,
-) -> list[TapLayer | StateTap]:
+) -> list[Any]:
     """One cache layer per layer of the model, starting from `past`, each key rotated to its position.
 
     Args:
         pick: for some layers, which of the new slots to copy.
     """
-    pick, states = pick or {}, lanes.geometry.recurrent
+    pick, parts = pick or {}, lanes.geometry.parts
     if past is None:
-        kinds = [StateTap if layer in states else TapLayer for layer in range(lanes.geometry.n_layers)]
-        return [kind(pick=pick.get(layer), store=store) for layer, kind in enumerate(kinds)]
+        return layers_of(
+            parts,
+            lambda number: TapLayer(pick=pick.get(number), store=store),
+            lambda number: StateTap(pick=pick.get(number), store=store),
+        )
     rotations = _rotations(lanes, past) if past.ledger.rotated else [None] * past.n_layers
+    held = [*map(slots_and_writes, past.layers)]
     lives, padding = past.ledger.live[:, :, 0], past.ledger.padding
-    return [
-        StateTap(layer, lives[number if len(lives) > 1 else 0], padding, pick.get(number), store)
-        if recurrent(layer)
-        else TapLayer(layer, of_layer, pick.get(number), store)
-        for number, (layer, of_layer) in enumerate(zip(past.layers, rotations, strict=True))
-    ]
+    return layers_of(
+        parts,
+        lambda number: TapLayer(held[number][0], rotations[number], pick.get(number), store),
+        lambda number: StateTap(
+            held[number][1], lives[number if len(lives) > 1 else 0], padding, pick.get(number), store
+        ),
+    )
 
 
 def _rotations(lanes: Lanes, past: KVCache) -> list[Rotations]:
@@ -183,9 +188,9 @@ def as_seen(lanes: Lanes, cache: KVCache) -> KVCache:
     return replace(cache, layers=tuple(rotated), ledger=replace(cache.ledger, origins=cache.ledger.positions))
 
 
-def cache_of(lanes: Lanes, layers: Sequence[TapLayer | StateTap], ledger: Ledger) -> KVCache:
-    """The kvprobe cache that these layers hold now."""
-    return of_held(lanes, [layer.stored for layer in layers if layer.stored], ledger)
+def cache_of(lanes: Lanes, layers: Sequence[Any], ledger: Ledger) -> KVCache:
+    """The kvprobe cache that these layers (see `taps`) hold now."""
+    return of_held(lanes, [layer.stored or () for layer in layers], ledger)
 
 
 def of_held(lanes: Lanes, held: Sequence[tuple[Tensor, ...]], ledger: Ledger) -> KVCache:
@@ -208,7 +213,7 @@ def forward_pass(
     lanes: Lanes,
     past: KVCache | None,
     tokens: Sequence[Tokens],
-    layers: Sequence[CacheLayer | StateLayer],
+    layers: Sequence[Any],
     lane: Lane,
     logits: int,
 ) -> tuple[Ledger, Float[Tensor, "batch last vocab"]]:

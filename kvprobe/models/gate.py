@@ -307,7 +307,7 @@ def _query_checks(lanes: UnprovedLanes, held: Held, queries: int, masked: bool) 
 
 def _heads_apart(lanes: UnprovedLanes) -> bool:
     """Whether masks that differ between KV heads each reach their own head."""
-    if lanes.geometry.recurrent or len({layer[0].heads for layer in lanes.geometry.layers}) > 1:
+    if lanes.geometry.recurrent or len({layer[0].heads for layer in lanes.geometry.layers if layer}) > 1:
         return False
     try:
         leak, effect, _ = _leak(long_cache(lanes, FIRST_REACH), lanes.geometry.n_kv_heads, None)

@@ -14,16 +14,16 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvprobe.cache.ledger import Ledger
-from kvprobe.cache.parts import INDEX, Layer
+from kvprobe.cache.parts import INDEX, Layer, slots_and_writes
 from kvprobe.cache.recurrence import time_moved
-from kvprobe.models.hf_cache import CacheLayer, empty_layers, held_by, past_key_values
+from kvprobe.models.hf_cache import CacheLayer, empty_layers, held_by, layers_of, past_key_values
 from kvprobe.models.recurrent import StateLayer
 from kvprobe.models.rounding import few_tokens
 from kvprobe.models.unproved import Lane, UnprovedLanes
 
 _LOUD = 100.0
 """How much larger what hidden slots say is than what others do."""
-_CONTENT = ("V", "latent", "value", INDEX)
+_CONTENT = ("V", "latent", "value", "conv", INDEX)
 """The parts of hidden slots that are loud: what they hold, not what they are found by. But a loud index key would take
 a place among those that are attended to."""
 _APART = 0.3
@@ -46,8 +46,8 @@ class Held:
     def first(self, slots: int) -> "Held":
         """The first slots (or all but the last, where negative), as if no more had been read."""
         layers = tuple({name: tensor[:, :, :slots] for name, tensor in layer.items()} for layer in self.layers)
-        count = next(iter(layers[0].values())).shape[2]
-        chosen = torch.arange(count, device=self.ledger.tokens.device).expand(self.ledger.tokens.shape[0], -1)
+        chosen = torch.arange(self.ledger.slots, device=self.ledger.tokens.device)[:slots]
+        chosen = chosen.expand(self.ledger.tokens.shape[0], -1)
         ledger = self.ledger.take(chosen, torch.zeros_like(chosen, dtype=torch.bool))
         return Held(replace(ledger, following=ledger.positions[:, -1] + 1), layers)
 
@@ -58,11 +58,11 @@ class Held:
             live=torch.zeros_like(self.ledger.live),
             following=torch.zeros_like(self.ledger.following),
         )
-        loud = (
-            {name: _LOUD * tensor if name in _CONTENT else tensor for name, tensor in layer.items()}
-            for layer in self.layers
-        )
-        return Held(ledger, tuple(loud))
+        return Held(ledger, tuple(map(_loud, self.layers)))
+
+
+def _loud(layer: Layer) -> Layer:
+    return {name: _LOUD * tensor if name in _CONTENT else tensor for name, tensor in layer.items()}
 
 
 def read(
@@ -74,14 +74,15 @@ def read(
     kept: int | Int[Tensor, "kept"] = 0,
 ) -> tuple[Reading, Held]:
     """The logits of tokens (those `kept`) read after a cache (or after nothing), and the longer cache."""
-    layers = empty_layers(lanes.geometry.layers)
+    layers = empty_layers(lanes.geometry.parts)
     if held is not None:
         lives, padding = held.ledger.live[:, :, 0], held.ledger.padding
-        for number, parts in enumerate(held.layers):
-            if isinstance(layers[number], CacheLayer):
-                layers[number] = CacheLayer([*parts.values()])
-            else:
-                layers[number] = StateLayer(parts, lives[number if len(lives) > 1 else 0], padding)
+        parts = [*map(slots_and_writes, held.layers)]
+        layers = layers_of(
+            lanes.geometry.parts,
+            lambda number: CacheLayer([*parts[number][0].values()]),
+            lambda number: StateLayer(parts[number][1], lives[number if len(lives) > 1 else 0], padding),
+        )
     logits = lanes.unproved(ids, ledger, past_key_values(layers), lane, kept)
     named = (
         {part.name: tensor for part, tensor in zip(parts, held_by(layer), strict=True)}
@@ -109,7 +110,7 @@ def read_after(
 
 
 def empty_cache(lanes: UnprovedLanes) -> DynamicCache:
-    return past_key_values(empty_layers(lanes.geometry.layers))
+    return past_key_values(empty_layers(lanes.geometry.parts))
 
 
 def fresh_ledger(ids: Int[Tensor, "batch slots"], places: Int[Tensor, "batch slots"] | None = None) -> Ledger:
@@ -170,11 +171,11 @@ class LongCache:
         if live is not None:
             seen = torch.ones_like(live[..., :1]).expand(*live.shape[:3], ids.shape[1])
             ledger = replace(ledger, live=torch.cat([live, seen], 3))
-        states = self.lanes.geometry.recurrent
-        layers = [
-            self._state(layer, at, live, draws) if layer in states else _Drawn(self, layer, places, live, draws)
-            for layer in range(len(self._few))
-        ]
+        layers = layers_of(
+            self.lanes.geometry.parts,
+            lambda layer: _Drawn(self, layer, places, live, draws),
+            lambda layer: self._state(layer, at, live, draws),
+        )
         return self.lanes.unproved(ids, ledger, past_key_values(layers), lane, masked=masked)
 
     def _state(
@@ -185,16 +186,17 @@ class LongCache:
         draws: Sequence[int],
     ) -> StateLayer:
         """A recurrent layer after writes of the few real tokens, drawn at random."""
-        few = self._few[layer]
+        _, few = slots_and_writes(self._few[layer])
 
         def drawn(draw: int) -> dict[str, Tensor]:
-            chosen = torch.randint(few["key"].shape[1], (self.slots,), generator=torch.Generator().manual_seed(draw))
+            count, generator = next(iter(few.values())).shape[1], torch.Generator().manual_seed(draw)
+            chosen = torch.randint(count, (self.slots,), generator=generator)
             return {name: tensor[:, chosen.to(tensor.device)] for name, tensor in few.items()}
 
         writes = {name: tensor.expand(len(draws), *tensor.shape) for name, tensor in drawn(0).items()}
         hidden = None if live is None else ~live[layer if len(live) > 1 else 0, :, 0]
         if hidden is not None:
-            others = [{**other, "value": _LOUD * other["value"]} for other in map(drawn, draws)]
+            others = [_loud(drawn(draw)) for draw in draws]
             writes = {
                 # Hidden writes leave their decay behind, so that it stays the same.
                 name: tensor if name == "decay" else

@@ -8,12 +8,15 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvprobe.cache.parts import (
+    CONVOLVED,
     INDEX,
     KV,
     LATENT,
+    WRITES,
     Layer,
     PartSize,
     Shape,
+    attends,
     described,
     recurrent,
     refuse_other_parts,
@@ -21,15 +24,16 @@ from kvprobe.cache.parts import (
 )
 from kvprobe.cache.visibility import Chunk, Reach
 from kvprobe.errors import UserError
-from kvprobe.models.hf_cache import CacheLayer, held_by, past_key_values
+from kvprobe.models.hf_cache import BothLayer, CacheLayer, empty_layers, held_by, past_key_values
 from kvprobe.models.recurrent import StateLayer, recurrent_modules, writes_noted
 from kvprobe.names import one_line
 
-_RECURRENT = "linear_attention"
-"""The kind of layers with a recurrent state whose writes kvprobe may know how to note."""
-_WITH_STATE = {"hybrid", "hybrid_sliding", "conv"}
-"""Other kinds of layers with a recurrent or convolutional state. A token can be neither masked nor evicted there, and
-the layers above depend on it, so that no part of such a cache can be proved by reading a few tokens again."""
+_KINDS: dict[str, tuple[str, ...]] = {
+    "linear_attention": CONVOLVED, "conv": CONVOLVED, "hybrid": (*KV, *CONVOLVED), "mlp": (), "moe": (),
+}  # fmt: skip
+"""What layers of these kinds store, before more is known; others have K and V."""
+_WITH_STATE = {kind for kind, parts in _KINDS.items() if recurrent(parts)}
+_WITHOUT_SLOTS = {kind for kind, parts in _KINDS.items() if not attends(parts)}
 
 
 _INDEX_OF_GROUPS = ("index_kpool", "indexer_compress_ratio")
@@ -44,7 +48,7 @@ class Geometry:
         layers: what each layer stores of a slot.
         reaches: how far each layer sees.
         sources: for each attention module, the layer whose K and V it reads: another's, where layers share them.
-            Recurrent layers have no attention module.
+        attending: the layer that each attention module is in.
         max_position: the first position that the model cannot read; None if there is no limit.
     """
 
@@ -53,6 +57,7 @@ class Geometry:
     d_model: int
     reaches: tuple[Reach, ...]
     sources: tuple[int, ...]
+    attending: tuple[int, ...]
     max_position: int | None
 
     @property
@@ -79,14 +84,19 @@ class Geometry:
         return part.numbers
 
     @property
+    def parts(self) -> tuple[tuple[str, ...], ...]:
+        """The names of what each layer stores."""
+        return tuple(tuple(part.name for part in layer) for layer in self.layers)
+
+    @property
     def recurrent(self) -> tuple[int, ...]:
         """The layers that keep a state, of which they store what each token wrote."""
-        return tuple(number for number, parts in enumerate(self.layers) if recurrent(part.name for part in parts))
+        return tuple(number for number, names in enumerate(self.parts) if recurrent(names))
 
     @property
     def _alike(self) -> PartSize:
         """The first part of each layer."""
-        sizes = {layer[0] for layer in self.layers}
+        sizes = {layer[0] for layer in self.layers if layer}
         if len(sizes) > 1:
             raise UserError(
                 f"Layers of this model differ in what they store ({described(self.layers)}); this needs layers that "
@@ -143,9 +153,16 @@ class Geometry:
                 raise UserError(
                     f"{plain.config.model_type} has {len(reaches)} layers and caches {len(layers)}; use another model."
                 )
-            sources = tuple(source for source, kind in zip(sources, kinds, strict=True) if kind != _RECURRENT)
-            stored = tuple(reaches[: len(layers)])
-            return cls(layers, config.num_attention_heads, config.hidden_size, stored, sources, _max_position(config))
+            attending = tuple(layer for layer, kind in enumerate(kinds) if kind not in _WITHOUT_SLOTS)
+            return cls(
+                layers,
+                config.num_attention_heads,
+                config.hidden_size,
+                tuple(reaches[: len(layers)]),
+                tuple(sources[layer] for layer in attending),
+                attending,
+                _max_position(config),
+            )
         except (UserError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # transformers raises its own error for values that differ between layers
@@ -185,59 +202,71 @@ def _stored(plain: PreTrainedModel, config: Any) -> Shape:
     """What each layer stores of one token.
 
     Raises:
-        UserError: the model cannot read a token into a cache of two vectors a layer, or three with an index.
+        UserError: the model cannot read a token into a cache that holds known parts of each layer.
     """
     name, kinds = type(plain).__name__, _kinds(config, config.num_hidden_layers)
+    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
+    held = [_parts(layer) for layer in _one_token(plain, kinds)[:own]]
+    idle = [kind in _WITHOUT_SLOTS - _WITH_STATE for kind in kinds[: len(held)]]
+    empty = len([layer for layer, none in zip(held, idle, strict=True) if not (layer or none)]) + own - len(held)
+    shapes = [tuple(tensor.shape) for parts in held for tensor in parts.values()]
+    if empty or any(len(shape) != 4 or shape[2] != 1 for shape in shapes):
+        raise UserError(
+            f"{name} does not keep one key and one value per layer and token ({own - empty} layers of "
+            f"{own} have some: {', '.join(map(str, sorted(set(shapes))[:3]))}); kvprobe reads "
+            "such models only."
+        )
+    return tuple(_named(shape_of(layer), config, name) for layer in held)
+
+
+def _one_token(plain: PreTrainedModel, kinds: list[str]) -> list[Any]:
+    """The layers of transformers' cache after one token."""
     past = DynamicCache()
     past.layer_class_to_replicate = CacheLayer
-    if _RECURRENT in kinds:
-        past = past_key_values([StateLayer() if kind == _RECURRENT else CacheLayer() for kind in kinds])
+    if not _KINDS.keys().isdisjoint(kinds):
+        past = past_key_values(empty_layers([_KINDS.get(kind, KV) for kind in kinds]))
     ids = torch.zeros(1, 1, dtype=torch.long, device=next(plain.parameters()).device)
-    modules = recurrent_modules(plain, kinds.count(_RECURRENT))
+    modules = recurrent_modules(plain, sum(kind in _WITH_STATE for kind in kinds))
     try:
         with torch.no_grad(), writes_noted(modules):
             plain(input_ids=ids, position_ids=ids, past_key_values=past, use_cache=True)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a model that kvprobe cannot read may fail in any way
-        raise UserError(f"{name} cannot read one token into a KV cache ({one_line(error)}).") from error
-    held = [parts for layer in past.layers if (parts := _parts(layer)) is not None]
-    shapes = [tuple(tensor.shape) for parts in held for tensor in parts.values()]
-    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
-    if len(held) < own or any(len(shape) != 4 or shape[2] != 1 for shape in shapes):
-        raise UserError(
-            f"{name} does not keep one key and one value per layer and token ({len(held)} layers of "
-            f"{own} have some: {', '.join(map(str, sorted(set(shapes))[:3]))}); kvprobe reads "
-            "such models only."
-        )
-    latent = (getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None))
-    stored: list[tuple[PartSize, ...]] = []
-    for layer in map(shape_of, held):
-        if recurrent(part.name for part in layer):
-            stored.append(layer)
-            continue
-        if latent[0] is not None and {part.heads for part in layer} == {1}:
-            if tuple(part.numbers for part in layer[:2]) != latent:
-                raise UserError(
-                    f"{name} caches {layer[0].numbers} and {layer[1].numbers} numbers of a token, which are not the "
-                    f"latent and the rotated key of its config ({latent[0]} and {latent[1]}); use another model."
-                )
-            layer = tuple(part._replace(name=called) for part, called in zip(layer, (*LATENT, INDEX), strict=False))
-        elif config.num_attention_heads % layer[0].heads:
-            raise UserError(
-                f"{name} keeps {layer[0].heads} KV heads, which its {config.num_attention_heads} heads cannot share "
-                "evenly."
-            )
-        refuse_other_parts(part.name for part in layer)
-        stored.append(layer)
-    return tuple(stored)
+        raise UserError(f"{type(plain).__name__} cannot read one token into a KV cache ({one_line(error)}).") from error
+    return [*past.layers]
 
 
-def _parts(layer: Any) -> Layer | None:
-    """What a layer of transformers' cache holds, if anything."""
+def _parts(layer: Any) -> Layer:
+    """What a layer of transformers' cache holds of one token."""
+    if isinstance(layer, BothLayer):
+        return {**_parts(layer.slots), **_parts(layer.state)}
     if isinstance(layer, StateLayer):
-        return layer.written or None
-    return dict(zip((*KV, INDEX), held_by(layer), strict=False)) or None
+        return layer.written
+    return dict(zip((*KV, INDEX), held_by(layer), strict=False))
+
+
+def _named(layer: tuple[PartSize, ...], config: Any, name: str) -> tuple[PartSize, ...]:
+    """The parts of a layer by their names, which for a latent its config tells.
+
+    Raises:
+        UserError: they are not what the config says, or heads cannot share them.
+    """
+    slots = [part for part in layer if part.name not in WRITES]
+    latent = (getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None))
+    if slots and latent[0] is not None and {part.heads for part in slots} == {1}:
+        if tuple(part.numbers for part in slots[:2]) != latent:
+            raise UserError(
+                f"{name} caches {slots[0].numbers} and {slots[1].numbers} numbers of a token, which are not the "
+                f"latent and the rotated key of its config ({latent[0]} and {latent[1]}); use another model."
+            )
+        layer = tuple(part._replace(name=called) for part, called in zip(layer, (*LATENT, INDEX), strict=False))
+    elif slots and config.num_attention_heads % slots[0].heads:
+        raise UserError(
+            f"{name} keeps {slots[0].heads} KV heads, which its {config.num_attention_heads} heads cannot share evenly."
+        )
+    refuse_other_parts(part.name for part in layer)
+    return layer
 
 
 def embedded_tokens(plain: PreTrainedModel) -> int:
@@ -255,14 +284,14 @@ def reaches_of(config: Any, n_layers: int) -> tuple[Reach, ...]:
     """
     sliding = config.window_size if hasattr(config, "attention_layers") else getattr(config, "sliding_window", None)
     kinds, chunk = _kinds(config, n_layers), getattr(config, "attention_chunk_size", None)
-    reaches: dict[str, Reach] = {"full_attention": None, "sliding_attention": sliding, _RECURRENT: None}
+    reaches: dict[str, Reach] = dict.fromkeys((*_WITH_STATE, *_WITHOUT_SLOTS, "full_attention"))
     reaches["indexed_attention"] = None  # among the slots in view the index chooses, which a mask reaches too
+    reaches["sliding_attention"] = sliding
     reaches["chunked_attention"] = Chunk(chunk) if chunk else None
     if foreign := set(map(str, kinds)) - {*reaches}:
-        without = ", which keep a state in place of slots" if foreign & _WITH_STATE else ""
         raise UserError(
-            f"{config.model_type} has layers of kind {', '.join(sorted(foreign))}{without}; "
-            f"kvprobe reads full, sliding-window and chunked attention."
+            f"{config.model_type} has layers of kind {', '.join(sorted(foreign))}; kvprobe reads full, sliding-window "
+            "and chunked attention, and states of known rules."
         )
     return tuple(reaches[kind] for kind in kinds)
 

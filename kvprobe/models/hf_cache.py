@@ -1,13 +1,13 @@
 """The cache object of a Hugging Face model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicIndexedLayer
+from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicIndexedLayer, LinearAttentionCacheLayerMixin
 
-from kvprobe.cache.parts import Shape, recurrent
+from kvprobe.cache.parts import attends, recurrent
 from kvprobe.models.recurrent import StateLayer
 
 
@@ -41,9 +41,39 @@ class CacheLayer(DynamicIndexedLayer):
         return parent.update_indexer(indexer_key_states)
 
 
+class BothLayer:
+    """One layer of a Hugging Face cache that attends and keeps a state (Falcon-H1)."""
+
+    def __init__(self, slots: Any, state: Any) -> None:
+        self.slots, self.state = slots, state
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.state if hasattr(self.state, name) else self.slots, name)
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        return (*(self.slots.stored or ()), *(self.state.stored or ()))
+
+    @property
+    def picked(self) -> tuple[Tensor, ...]:
+        return (*self.slots.picked, *self.state.picked)
+
+
+class IdleLayer(DummyLayer):
+    """A layer that stores nothing (Nemotron-H)."""
+
+    stored, picked = (), ()
+
+
+CacheLayerMixin.register(BothLayer)
+LinearAttentionCacheLayerMixin.register(BothLayer)
+
+
 def held_by(layer: Any) -> tuple[Tensor, ...]:
     """What a layer of transformers' cache holds, part by part in the order of `kvprobe.cache.parts`; nothing if it is
     empty. The index, which has no heads there, has one here."""
+    if isinstance(layer, BothLayer):
+        return (*held_by(layer.slots), *held_by(layer.state))
     if isinstance(layer, StateLayer):
         return layer.stored or ()
     index = getattr(layer, "indexer_keys", None)
@@ -52,12 +82,29 @@ def held_by(layer: Any) -> tuple[Tensor, ...]:
     return (layer.keys, layer.values) if index is None else (layer.keys, layer.values, index[:, None])
 
 
-def empty_layers(shape: Shape) -> list[CacheLayer | StateLayer]:
-    """Layers of a Hugging Face cache for a model that stores this, before anything is read."""
-    return [StateLayer() if recurrent(part.name for part in parts) else CacheLayer() for parts in shape]
+def layers_of(parts: Iterable[Sequence[str]], slots: Callable[[int], Any], state: Callable[[int], Any]) -> list[Any]:
+    """Layers of a Hugging Face cache.
+
+    Args:
+        parts: the names of what each layer stores.
+        slots: makes the one that holds the slots of the layer of this number.
+        state: makes the one that holds its state.
+    """
+
+    def layer(number: int, names: Sequence[str]) -> Any:
+        if recurrent(names):
+            return BothLayer(slots(number), state(number)) if attends(names) else state(number)
+        return slots(number) if attends(names) else IdleLayer()
+
+    return [layer(number, names) for number, names in enumerate(parts)]
 
 
-def past_key_values(layers: Sequence[CacheLayer | StateLayer]) -> DynamicCache:
+def empty_layers(parts: Iterable[Sequence[str]]) -> list[Any]:
+    """Layers of a Hugging Face cache before anything is read; see `layers_of`."""
+    return layers_of(parts, lambda _: CacheLayer(), lambda _: StateLayer())
+
+
+def past_key_values(layers: Sequence[Any]) -> DynamicCache:
     """A Hugging Face cache made of these layers."""
     past = DynamicCache()
     past.layers = list(layers)  # pyright: ignore[reportAttributeAccessIssue] - it is a plain list

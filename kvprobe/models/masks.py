@@ -6,6 +6,7 @@ module gets its own mask from kvprobe.
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 
 import torch
 from torch import Tensor, nn
@@ -32,24 +33,32 @@ def masks_of(ledger: Ledger, queries: int, geometry: Geometry, dtype: torch.dtyp
 
 @contextmanager
 def masks_given(modules: Sequence[nn.Module], masks: Sequence[Tensor] | None) -> Generator[None]:
-    """While this lasts, each attention module gets its own mask instead of the one that the model passes to it."""
+    """While this lasts, each attention module gets its own mask instead of the one that the model passes to it.
+
+    A module that a model calls several times stands as often among them, and gets its masks in turn.
+    """
     if masks is None:
         yield
         return
 
-    def hook_giving(mask: Tensor) -> Callable[..., tuple[object, dict[str, object]]]:
+    def hook_giving(masks: Sequence[Tensor]) -> Callable[..., tuple[object, dict[str, object]]]:
+        turns = cycle(masks)
+
         def hook(module: nn.Module, args: object, kwargs: dict[str, object]) -> tuple[object, dict[str, object]]:
             if "attention_mask" not in kwargs:
                 raise UserError(
                     f"{type(module).__name__} has no argument attention_mask, so kvprobe cannot mask slots in it."
                 )
-            return args, {**kwargs, "attention_mask": mask}
+            return args, {**kwargs, "attention_mask": next(turns)}
 
         return hook
 
     # Where all layers see the same slots, the model passes the one mask on itself.
     alike = all(mask is masks[0] for mask in masks)
-    hooks: list[Hook] = [(module, "input", hook_giving(mask)) for module, mask in zip(modules, masks, strict=True)]
+    by_module: dict[nn.Module, list[Tensor]] = {}
+    for module, mask in zip(modules, masks, strict=True):
+        by_module.setdefault(module, []).append(mask)
+    hooks: list[Hook] = [(module, "input", hook_giving(of_module)) for module, of_module in by_module.items()]
     submodules = [submodule for module in modules for submodule in module.modules()]
     tables = {submodule: bias for submodule in submodules if (bias := _slot_table(submodule)) is not None}
 

@@ -1,15 +1,17 @@
 """Recurrent layers of Hugging Face models: they start from a folded state, and what each token writes is noted.
 
-The modelling files call their kernels, and the fused ones in their place, by two names with the same arguments; a
-function that takes note stands there, and does nothing else while no cache of kvprobe is read.
+The modelling files call their kernels, and the fused ones in their place, by names with the same arguments; a function
+that takes note stands there, and does nothing else while no cache of kvprobe is read.
 """
 
+import inspect
 import sys
-from collections.abc import Callable, Generator, Iterable
+import weakref
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -19,61 +21,79 @@ from transformers.cache_utils import LinearAttentionLayer
 from kvprobe.cache.parts import WRITES, Layer
 from kvprobe.cache.recurrence import fold, last_inputs
 from kvprobe.errors import UserError
-from kvprobe.models.checkpoints import known, remember
+from kvprobe.models.checkpoints import State, known, remember
 
-KERNELS = (
-    ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
-    ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"),
-)
-"""What modelling files call the gated delta rule: for many tokens, and for one."""
+Given = Mapping[str, Any]
+"""What a kernel was given, by the names of its arguments."""
+_Noted = dict[str, Float[Tensor, "batch tokens heads _"]]
+
+
+def _delta(given: Given) -> _Noted:
+    """What tokens write by the gated delta rule."""
+    decay = given["g"] if given["g"].dim() == 4 else given["g"][..., None]
+    return {"key": given["key"], "value": given["value"], "decay": decay, "step": given["beta"][..., None]}
+
+
+def _scan(given: Given) -> _Noted:
+    """What tokens write in Mamba-2."""
+    gain = given["dt"] if given["dt_bias"] is None else given["dt"] + given["dt_bias"].to(given["dt"].dtype)
+    gain = nn.functional.softplus(gain) if given["dt_softplus"] else gain
+    gain = gain.clamp(*given.get("dt_limit", (0.0, torch.inf)))[..., None]
+    decay = given["A"].float()[:, None] * gain.float()
+    return {"key": given["B"], "value": given["hidden_states"], "decay": decay, "gain": gain}
+
+
+def _one_scanned(given: Given) -> _Noted:
+    """The same of the kernel for one token, which is given what all numbers of a head share as many times."""
+    alike = {"dt": given["dt"][:, None, :, 0], "dt_bias": given["dt_bias"][:, 0], "A": given["A"][:, 0, 0]}
+    return _scan({**given, **alike, "B": given["B"][:, None], "hidden_states": given["hidden_states"][:, None]})
+
+
+KERNELS: dict[str, Callable[[Given], _Noted]] = {
+    "torch_chunk_gated_delta_rule": _delta,
+    "torch_recurrent_gated_delta_rule": _delta,
+    "chunk_kimi_delta_attention": _delta,
+    "recurrent_kimi_delta_attention": _delta,
+    "mamba2_chunk_scan": _scan,
+    "mamba2_selective_state_update": _one_scanned,
+}
+"""What modelling files call their kernels, and what tokens write there."""
 _WIDEST = 16
 """Of the short convolutions, in tokens."""
-
-
-class _Given(NamedTuple):
-    """What a kernel was given: `[batch, tokens, heads, …]`."""
-
-    key: Tensor
-    value: Tensor
-    decay: Tensor
-    step: Tensor
-
-
-_given: ContextVar[list[_Given] | None] = ContextVar("given", default=None)
+_given: ContextVar[list[_Noted] | None] = ContextVar("given", default=None)
 
 
 def recurrent_modules(plain: nn.Module, count: int) -> list[nn.Module]:
-    """The modules of a model that call the gated delta rule, of which its config names so many.
+    """The modules of a model that keep a state by a known rule, of which its config names so many.
 
     Raises:
         UserError: it has others.
     """
-    modules = [
-        module
-        for module in plain.modules()
-        if type(module).__name__.endswith(("GatedDeltaNet", "DeltaAttention")) and _kernels(module)
-    ]
+    modules = [module for module in plain.modules() if _known(module)]
     if len(modules) != count:
         raise UserError(
-            f"{type(plain).__name__} has {count} layers that keep a state in place of slots, and {len(modules)} with a "
-            "recurrence that kvprobe knows (the gated delta rule); use another model."
+            f"{type(plain).__name__} has {count} layers that keep a state, and {len(modules)} with a recurrence that "
+            "kvprobe knows (the gated delta rule, Mamba-2, a short convolution); use another model."
         )
     return modules
 
 
-def _kernels(module: nn.Module) -> bool:
-    """Whether the modelling file of a module has the gated delta rule."""
-    file = sys.modules[type(module).__module__]
-    return any(all(hasattr(file, name) for name in names) for names in KERNELS)
+def _known(module: nn.Module) -> bool:
+    """Whether a module keeps a state by a known rule, as its name and its modelling file tell."""
+    name, file = type(module).__name__, sys.modules[type(module).__module__]
+    if name.endswith("ShortConv"):
+        return True
+    mixes = name.endswith(("GatedDeltaNet", "DeltaAttention", "Mixer", "MambaLayer"))
+    return mixes and any(hasattr(file, kernel) for kernel in KERNELS)
 
 
 @contextmanager
 def writes_noted(modules: Iterable[nn.Module]) -> Generator[None]:
     """While this lasts, what the kernels of these modules are given is noted for the `StateLayer` of each."""
     for file in {type(module).__module__: sys.modules[type(module).__module__] for module in modules}.values():
-        for name in (name for names in KERNELS for name in names if hasattr(file, name)):
-            if not hasattr(kernel := getattr(file, name), "notes"):
-                setattr(file, name, _noting(kernel))
+        for name, noted in KERNELS.items():
+            if hasattr(file, name) and not hasattr(kernel := getattr(file, name), "notes"):
+                setattr(file, name, _noting(kernel, noted))
     token = _given.set([])
     try:
         yield
@@ -81,15 +101,25 @@ def writes_noted(modules: Iterable[nn.Module]) -> Generator[None]:
         _given.reset(token)
 
 
-def _noting(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    def noting(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *rest: Any, **settings: Any) -> Any:
-        if (given := _given.get()) is not None:
-            given.append(_Given(key, value, g, beta))
-        return kernel(query, key, value, g, beta, *rest, **settings)
+def _noting(kernel: Callable[..., Any], noted: Callable[[Given], _Noted]) -> Callable[..., Any]:
+    signature = inspect.signature(kernel)
 
-    noted: Any = wraps(kernel)(noting)
-    noted.notes = True  # that it stands in the kernel's place
-    return noted
+    def noting(*arguments: Any, **settings: Any) -> Any:
+        given = _given.get()
+        if given is None:
+            return kernel(*arguments, **settings)
+        bound = signature.bind(*arguments, **settings)
+        bound.apply_defaults()
+        given.append(noted(bound.arguments))
+        computed = kernel(*arguments, **settings)
+        # What the kernel of Mamba-2 for one token writes to in place, the model does not hand on.
+        if (layer := getattr(bound.arguments.get("state"), "layer", None)) is not None:
+            layer().update_recurrent_state(bound.arguments["state"])
+        return computed
+
+    replaced: Any = wraps(kernel)(noting)
+    replaced.notes = True  # that it stands in the kernel's place
+    return replaced
 
 
 class StateLayer(LinearAttentionLayer):
@@ -118,21 +148,32 @@ class StateLayer(LinearAttentionLayer):
         self._inputs: Tensor | None = None
         self._last = torch.empty(0)
         self._past, self._before = past, None
-        self._states, self._unhidden = ([], 0) if past is None else ([*known(past)], 0)
+        self._states: list[State] = []
+        self._unhidden = 0
         if past is not None:
-            if live is None:
-                live = torch.ones_like(past["step"][:, 0, :, 0], dtype=torch.bool)
-            if padding is not None:
-                past = {**past, "decay": past["decay"].masked_fill(padding[:, None, :, None], 0.0)}
-            self._before = (past["conv"], live)
-            self._unhidden = int(live.all(0).int().cumprod(0).sum())
-            self._states = [state for state in self._states if state[0] <= self._unhidden]
-            count, start = self._states[-1] if self._states else (0, None)
-            rest = {name: tensor[:, :, count:] for name, tensor in past.items()}
             states: Any = self
-            states.recurrent_states[0], states.has_previous_state[0] = fold(rest, start, live[:, count:]), True
-            states.is_recurrent_states_initialized[0] = True
+            states.has_previous_state[0] = True
+            live = torch.ones_like(past["conv"][:, 0, :, 0], dtype=torch.bool) if live is None else live
+            self._before = (past["conv"], live)
             self._show_inputs()
+            if "decay" in past:
+                states.recurrent_states[0] = self._folded(past, live, padding)
+                states.is_recurrent_states_initialized[0] = True
+
+    def _folded(
+        self, past: Layer, live: Bool[Tensor, "batch slots"], padding: Bool[Tensor, "batch slots"] | None
+    ) -> Tensor:
+        """The state after these writes, as the model has it."""
+        self._unhidden = int(live.all(0).int().cumprod(0).sum())
+        self._states = [state for state in known(past) if state[0] <= self._unhidden]
+        if padding is not None:
+            past = {**past, "decay": past["decay"].masked_fill(padding[:, None, :, None], 0.0)}
+        count, start = self._states[-1] if self._states else (0, None)
+        state: Any = fold({name: tensor[:, :, count:] for name, tensor in past.items()}, start, live[:, count:])
+        if "gain" in past:
+            state = state.transpose(2, 3).clone()  # Mamba-2 has it so, and writes to it in place
+            state.layer = weakref.ref(self)
+        return state
 
     def _show_inputs(self) -> None:
         """Give the last inputs to models that read a single token after them, in place."""
@@ -147,17 +188,23 @@ class StateLayer(LinearAttentionLayer):
         if not self.written:
             return None
         before = () if self._past is None else (self._past,)
-        parts = {name: torch.cat([*(part[name] for part in before), self.written[name]], 2) for name in WRITES}
-        # Of new tokens that are padding, the ledger says that they are not live.
-        slots = parts["decay"].shape[2]
-        whole = self._unhidden == slots - self.written["decay"].shape[2]
-        remember(parts, [*self._states, *([(slots, self._last)] if whole else [])])
+        parts = {
+            name: torch.cat([*(part[name] for part in before), self.written[name]], 2)
+            for name in WRITES
+            if name in self.written
+        }
+        if "decay" in parts:
+            # Of new tokens that are padding, the ledger says that they are not live.
+            slots = parts["decay"].shape[2]
+            whole = self._unhidden == slots - self.written["decay"].shape[2]
+            remember(parts, [*self._states, *([(slots, self._last)] if whole else [])])
         return tuple(parts.values())
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
     ) -> Tensor:
         self._inputs = conv_states
+        self.written = {"conv": conv_states.transpose(1, 2)[:, None]}
         if self._before is None or conv_kernel_size is None:
             return conv_states
         return torch.cat([last_inputs(*self._before, conv_kernel_size - 1), conv_states], -1)
@@ -167,13 +214,11 @@ class StateLayer(LinearAttentionLayer):
         assert given, "the layer was read outside of `writes_noted`"
         states: Any = self
         inputs: Tensor = states.conv_states[0][..., -1:] if self._inputs is None else self._inputs
-        key, value, decay, step = (tensor.transpose(1, 2) for tensor in given.pop())
+        noted = {name: tensor.transpose(1, 2) for name, tensor in given.pop().items()}
         given.clear()
-        decay = decay[..., None] if decay.dim() == 3 else decay
-        decay = torch.cat([decay, torch.zeros_like(decay)], -1)
-        parts = (key, value, decay, step[..., None], inputs.transpose(1, 2)[:, None])
+        noted["decay"] = torch.cat([noted["decay"], torch.zeros_like(noted["decay"])], -1)
+        self.written = {**noted, "conv": inputs.transpose(1, 2)[:, None]}
         self._inputs = None
         self._show_inputs()
-        self.written.update(zip(WRITES, parts, strict=True))
-        self._last = recurrent_states
+        self._last = recurrent_states.transpose(2, 3).clone() if "gain" in noted else recurrent_states
         return recurrent_states

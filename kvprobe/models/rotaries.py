@@ -30,7 +30,7 @@ def rotaries_of(plain: PreTrainedModel, geometry: Geometry) -> tuple[dict[str, R
     tokens = torch.arange(1, 2 * _PROBED_TOKENS, 2, device=device)[:, None]
     ids = tokens * embedded_tokens(plain) // (2 * _PROBED_TOKENS)
     at = torch.tensor([[0], [far]], device=device).repeat_interleave(len(ids), 0)
-    layers = empty_layers(geometry.layers)
+    layers = empty_layers(geometry.parts)
     past = past_key_values(layers)
     with torch.no_grad(), writes_noted(recurrent_modules(plain, len(geometry.recurrent))):
         plain(input_ids=ids.repeat(2, 1), position_ids=at, past_key_values=past, use_cache=True)

@@ -1,7 +1,7 @@
 """Two lanes over one set of weights before the gate has proved them: for the gate alone."""
 
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cached_property
@@ -20,7 +20,7 @@ from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker, fingerprint, state_of
 from kvprobe.models.attending import KERNELS, Attending, Attention, attention_name, attention_replaced
 from kvprobe.models.geometry import Geometry, changing_frequencies
-from kvprobe.models.hooks import claimed
+from kvprobe.models.hooks import Hook, claimed, hooked
 from kvprobe.models.lens import Hooked
 from kvprobe.models.masks import masks_given, masks_of
 from kvprobe.models.recurrent import recurrent_modules, writes_noted
@@ -240,8 +240,13 @@ class UnprovedLanes:
         """See `attention_replaced`.
 
         Raises:
-            UserError: some layers do not attend.
+            UserError: some layers do not attend, or are the same module.
         """
+        if len({*self.attention_modules}) < len(self.attention_modules):
+            raise UserError(
+                f"{type(self.plain).__name__} calls its layers several times, which maps of attention and patch sweeps "
+                "cannot tell apart; patch with KVCache.patch, one cell at a time."
+            )
         if self.geometry.recurrent:
             raise UserError(
                 f"{type(self.plain).__name__} has recurrent layers, which do not attend, so maps of attention and "
@@ -251,19 +256,13 @@ class UnprovedLanes:
 
     @cached_property
     def blocks(self) -> list[nn.Module]:
-        """The decoder layers, each of which holds one attention module, or a recurrent one."""
-        numbers, recurrent = self._layer_numbers, self.geometry.recurrent
-        mixers = dict(zip(numbers, self.attention_modules, strict=True))
-        mixers |= dict(zip(recurrent, self.recurrent_modules, strict=True))
-        stacks = [
-            list(stack)
-            for stack in self.plain.modules()
-            if isinstance(stack, nn.ModuleList) and len(stack) == len(mixers)
-        ]
-        for stack in stacks:
-            if all(
-                any(submodule is mixers[layer] for submodule in block.modules()) for layer, block in enumerate(stack)
-            ):
+        """The decoder layers, each of which holds one attention module, or a recurrent one, or neither."""
+        mixers = dict(zip(self.geometry.attending, self.attention_modules, strict=True))
+        mixers |= dict(zip(self.geometry.recurrent, self.recurrent_modules, strict=True))
+        count = max(self.geometry.n_layers, len(self.geometry.sources))
+        stacks = (stack for stack in self.plain.modules() if isinstance(stack, nn.ModuleList) and len(stack) == count)
+        for stack in map(list, stacks):
+            if all(any(part is mixer for part in stack[layer].modules()) for layer, mixer in mixers.items()):
                 return stack
         raise UserError(
             f"{type(self.plain).__name__} has no list of decoder layers that kvprobe can find; use another model."
@@ -315,26 +314,32 @@ class UnprovedLanes:
 
     @cached_property
     def attention_modules(self) -> list[nn.Module]:
-        """The attention module of each layer that attends, those that read another layer's K and V included."""
-        modules = {
-            index: module
+        """The attention module of each layer that attends, those that read another layer's K and V included; one that
+        is called for several layers stands there as often (HRM)."""
+        numbers = {
+            module: index
             for module in self.plain.modules()
             if type(module).__name__.endswith(("Attention", "MLA"))
             and module not in self.recurrent_modules
             and isinstance(index := getattr(module, "layer_idx", getattr(module, "layer_id", None)), int)
         }
-        if sorted(modules) != self._layer_numbers:
+        modules = sorted(numbers, key=numbers.__getitem__)
+        if tuple(sorted(numbers.values())) != self.geometry.attending:
+            modules = self._called(modules)
+        if len(modules) != len(self.geometry.attending):
             raise UserError(
                 f"{type(self.plain).__name__} does not have one attention module per layer that kvprobe can find, so "
                 "slots cannot be masked in it; use another model."
             )
-        return [modules[layer] for layer in sorted(modules)]
+        return modules
 
-    @property
-    def _layer_numbers(self) -> list[int]:
-        """The numbers of the layers that attend."""
-        recurrent = self.geometry.recurrent
-        return [layer for layer in range(len(self.geometry.sources) + len(recurrent)) if layer not in recurrent]
+    def _called(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
+        """These modules in the order in which the model calls them."""
+        called: list[nn.Module] = []
+        noting: list[Hook] = [(module, "input", lambda module, *_: called.append(module)) for module in modules]
+        with hooked(noting), torch.no_grad():
+            self.native(torch.zeros(1, 1, dtype=torch.long, device=self.device))
+        return called
 
     @cached_property
     def recurrent_modules(self) -> list[nn.Module]:
