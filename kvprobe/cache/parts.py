@@ -67,7 +67,7 @@ def attends(layer: Iterable[str]) -> bool:
     return any(name not in WRITES for name in layer)
 
 
-def slots_and_writes(layer: Layer) -> tuple[Layer, Layer]:
+def slots_and_writes(layer: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The parts of a layer that it attends to, and those that its state is folded of."""
     slots = {name: tensor for name, tensor in layer.items() if name not in WRITES}
     return slots, {name: tensor for name, tensor in layer.items() if name in WRITES}

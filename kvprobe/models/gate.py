@@ -28,6 +28,7 @@ from kvprobe.models.gate_caches import (
     read,
     read_after,
     read_few,
+    states_apart,
 )
 from kvprobe.models.hooks import bare
 from kvprobe.models.loading import free_bytes
@@ -227,6 +228,10 @@ def _plain_checks(lanes: UnprovedLanes) -> Iterator[Check]:
     yield (
         last.shape[1] == 1 and difference(last, whole[:, -1:]) <= lanes.tolerance(),
         "does not return the logits of the one token that was asked for.",
+    )
+    yield (
+        (apart := states_apart(lanes)) <= lanes.tolerance(),
+        f"keeps a state that is not what its tokens write, by the rule that kvprobe knows (off by {apart:.1e}).",
     )
     yield from _query_checks(lanes, held, FIRST_REACH, masked=True)
     cache = long_cache(lanes, FIRST_REACH, held)

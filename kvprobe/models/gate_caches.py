@@ -4,7 +4,7 @@ What a model begins to do only at some length (a window, a scale that grows, a m
 cache at the price of a few tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,7 +18,7 @@ from kvprobe.cache.parts import INDEX, Layer, slots_and_writes
 from kvprobe.cache.recurrence import time_moved
 from kvprobe.models.hf_cache import CacheLayer, empty_layers, held_by, layers_of, past_key_values
 from kvprobe.models.recurrent import StateLayer
-from kvprobe.models.rounding import few_tokens
+from kvprobe.models.rounding import difference, few_tokens
 from kvprobe.models.unproved import Lane, UnprovedLanes
 
 _LOUD = 100.0
@@ -61,7 +61,7 @@ class Held:
         return Held(ledger, tuple(map(_loud, self.layers)))
 
 
-def _loud(layer: Layer) -> Layer:
+def _loud(layer: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: _LOUD * tensor if name in _CONTENT else tensor for name, tensor in layer.items()}
 
 
@@ -95,6 +95,14 @@ def read_few(lanes: UnprovedLanes, lane: Lane = "plain") -> tuple[Reading, Held]
     """A few tokens read after nothing."""
     ids = few_tokens(lanes.plain)
     return read(lanes, None, ids, fresh_ledger(ids), lane)
+
+
+def states_apart(lanes: UnprovedLanes) -> float:
+    """How far the states after a few tokens lie from the folds of what these wrote."""
+    ids, layers = few_tokens(lanes.plain), empty_layers(lanes.geometry.parts)
+    lanes.unproved(ids, fresh_ledger(ids), past_key_values(layers))
+    states = [layers[number] for number in lanes.geometry.recurrent if "decay" in lanes.geometry.parts[number]]
+    return max((difference(layer.folded, layer.state) for layer in states), default=0.0)
 
 
 def read_after(

@@ -240,7 +240,7 @@ def _one_token(plain: PreTrainedModel, kinds: list[str]) -> list[Any]:
 def _parts(layer: Any) -> Layer:
     """What a layer of transformers' cache holds of one token."""
     if isinstance(layer, BothLayer):
-        return {**_parts(layer.slots), **_parts(layer.state)}
+        return {**_parts(layer.of_slots), **_parts(layer.of_state)}
     if isinstance(layer, StateLayer):
         return layer.written
     return dict(zip((*KV, INDEX), held_by(layer), strict=False))

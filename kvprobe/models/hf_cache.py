@@ -45,18 +45,18 @@ class BothLayer:
     """One layer of a Hugging Face cache that attends and keeps a state (Falcon-H1)."""
 
     def __init__(self, slots: Any, state: Any) -> None:
-        self.slots, self.state = slots, state
+        self.of_slots, self.of_state = slots, state
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.state if hasattr(self.state, name) else self.slots, name)
+        return getattr(self.of_state if hasattr(self.of_state, name) else self.of_slots, name)
 
     @property
     def stored(self) -> tuple[Tensor, ...]:
-        return (*(self.slots.stored or ()), *(self.state.stored or ()))
+        return (*(self.of_slots.stored or ()), *(self.of_state.stored or ()))
 
     @property
     def picked(self) -> tuple[Tensor, ...]:
-        return (*self.slots.picked, *self.state.picked)
+        return (*self.of_slots.picked, *self.of_state.picked)
 
 
 class IdleLayer(DummyLayer):
@@ -73,7 +73,7 @@ def held_by(layer: Any) -> tuple[Tensor, ...]:
     """What a layer of transformers' cache holds, part by part in the order of `kvprobe.cache.parts`; nothing if it is
     empty. The index, which has no heads there, has one here."""
     if isinstance(layer, BothLayer):
-        return (*held_by(layer.slots), *held_by(layer.state))
+        return (*held_by(layer.of_slots), *held_by(layer.of_state))
     if isinstance(layer, StateLayer):
         return layer.stored or ()
     index = getattr(layer, "indexer_keys", None)

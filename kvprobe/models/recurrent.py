@@ -127,6 +127,7 @@ class StateLayer(LinearAttentionLayer):
 
     Attributes:
         written: what the tokens wrote that were read, by the names in `WRITES`.
+        state: the state after them, as `fold` gives it; empty where there is none.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class StateLayer(LinearAttentionLayer):
         # So that the inputs of the convolution pass by here when one token is read, too.
         self.record_past = True
         self._inputs: Tensor | None = None
-        self._last = torch.empty(0)
+        self.state = torch.empty(0, 0, 0, 0)
         self._past, self._before = past, None
         self._states: list[State] = []
         self._unhidden = 0
@@ -175,6 +176,11 @@ class StateLayer(LinearAttentionLayer):
             state.layer = weakref.ref(self)
         return state
 
+    @property
+    def folded(self) -> Float[Tensor, "batch heads d_key d_value"]:
+        """The fold of what was written, where nothing was before."""
+        return fold(self.written)
+
     def _show_inputs(self) -> None:
         """Give the last inputs to models that read a single token after them, in place."""
         if self._before is not None:
@@ -197,7 +203,7 @@ class StateLayer(LinearAttentionLayer):
             # Of new tokens that are padding, the ledger says that they are not live.
             slots = parts["decay"].shape[2]
             whole = self._unhidden == slots - self.written["decay"].shape[2]
-            remember(parts, [*self._states, *([(slots, self._last)] if whole else [])])
+            remember(parts, [*self._states, *([(slots, self.state)] if whole else [])])
         return tuple(parts.values())
 
     def update_conv_state(
@@ -220,5 +226,5 @@ class StateLayer(LinearAttentionLayer):
         self.written = {**noted, "conv": inputs.transpose(1, 2)[:, None]}
         self._inputs = None
         self._show_inputs()
-        self._last = recurrent_states.transpose(2, 3).clone() if "gain" in noted else recurrent_states
+        self.state = recurrent_states.transpose(2, 3).clone() if "gain" in noted else recurrent_states
         return recurrent_states

@@ -316,16 +316,17 @@ class UnprovedLanes:
     def attention_modules(self) -> list[nn.Module]:
         """The attention module of each layer that attends, those that read another layer's K and V included; one that
         is called for several layers stands there as often (HRM)."""
-        numbers = {
-            module: index
+        numbered = [
+            (index, module)
             for module in self.plain.modules()
             if type(module).__name__.endswith(("Attention", "MLA"))
             and module not in self.recurrent_modules
             and isinstance(index := getattr(module, "layer_idx", getattr(module, "layer_id", None)), int)
-        }
-        modules = sorted(numbers, key=numbers.__getitem__)
-        if tuple(sorted(numbers.values())) != self.geometry.attending:
-            modules = self._called(modules)
+        ]
+        by_layer = dict(numbered)
+        modules = [by_layer[layer] for layer in sorted(by_layer)]
+        if tuple(sorted(by_layer)) != self.geometry.attending:
+            modules = self._called([module for _, module in numbered])
         if len(modules) != len(self.geometry.attending):
             raise UserError(
                 f"{type(self.plain).__name__} does not have one attention module per layer that kvprobe can find, so "

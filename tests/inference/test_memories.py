@@ -1,6 +1,7 @@
 """Caches whose layers store something else than K and V of alike heads: latents, shared layers, heads that differ."""
 
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from transformers import DynamicCache
 
 import kvprobe as kv
+from kvprobe.attention.patterns import attend
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.parts import INDEX, KV, LATENT
 from kvprobe.faults import Zeros
@@ -278,3 +280,13 @@ def test_an_index_whose_scores_tie_is_refused_where_it_binds():
 @pytest.mark.parametrize("kind", ["deepseek_v4", "minimax_m3_vl_text"])
 def test_an_index_of_groups_is_refused_by_name(kind: str):
     refused(lambda: load(tiny(kind)), kind, "the unit is a group")
+
+
+def test_modules_that_are_called_for_several_layers_get_the_mask_of_each():
+    model = built("hrm_text")
+    past = model.prefill(IDS)
+    called = model.lanes.attention_modules
+    assert len({*called}) < len(called) == past.n_layers
+    hidden = [after(model, past.mask(slots=[4], layers=[layer])) for layer in range(past.n_layers)]
+    assert all(not torch.equal(one, other) for one, other in pairwise(hidden))
+    refused(lambda: attend(model, IDS), "calls its layers several times")

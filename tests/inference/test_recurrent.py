@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from kvprobe.attention.patterns import attend
 from kvprobe.cache import recurrence
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.parts import WRITES
+from kvprobe.cache.parts import ADDED, CONVOLVED, DELTA, KV
 from kvprobe.cache.recurrence import fold
 from kvprobe.errors import UserError
 from kvprobe.faults import Zeros
@@ -27,7 +27,7 @@ from tests.refusals import refused
 
 IDS = Tokens.of([5, 9, 33, 17, 40, 8, 21, 60, 12, 3])
 NEXT = Tokens.of([7, 11, 30], "next", 10)
-KINDS = ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear"]
+KINDS = ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "granitemoehybrid", "falcon_h1", "nemotron_h"]
 
 
 @cache
@@ -65,12 +65,13 @@ def test_the_fold_of_the_writes_is_the_state_that_the_model_computes(kind: str, 
     for piece in (IDS[:5], IDS[5:8], IDS[8:9], IDS[9:]):
         pieces, _ = model.extend(pieces, [piece])
     assert pieces is not None
-    assert model.geometry.recurrent == (0, 1, 2)
-    for layer, state, last in zip(range(3), computed, states[-3:], strict=True):
-        assert tuple(whole.layers[layer]) == WRITES
+    layers = model.geometry.recurrent
+    assert layers == {"falcon_h1": (0, 1, 2, 3), "nemotron_h": (0,)}.get(kind, (0, 1, 2))
+    for layer, state, last in zip(layers, computed, states[-len(layers) :], strict=True):
+        assert close(last, state)
+        state = state.transpose(2, 3) if "gain" in whole.layers[layer] else state
         assert close(fold(whole.layers[layer]), state)
         assert close(fold(pieces.layers[layer]), state)
-        assert close(last, state)
 
 
 def test_hiding_the_last_tokens_and_their_time_is_never_having_read_them():
@@ -188,11 +189,46 @@ def test_writes_are_saved(tmp_path: Path):
     assert past.footprint == past.nbytes
 
 
+@pytest.mark.parametrize("kind", ["lfm2", "falcon_h1", "nemotron_h"])
+def test_layers_that_convolve_or_attend_beside_a_state_or_store_nothing(kind: str, tmp_path: Path):
+    model, past = held(kind)
+    assert tuple(past.layers[1]) == {"lfm2": CONVOLVED, "falcon_h1": (*KV, *ADDED), "nemotron_h": ()}[kind]
+    past.save(tmp_path / "cache.safetensors")
+    assert torch.equal(after(model, KVCache.load(tmp_path / "cache.safetensors")), after(model, past))
+    other = model.prefill(Tokens.of([5, 9, 44, 17, 40, 8, 21, 60, 12, 3]))
+    assert close(after(model, past.patch(other, slots=range(2, 10))), after(model, other))
+    # What is read next sees the last two inputs of a convolution, and of a state all that is written.
+    near = past.mask(slots=[9], layers=model.geometry.recurrent)
+    far = past.mask(slots=[5], layers=model.geometry.recurrent)
+    assert not close(after(model, near), after(model, past))
+    assert close(after(model, far), after(model, past)) == (kind == "lfm2")
+
+
+@pytest.mark.parametrize(("kind", "fault"), [("nemotron_h", "gain"), ("falcon_h1", "decay"), ("lfm2", "conv")])
+def test_the_gate_sees_a_wrong_state_of_these(kind: str, fault: str, monkeypatch: pytest.MonkeyPatch):
+    usual = StateLayer.update_conv_state, recurrent.fold
+
+    def shifted(layer: StateLayer, inputs: Tensor, *args: Any, **settings: Any) -> Tensor:
+        inputs = usual[0](layer, inputs, *args, **settings)
+        layer.written["conv"] = layer.written["conv"].roll(1, 2)
+        return inputs
+
+    def spoilt(writes: Any, *args: Any, **settings: Any) -> Tensor:
+        return usual[1]({**writes, fault: 0.9 * writes[fault]}, *args, **settings)
+
+    if fault == "conv":
+        monkeypatch.setattr(StateLayer, "update_conv_state", shifted)
+    else:
+        monkeypatch.setattr(recurrent, "fold", spoilt)
+    with pytest.raises(UserError):
+        load(tiny(kind)).prefill(IDS)
+
+
 def test_writes_are_patched_by_their_names():
     model, past = held()
     other = model.prefill(Tokens.of([5, 9, 44, 17, 40, 8, 21, 60, 12, 3]))
     value = past.patch(other, slots=[2], part="value")
-    assert [name for name in WRITES if not torch.equal(value.layers[2][name], past.layers[2][name])] == ["value"]
+    assert [name for name in DELTA if not torch.equal(value.layers[2][name], past.layers[2][name])] == ["value"]
     assert not close(after(model, value), after(model, past))
     everything = past.patch(other, slots=list(range(2, 10)))
     assert close(after(model, everything), after(model, other))
@@ -200,8 +236,8 @@ def test_writes_are_patched_by_their_names():
 
 def test_writes_are_captured_as_they_are_stored():
     model, past = held()
-    captured = model.capture(IDS, list(WRITES), layers=[0, 2], slots=[1, 4])
-    assert all(torch.equal(captured[name, 2], past.layers[2][name][:, :, [1, 4]]) for name in WRITES)
+    captured = model.capture(IDS, list(DELTA), layers=[0, 2], slots=[1, 4])
+    assert all(torch.equal(captured[name, 2], past.layers[2][name][:, :, [1, 4]]) for name in DELTA)
     refused(lambda: model.capture(IDS, ["value"]), "stores K and V, and this needs value")
 
 

@@ -39,10 +39,9 @@ def test_these_families_work_on_both_lanes(kind: str):
 
 LATENT = ["deepseek_v2", "deepseek_v3", "minicpm3", "youtu", "glm4_moe_lite", "longcat_flash", "axk1"]
 INDEXED = ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"]
-
-
-RECURRENT = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid"]
-PLAIN = ["cohere", "cohere2", "gemma3n_text", "mimo_v2_flash", *LATENT, *INDEXED, *RECURRENT]
+RECURRENT = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "bamba",
+             "granitemoehybrid", "nemotron_h", "falcon_h1", "lfm2", "lfm2_moe", "lfm3"]  # fmt: skip
+PLAIN = ["cohere", "cohere2", "gemma3n_text", "mimo_v2_flash", "hrm_text", *LATENT, *INDEXED, *RECURRENT]
 
 
 @pytest.mark.parametrize("kind", PLAIN)
@@ -55,7 +54,7 @@ def test_routing_is_read_in_these_mixtures(kind: str):
     assert LISTED[kind].endswith("routing")
 
 
-@pytest.mark.parametrize("kind", ["mpt", "bloom", "roberta", "rwkv", "xlstm", "hrm_text"])
+@pytest.mark.parametrize("kind", ["mpt", "bloom", "roberta", "rwkv", "xlstm", "jamba"])
 def test_these_families_are_refused(kind: str):
     assert LISTED[kind] == "refused"
 

@@ -32,9 +32,12 @@ def test_a_window_that_is_switched_off_holds_nowhere():
     assert reaches_of(config, 2) == (None, None)
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "falcon_h1"])
-def test_models_with_a_state_in_place_of_slots_are_refused(kind: str):
-    refused(lambda: Geometry.of(tiny(kind)), "a state in place of slots", "full, sliding-window and chunked attention")
+@pytest.mark.parametrize(
+    ("kind", "phrase"),
+    [("jamba", "a recurrence that kvprobe knows"), ("inkling_text", "hybrid_sliding; kvprobe reads full")],
+)
+def test_models_with_a_state_of_an_unknown_rule_are_refused(kind: str, phrase: str):
+    refused(lambda: Geometry.of(tiny(kind)), phrase)
 
 
 def test_the_fingerprint_depends_on_the_weights_and_not_on_the_tokenizer_object():
