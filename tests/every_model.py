@@ -12,7 +12,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -244,10 +244,10 @@ def folded(plain: Any, ids: list[int], hidden: tuple[int, ...], mask: Tensor) ->
             held: Any = past.layers[layer]
             inputs = given["causal_conv1d_fn"][number][0][0]
             held.conv_states[0] = inputs[..., kept[-held.conv_states[0].shape[2] :]]
-            if kernel == "mamba2_chunk_scan":
-                held.recurrent_states[0] = added_up(*given[kernel][number], hidden)[None]
-            elif kernel:
-                held.recurrent_states[0] = moved(*given[kernel][number], hidden)[None]
+            if kernel is not None:
+                computed = added_up if kernel == "mamba2_chunk_scan" else moved
+                tensors, rule = given[kernel][number]
+                held.recurrent_states[0] = computed(tensors, rule, hidden)[None]
         rest = plain(
             input_ids=torch.tensor([ids[CUT:]]), position_ids=places[:, CUT:], attention_mask=mask[:, :, CUT:],
             past_key_values=past, use_cache=True,
@@ -255,7 +255,7 @@ def folded(plain: Any, ids: list[int], hidden: tuple[int, ...], mask: Tensor) ->
     return torch.cat([first, rest])
 
 
-def moved(given: tuple[Tensor, ...], rule: dict[str, Tensor], hidden: tuple[int, ...]) -> Tensor:
+def moved(given: Sequence[Tensor], rule: dict[str, Tensor], hidden: tuple[int, ...]) -> Tensor:
     """The state by the gated delta rule."""
     _, key, value = given
     state = torch.zeros(value.shape[2], key.shape[3], value.shape[3])
@@ -269,7 +269,7 @@ def moved(given: tuple[Tensor, ...], rule: dict[str, Tensor], hidden: tuple[int,
     return state
 
 
-def added_up(given: tuple[Tensor, ...], rule: dict[str, Tensor], hidden: tuple[int, ...]) -> Tensor:
+def added_up(given: Sequence[Tensor], rule: dict[str, Tensor], hidden: tuple[int, ...]) -> Tensor:
     """The state of Mamba-2."""
     x, dt, a, b, _ = given
     dt = torch.nn.functional.softplus(dt + rule["dt_bias"])

@@ -125,4 +125,4 @@ def described(shape: Shape, sizes: bool = True) -> str:
             told.append("inputs of a convolution" + (f" of {part['conv'].numbers} numbers" if sizes else ""))
         return " and ".join(told)
 
-    return " or ".join(dict.fromkeys(filter(None, map(words, shape))))
+    return " or ".join(dict.fromkeys(told for told in map(words, shape) if told))

@@ -245,7 +245,7 @@ class UnprovedLanes:
         if len({*self.attention_modules}) < len(self.attention_modules):
             raise UserError(
                 f"{type(self.plain).__name__} calls its layers several times, which maps of attention and patch sweeps "
-                "cannot tell apart; patch with KVCache.patch, one cell at a time."
+                "cannot distinguish; patch with KVCache.patch, one cell at a time."
             )
         if self.geometry.recurrent:
             raise UserError(
@@ -337,8 +337,12 @@ class UnprovedLanes:
     def _called(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
         """These modules in the order in which the model calls them."""
         called: list[nn.Module] = []
-        noting: list[Hook] = [(module, "input", lambda module, *_: called.append(module)) for module in modules]
-        with hooked(noting), torch.no_grad():
+
+        def note(module: nn.Module, *_: object) -> None:
+            called.append(module)
+
+        hooks: list[Hook] = [(module, "input", note) for module in modules]
+        with hooked(hooks), torch.no_grad():
             self.native(torch.zeros(1, 1, dtype=torch.long, device=self.device))
         return called
 
