@@ -14,6 +14,7 @@ from torch import Tensor
 from kvprobe.arguments import checked_arguments
 from kvprobe.attention.patterns import Patterns, refuse_missing
 from kvprobe.brief import Brief
+from kvprobe.cache.parts import named
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 
@@ -62,7 +63,9 @@ def written(
     if layer not in patterns.layers:
         raise UserError(f"The patterns are of layers {list(patterns.layers)}, not of {layer}; ask `attend` for it.")
     index = refuse_missing(patterns, slots)
-    values = patterns.cache.values[layer][0][:, index].float()
-    weights = patterns.weights[patterns.layers.index(layer)][..., index].unflatten(0, (values.shape[0], -1))
+    place = patterns.layers.index(layer)
+    stored = patterns.cache.layers[(patterns.sources or patterns.layers)[place]]
+    values = named(stored, "V")[0][:, index].float()
+    weights = patterns.weights[place][..., index].unflatten(0, (values.shape[0], -1))
     mixed = torch.einsum("kgqs,ksd->kgqd", weights, values).flatten(0, 1)
     return torch.einsum("hqd,hdm->hqm", mixed, model.lanes.output_weights(layer).float())

@@ -62,7 +62,7 @@ def roles(
     drawn = [_repeated(model, length, copies, rng) for _ in range(sequences)]
     scores = torch.stack([_scores(model, tokens) for tokens in drawn]).mean(0)
     table = torch.cat([scores, _retrieval(model, needles, seed)[None]]).permute(1, 2, 0).numpy()
-    axes = {"layer": range(table.shape[0]), "head": range(table.shape[1]), "role": list(THRESHOLDS)}
+    axes = {"layer": model.geometry.attending, "head": range(table.shape[1]), "role": list(THRESHOLDS)}
     frame = crossed(axes, {"score": table})
     thresholds = [THRESHOLDS[role] for role in frame["role"]]
     return named_by_head(frame.assign(threshold=thresholds, has=frame["score"] >= thresholds))
@@ -98,7 +98,7 @@ def _scores(model: Model, tokens: Tokens) -> Float[Tensor, "roles layers heads"]
 def _retrieval(model: Model, needles: int, seed: int) -> Float[Tensor, "layers heads"]:
     """The share of copied needle tokens at which each head attends most to the token that is being copied."""
     shape = model.geometry
-    hits, copied = torch.zeros(shape.n_layers, shape.n_heads), 0
+    hits, copied = torch.zeros(len(shape.attending), shape.n_heads), 0
     if model.tokenizer is None:
         return torch.full_like(hits, torch.nan)
     task = Needle()

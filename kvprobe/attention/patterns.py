@@ -18,6 +18,7 @@ from torch import Tensor
 from kvprobe.arguments import AtLeastOne, checked_arguments
 from kvprobe.brief import Brief, Table, show_page
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.parts import attends, named
 from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import cache_of, forward_pass, new_slots, one_row_each, taps
@@ -77,8 +78,14 @@ class Patterns(Brief):
         if self.norms is not None:
             return self.norms
         heads = self.weights.shape[1]
-        norms = [self.cache.values[layer][0].float().norm(dim=-1) for layer in self.layers]
+        norms = [named(self.cache.layers[layer], "V")[0].float().norm(dim=-1) for layer in self.layers]
         return torch.stack([layer.repeat_interleave(heads // len(layer), 0) for layer in norms])
+
+    @property
+    def unseen(self) -> str:
+        """A sentence that names the layers of the model that do not attend; empty where all do."""
+        silent = [str(number) for number, layer in enumerate(self.cache.layers) if not attends(layer)]
+        return f"Layers that do not attend: {', '.join(silent)}." if silent else ""
 
     def show(self, after: "Patterns | None" = None) -> None:
         """Show the attention on an interactive page, and with `after` also the difference; see `kv.views.attention`.
@@ -142,7 +149,7 @@ def attend(
     Args:
         text: one row, as `Model.prefill` takes it; a bare text takes the positions that follow the cache.
         queries: the `last` token, a segment of the text or several, or tokens of it by index (negative from the end).
-        layers: all by default.
+        layers: all that attend by default.
         chunk: tokens to read at a time.
 
     Raises:
@@ -172,7 +179,7 @@ def attend(
     assert cache is not None
     whole = torch.cat([torch.nn.functional.pad(part, (0, cache.slots - part.shape[-1])) for part in weights], 2)
     asked = torch.tensor(chosen, device=whole.device) + before
-    sources = None if norms is None else tuple(model.geometry.sources[layer] for layer in wanted)
+    sources = None if norms is None else tuple(model.geometry.reads[layer] for layer in wanted)
     return Patterns(whole, wanted, asked, cache, logits[0, -1], model.tokenizer, sources, norms)
 
 
@@ -205,7 +212,7 @@ class _Reading:
         self.ledger = new if past is None else past.ledger.append(new)
         slots = self.here + self.ledger.slots - len(piece)
         seen = visible_by_layer(self.ledger, slots, lanes.geometry.reaches)
-        self._seen = [seen[source] for source in lanes.geometry.sources]
+        self._seen = {layer: seen[source] for layer, source in lanes.geometry.reads.items()}
 
     @property
     def weights(self) -> Float[Tensor, "layers heads queries slots"]:
@@ -243,12 +250,14 @@ class _Reading:
 
 
 def _layers(model: Model, layers: Sequence[int] | None) -> tuple[int, ...]:
-    n_layers = len(model.geometry.sources)
-    wanted = tuple(range(n_layers)) if layers is None else tuple(dict.fromkeys(layers))
-    if not wanted or not set(wanted) <= set(range(n_layers)):
+    attending = model.geometry.attending
+    wanted = attending if layers is None else tuple(dict.fromkeys(layers))
+    if not wanted or not set(wanted) <= set(attending):
+        whole = attending == tuple(range(len(attending)))
+        known = f"0 to {attending[-1]}" if whole else f"{', '.join(map(str, attending))}, and others do not attend"
         raise UserError(
-            f"There are no layers {str(layers)[:40]}; the model has layers 0 to {n_layers - 1}, so give at least one "
-            "of them."
+            f"There is no attention of layers {str(layers)[:40]}; the model attends in layers {known}, so give at "
+            "least one of them."
         )
     return wanted
 

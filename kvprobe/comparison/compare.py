@@ -84,7 +84,7 @@ class Comparison(Brief):
             (`dangling`; `dangling_first` is the part of it on slot 0) while the question and its answer are read with
             everything in view, and where this goes when they are masked; see `kvprobe.attention.dangling`. Empty
             where nothing was hidden, or the model's attention cannot be shown.
-        left_out: why an arm, or the attention, is missing; empty if none is.
+        left_out: why an arm, or the attention of some layers or all, is missing; empty if none is.
         reused: what an engine that is given the visible messages alone finds of them in the cache with everything;
             None where the template refuses them alone.
     """
@@ -223,8 +223,10 @@ def compare(
     }
     tokens = token_texts(expected, model.tokenizer)
     unseen = _why_unseen(model) if hide else ""
+    attention = pd.DataFrame()
+    if hide and not unseen:
+        attention, unseen = _attention(model, caches, asked[0], hide)
     left_out = f"{left_out} {unseen}".strip()
-    attention = _attention(model, caches, asked[0], hide) if hide and not unseen else pd.DataFrame()
     return Comparison(model.name, chat, hide, ask, tokens, replies, attention, left_out, reused, when)
 
 
@@ -280,8 +282,10 @@ def _why_unseen(model: Model) -> str:
     return ""
 
 
-def _attention(model: Model, caches: Mapping[str, KVCache], read: Tokens, hide: Sequence[str]) -> pd.DataFrame:
-    """Of the question and the reply to it, before and after the mask."""
+def _attention(
+    model: Model, caches: Mapping[str, KVCache], read: Tokens, hide: Sequence[str]
+) -> tuple[pd.DataFrame, str]:
+    """Of the question and the reply to it, before and after the mask; and the layers that do not attend."""
     before, after = (attend(model, read, caches[arm], queries=range(len(read))) for arm in ("full", "masked"))
     on_first = before.weights[..., 0].mean(-1) * before.cache.ledger.in_segments(hide)[0, 0]
-    return dangling(before, after, hide).assign(dangling_first=on_first.flatten().cpu().numpy())
+    return dangling(before, after, hide).assign(dangling_first=on_first.flatten().cpu().numpy()), before.unseen

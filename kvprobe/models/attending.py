@@ -5,7 +5,7 @@ module. So models do not disturb each other, and one whose name was left behind 
 """
 
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ class Attending:
     """What one layer of the plain lane attends with.
 
     Attributes:
-        layer: its index.
+        layer: its number in the model.
         query: after norms and rotary embedding.
         key: likewise, of all slots: those of the cache first, then those being read.
         value: of the same slots.
@@ -103,14 +103,16 @@ def attention_named(plain: PreTrainedModel, name: str) -> Generator[None]:
 
 
 @contextmanager
-def attention_replaced(plain: PreTrainedModel, modules: Sequence[nn.Module], attention: Attention) -> Generator[None]:
-    """While this lasts, `attention` is the attention of these modules of a Hugging Face model.
+def attention_replaced(
+    plain: PreTrainedModel, modules: Mapping[int, nn.Module], attention: Attention
+) -> Generator[None]:
+    """While this lasts, `attention` is the attention of these modules of a Hugging Face model, each of its layer.
 
     Raises:
         UserError: the model does not take its attention from transformers' registry.
     """
     name = f"kvprobe_{str(attention_name(plain)).removeprefix('kvprobe_')}"
-    before = {module: _replacements.get(module) for module in modules}
+    before = {module: _replacements.get(module) for module in modules.values()}
 
     def put_back() -> None:
         for module, replacement in before.items():
@@ -127,8 +129,8 @@ def attention_replaced(plain: PreTrainedModel, modules: Sequence[nn.Module], att
                 "lane='hooked'."
             )
         attention = unless_bare(attention)
-        for layer, (module, replaced) in enumerate(before.items()):
-            _replacements[module] = _Replacement(layer, attention, replaced)
+        for layer, module in modules.items():
+            _replacements[module] = _Replacement(layer, attention, before[module])
         yield
 
 

@@ -1,5 +1,7 @@
 """The gate of attention on the plain lane: that it is what kvprobe recomputes, shows and replaces."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -8,7 +10,7 @@ from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.errors import UserError
 from kvprobe.models.attending import Attending
 from kvprobe.models.gate_caches import empty_cache, fresh_ledger, long_cache
-from kvprobe.models.hf_cache import CacheLayer, past_key_values
+from kvprobe.models.hf_cache import empty_layers, held_by, past_key_values
 from kvprobe.models.hooks import bare
 from kvprobe.models.rounding import difference, few_tokens
 from kvprobe.models.unproved import UnprovedLanes
@@ -31,18 +33,17 @@ def prove_attention(lanes: UnprovedLanes, slots: int) -> None:
             f"{type(lanes.plain).__name__} chooses by an index which slots to attend to, and does not while its "
             "attention is observed, so it can be neither shown nor replaced; patch with KVCache.patch instead."
         )
-    ids, layers = few_tokens(lanes.plain), [CacheLayer() for _ in range(lanes.geometry.n_layers)]
+    ids, layers = few_tokens(lanes.plain), empty_layers(lanes.geometry.parts)
     long, observed = long_cache(lanes, slots), list[tuple[Attending, Tensor]]()
     with torch.no_grad(), lanes.observing_attention_unproved(lambda inputs, output: observed.append((inputs, output))):
         lanes.unproved(ids, fresh_ledger(ids), past_key_values(layers), masked=True)
         few = observed[:]
         long.read()
-    name = type(lanes.plain).__name__
-    sources = lanes.geometry.sources
-    once = sorted(inputs.layer for inputs, _ in few) == list(range(len(sources))) and all(
-        _reads(inputs, layers[source], latent=lanes.geometry.layers[source][0].name == LATENT[0])
+    name, reads = type(lanes.plain).__name__, lanes.geometry.reads
+    once = sorted(inputs.layer for inputs, _ in few) == [*reads] and all(
+        _reads(inputs, held_by(layers[source]), latent=lanes.geometry.layers[source][0].name == LATENT[0])
         for inputs, _ in few
-        for source in [sources[inputs.layer]]
+        for source in [reads[inputs.layer]]
     )
     if not once or not _uses_attention(lanes):
         raise UserError(
@@ -54,7 +55,7 @@ def prove_attention(lanes: UnprovedLanes, slots: int) -> None:
     worst = 0.0
     for tokens, queries, pairs in ((ids, ids.shape[1], few), (every, long.ids.shape[1], observed[len(few) :])):
         seen = visible_by_layer(fresh_ledger(tokens), queries, lanes.geometry.reaches)
-        outputs = ((inputs.output(seen[sources[inputs.layer]]).transpose(1, 2), computed) for inputs, computed in pairs)
+        outputs = ((inputs.output(seen[reads[inputs.layer]]).transpose(1, 2), computed) for inputs, computed in pairs)
         worst = max(worst, *(difference(output, computed) for output, computed in outputs))
     # Of one layer, which rounds a few times at most.
     if not worst <= max(1e-4, 8 * torch.finfo(lanes.dtype).eps):
@@ -67,22 +68,20 @@ def prove_attention(lanes: UnprovedLanes, slots: int) -> None:
 
 def _uses_attention(lanes: UnprovedLanes) -> bool:
     """Whether what the registry's attention returns in each layer (made NaN in a row for each) is used."""
-    ids = few_tokens(lanes.plain, 2).expand(len(lanes.geometry.sources), -1)
+    attending = lanes.geometry.attending
+    ids = few_tokens(lanes.plain, 2).expand(len(attending), -1)
 
     def corrupt(inputs: Attending, output: Tensor) -> None:
-        output[inputs.layer] = torch.nan
+        output[attending.index(inputs.layer)] = torch.nan
 
     with torch.no_grad(), lanes.observing_attention_unproved(corrupt):
         logits = lanes.unproved(ids, fresh_ledger(ids), empty_cache(lanes), masked=True)
     return bool(logits.isnan().flatten(1).any(1).all())
 
 
-def _reads(inputs: Attending, layer: CacheLayer, latent: bool) -> bool:
+def _reads(inputs: Attending, held: Sequence[Tensor], latent: bool) -> bool:
     """Whether a module attended with what a layer of the cache holds; of latents it computes a key and a value each."""
     if latent:
-        return layer.keys is not None and inputs.key.shape[2] == inputs.value.shape[2] == layer.keys.shape[2]
-    return _same(inputs.key, layer.keys) and _same(inputs.value, layer.values)
-
-
-def _same(one: Tensor, other: Tensor | None) -> bool:
-    return other is not None and one.shape == other.shape and torch.equal(one, other)
+        return {inputs.key.shape[2], inputs.value.shape[2]} == {part.shape[2] for part in held[:2]}
+    pairs = zip((inputs.key, inputs.value), held, strict=False)
+    return bool(held) and all(one.shape == other.shape and torch.equal(one, other) for one, other in pairs)

@@ -89,6 +89,11 @@ class Geometry:
         return tuple(tuple(part.name for part in layer) for layer in self.layers)
 
     @property
+    def reads(self) -> dict[int, int]:
+        """The layers that attend, each with the layer whose K and V it reads."""
+        return dict(zip(self.attending, self.sources, strict=True))
+
+    @property
     def recurrent(self) -> tuple[int, ...]:
         """The layers that keep a state, of which they store what each token wrote."""
         return tuple(number for number, names in enumerate(self.parts) if recurrent(names))

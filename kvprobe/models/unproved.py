@@ -240,19 +240,15 @@ class UnprovedLanes:
         """See `attention_replaced`.
 
         Raises:
-            UserError: some layers do not attend, or are the same module.
+            UserError: some layers are the same module.
         """
         if len({*self.attention_modules}) < len(self.attention_modules):
             raise UserError(
                 f"{type(self.plain).__name__} calls its layers several times, which maps of attention and patch sweeps "
                 "cannot distinguish; patch with KVCache.patch, one cell at a time."
             )
-        if self.geometry.recurrent:
-            raise UserError(
-                f"{type(self.plain).__name__} has recurrent layers, which do not attend, so maps of attention and "
-                "patch sweeps would miss them; patch with KVCache.patch, one cell at a time."
-            )
-        return attention_replaced(self.plain, self.attention_modules, attention)
+        modules = dict(zip(self.geometry.attending, self.attention_modules, strict=True))
+        return attention_replaced(self.plain, modules, attention)
 
     @cached_property
     def blocks(self) -> list[nn.Module]:
@@ -304,7 +300,8 @@ class UnprovedLanes:
 
     def output_projection(self, layer: int) -> Any:
         """The module that multiplies with the W_O of all heads of a layer; raises as `output_weights` does."""
-        module, names = self.attention_modules[layer], ("o_proj", "c_proj", "dense", "out_proj")
+        module = self.attention_modules[self.geometry.attending.index(layer)]
+        names = ("o_proj", "c_proj", "dense", "out_proj")
         for name in names:
             if (projection := getattr(module, name, None)) is not None:
                 return projection

@@ -35,7 +35,7 @@ def prove_writing(lanes: UnprovedLanes) -> None:
         return lambda _, read, __: worst.append(difference(read[0], given[layer]))
 
     hooks: list[Hook] = [
-        (lanes.output_projection(layer), "input", comparing(layer)) for layer in range(lanes.geometry.n_layers)
+        (lanes.output_projection(layer), "input", comparing(layer)) for layer in lanes.geometry.attending
     ]
     with torch.no_grad(), lanes.observing_attention_unproved(remember), hooked(hooks):
         lanes.unproved(ids, fresh_ledger(ids), empty_cache(lanes), masked=True)

@@ -21,6 +21,7 @@ from kvprobe.inference.model import Model, load
 from kvprobe.models import recurrent
 from kvprobe.models.hf_cache import past_key_values
 from kvprobe.models.recurrent import StateLayer
+from kvprobe.report.views.patterns import patterns_view
 from kvprobe.text.tokens import Tokens
 from tests.models.every import tiny
 from tests.refusals import refused
@@ -248,7 +249,6 @@ def test_what_needs_attention_in_every_layer_is_refused_by_name():
     refused(lambda: model.sweep(IDS, [Zeros()], max_new_tokens=2), "this needs K")
     refused(lambda: model.to_hf(past), "recurrent layers")
     refused(lambda: model.from_hf(DynamicCache(config=model.lanes.plain.config), [IDS]), "keeps a state")
-    refused(lambda: attend(model, IDS), "do not attend")
     refused(lambda: model.generate([IDS], policy="H2O(6)"), "are recurrent", "without scores")
     with (
         pytest.raises(UserError, match="do not attend"),
@@ -257,6 +257,33 @@ def test_what_needs_attention_in_every_layer_is_refused_by_name():
         pass
     refused(lambda: model.prefill(IDS, lane="hooked"), "recurrent layers", "lane='plain'")
     refused(lambda: load(tiny("minimax")), "a recurrence that kvprobe knows")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear", "falcon_h1", "nemotron_h", "lfm2"])
+def test_attention_of_the_layers_that_attend_is_shown_by_their_numbers(kind: str):
+    """The reference is the library's own eager attention."""
+    model, past = held(kind)
+    plain, ids = model.lanes.plain, torch.tensor([IDS.ids])
+    before: Any = plain.config._attn_implementation
+    plain.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            computed = plain(input_ids=ids, output_attentions=True, use_cache=False).attentions
+    finally:
+        plain.set_attn_implementation(before)
+    shown = attend(model, IDS, queries=[4, -1], chunk=3)
+    assert shown.layers == {"falcon_h1": (0, 1, 2, 3), "nemotron_h": (2,), "lfm2": (0, 2)}.get(kind, (3,))
+    expected = [layer[0, :, [4, 9]] for layer in computed if layer is not None and layer.dim() == 4]
+    assert torch.allclose(shown.weights, torch.stack(expected), atol=1e-5)
+    assert shown.value_norms.shape == shown.live.shape == (*shown.weights.shape[:2], 10)
+    masked = attend(model, NEXT, past.mask(slots=[4, 5], layers=shown.layers[-1:]))
+    assert float(masked.mass(slots=[4, 5])[-1].abs().max()) == 0
+    assert (float(masked.mass(slots=[4, 5]).max()) > 0) == (len(shown.layers) > 1)
+    silent = [number for number in range(past.n_layers) if number not in shown.layers]
+    assert shown.unseen == (f"Layers that do not attend: {', '.join(map(str, silent))}." if silent else "")
+    assert shown.unseen in patterns_view(shown).caption
+    if silent:
+        refused(lambda: attend(model, IDS, layers=silent[:1]), f"no attention of layers [{silent[0]}]")
 
 
 def spoilt_decay(writes: Any, *args: Any, **settings: Any) -> Tensor:

@@ -34,7 +34,7 @@ def attend_page(model: Model, text: str | Transcript, hide: str | Sequence[str] 
     if not 1 <= count <= len(read):
         raise UserError(f"The text has {len(read)} tokens, and last={last} was given; give 1 to {len(read)}.")
     queries = range(len(read) - count, len(read))
-    sizes = model.geometry.n_layers, model.geometry.n_heads
+    sizes = len(model.geometry.attending), model.geometry.n_heads
     refuse_sizes(*sizes, [start + query for query in queries], len(tokens), 2 if hide else 1)
 
     settings = {"chat": None if isinstance(text, str) else text, "title": f"Attention of {model.name}"}

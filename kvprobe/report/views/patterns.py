@@ -86,7 +86,7 @@ def patterns_view(
 ) -> AttentionView:
     """Patterns as a report or a page shows them, alone or before and `after` an operation on the cache.
 
-    Slots that are masked in every layer and head, or evicted, are crossed out.
+    Slots that are masked in every layer and head, or evicted, are crossed out. Layers that do not attend are named.
 
     Args:
         after: the same queries after slots were masked, evicted or damaged.
@@ -117,7 +117,7 @@ def patterns_view(
     view = heads_view(
         patterns.weights,
         token_texts(ids, patterns.tokenizer) or list(map(str, ids)),
-        caption,
+        f"{caption} {patterns.unseen}".strip(),
         queries=queries,
         layers=patterns.layers,
         masked=(~live.any(0).any(0)).nonzero()[:, 0].tolist(),
