@@ -14,7 +14,7 @@ from torch import Tensor
 from kvprobe.arguments import checked_arguments
 from kvprobe.attention.patterns import Patterns, refuse_missing
 from kvprobe.brief import Brief
-from kvprobe.cache.parts import named
+from kvprobe.cache.layer import named
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from kvprobe.arguments import AtLeastOne, checked_arguments
 from kvprobe.brief import Brief, Table, show_page
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.parts import attends, named
+from kvprobe.cache.layer import named
+from kvprobe.cache.parts import attends
 from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import cache_of, forward_pass, new_slots, one_row_each, taps

@@ -10,8 +10,9 @@ from kvprobe.arguments import check_fields, checked_arguments
 from kvprobe.brief import Brief, plain_dtype
 from kvprobe.cache import shown
 from kvprobe.cache.footprint import footprint
+from kvprobe.cache.layer import Layer, named, shape_of
 from kvprobe.cache.ledger import Ledger
-from kvprobe.cache.parts import Layer, Shape, described, named, recurrent, refuse_other_parts, shape_of
+from kvprobe.cache.parts import Shape, described, recurrent, refuse_other_parts
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker
 

@@ -13,8 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvprobe.cache.layer import Layer
 from kvprobe.cache.ledger import COLUMNS, PADDING, Ledger, QuantisationFormat
-from kvprobe.cache.parts import LAYERS, PARTS, Layer
+from kvprobe.cache.parts import LAYERS, PARTS
 from kvprobe.errors import UserError
 from kvprobe.files import replacing
 from kvprobe.fingerprint import Maker, digest

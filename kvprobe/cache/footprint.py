@@ -27,7 +27,7 @@ def footprint(ledger: Ledger, shape: Shape, number_bytes: int) -> int:
     for live, parts in zip(lives, shape, strict=True):
         for heads, alike in groupby(parts, lambda part: part.heads):
             fine = int((live.expand(-1, heads, -1) & ~coarse).sum())
-            total += fine * sum(part.numbers for part in alike) * number_bytes
+            total += fine * sum(part.head_bytes(number_bytes) for part in alike)
         if ledger.quantisation is not None:
             price = Rounds(ledger.quantisation.bits, ledger.quantisation.group)
             live, numbers = live.expand(-1, parts[0].heads, -1), {part.name: part.numbers for part in parts}

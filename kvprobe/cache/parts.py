@@ -7,11 +7,8 @@ wrote into its state (Qwen3-Next, Granite 4; see `kvprobe.cache.recurrence`). A 
 (Falcon-H1), or do neither and store nothing (Nemotron-H).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
-
-from jaxtyping import Float
-from torch import Tensor
 
 from kvprobe.errors import UserError
 
@@ -36,9 +33,6 @@ PARTS = (*KV, *LATENT, INDEX, *WRITES)
 LAYERS = (KV, LATENT, (*LATENT, INDEX), DELTA, ADDED, CONVOLVED, (*KV, *ADDED), ())
 """The parts that a layer may have."""
 
-Layer = Mapping[str, Float[Tensor, "batch _ slots _"]]
-"""What a layer stores, by the names of its parts."""
-
 
 class PartSize(NamedTuple):
     """The size of a part of what a layer stores of one slot."""
@@ -47,14 +41,13 @@ class PartSize(NamedTuple):
     heads: int
     numbers: int
 
+    def head_bytes(self, number_bytes: int) -> int:
+        """Bytes of one head's numbers, where those of the cache take so many; a decay is always a float32."""
+        return self.numbers * (4 if self.name == "decay" else number_bytes)
+
 
 Shape = tuple[tuple[PartSize, ...], ...]
 """The parts of each layer."""
-
-
-def shape_of(layer: Layer) -> tuple[PartSize, ...]:
-    """The parts of a layer."""
-    return tuple(PartSize(name, tensor.shape[1], tensor.shape[3]) for name, tensor in layer.items())
 
 
 def recurrent(layer: Iterable[str]) -> bool:
@@ -67,45 +60,11 @@ def attends(layer: Iterable[str]) -> bool:
     return any(name not in WRITES for name in layer)
 
 
-def slots_and_writes(layer: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The parts of a layer that it attends to, and those that its state is folded of."""
-    slots = {name: tensor for name, tensor in layer.items() if name not in WRITES}
-    return slots, {name: tensor for name, tensor in layer.items() if name in WRITES}
-
-
 def refuse_other_parts(names: Iterable[str]) -> None:
     """Refuse parts that are not those of any layer."""
     if (given := tuple(names)) not in LAYERS:
         known = ", or ".join(" and ".join(parts) for parts in LAYERS if parts)
         raise UserError(f"A layer stores {known}; got {', '.join(given) or 'nothing'}.")
-
-
-def named(layer: Layer, name: str) -> Float[Tensor, "batch _ slots _"]:
-    """A part of a layer.
-
-    Raises:
-        UserError: it stores other parts.
-    """
-    if name not in layer:
-        raise UserError(
-            f"A layer of this cache stores {' and '.join(layer) or 'nothing'}, and this needs {name}; see the page on "
-            "memories for what works on such models."
-        )
-    return layer[name]
-
-
-def attended(layer: Layer) -> tuple[Float[Tensor, "batch _ slots _"], ...]:
-    """The parts of a layer that attends, in the order in which transformers' cache holds them.
-
-    Raises:
-        UserError: the layer is recurrent.
-    """
-    if recurrent(layer):
-        raise UserError(
-            "This needs layers that store vectors of each slot, and the cache has recurrent layers, which store what "
-            "tokens wrote into a state; see the page on memories for what works on such models."
-        )
-    return tuple(layer.values())
 
 
 def described(shape: Shape, sizes: bool = True) -> str:

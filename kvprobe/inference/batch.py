@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.layer import attended
 from kvprobe.cache.ledger import Ledger
-from kvprobe.cache.parts import attended
 from kvprobe.faults.context import FaultContext
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kvprobe.brief import Brief, brief
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.parts import named
+from kvprobe.cache.layer import named
 from kvprobe.checks import names_of
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import at_slots, cache_of, forward_pass, one_row_each, prove_reading, taps

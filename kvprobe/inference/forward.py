@@ -11,8 +11,9 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
+from kvprobe.cache.layer import Layer, slots_and_writes
 from kvprobe.cache.ledger import PADDING, Ledger
-from kvprobe.cache.parts import Layer, described, slots_and_writes
+from kvprobe.cache.parts import described
 from kvprobe.cache.rotary import Rotation
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import differing

@@ -24,7 +24,7 @@ from transformers.cache_utils import (
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
-from kvprobe.cache.parts import attended
+from kvprobe.cache.layer import attended
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import as_seen, at_slots, new_slots, of_held, prefill, refuse_foreign
 from kvprobe.models.hf_cache import CacheLayer, held_by, past_key_values

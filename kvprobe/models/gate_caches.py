@@ -13,8 +13,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache
 
+from kvprobe.cache.layer import Layer, slots_and_writes
 from kvprobe.cache.ledger import Ledger
-from kvprobe.cache.parts import INDEX, Layer, slots_and_writes
+from kvprobe.cache.parts import INDEX
 from kvprobe.cache.recurrence import time_moved
 from kvprobe.models.hf_cache import CacheLayer, empty_layers, held_by, layers_of, past_key_values
 from kvprobe.models.recurrent import StateLayer

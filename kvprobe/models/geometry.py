@@ -7,20 +7,19 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from kvprobe.cache.layer import Layer, shape_of
 from kvprobe.cache.parts import (
     CONVOLVED,
     INDEX,
     KV,
     LATENT,
     WRITES,
-    Layer,
     PartSize,
     Shape,
     attends,
     described,
     recurrent,
     refuse_other_parts,
-    shape_of,
 )
 from kvprobe.cache.visibility import Chunk, Reach
 from kvprobe.errors import UserError

@@ -18,7 +18,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
-from kvprobe.cache.parts import WRITES, Layer
+from kvprobe.cache.layer import Layer
+from kvprobe.cache.parts import WRITES
 from kvprobe.cache.recurrence import fold, last_inputs
 from kvprobe.errors import UserError
 from kvprobe.models.checkpoints import State, known, remember
@@ -31,7 +32,7 @@ _Noted = dict[str, Float[Tensor, "batch tokens heads _"]]
 def _delta(given: Given) -> _Noted:
     """What tokens write by the gated delta rule."""
     decay = given["g"] if given["g"].dim() == 4 else given["g"][..., None]
-    return {"key": given["key"], "value": given["value"], "decay": decay, "step": given["beta"][..., None]}
+    return {"key": given["key"], "value": given["value"], "decay": decay.float(), "step": given["beta"][..., None]}
 
 
 def _scan(given: Given) -> _Noted:

@@ -19,8 +19,9 @@ from kvprobe.faults import Zeros
 from kvprobe.inference.forward import taps
 from kvprobe.inference.model import Model, load
 from kvprobe.models import recurrent
-from kvprobe.models.hf_cache import past_key_values
-from kvprobe.models.recurrent import StateLayer
+from kvprobe.models.geometry import Geometry
+from kvprobe.models.hf_cache import empty_layers, held_by, past_key_values
+from kvprobe.models.recurrent import StateLayer, recurrent_modules, writes_noted
 from kvprobe.report.views.patterns import patterns_view
 from kvprobe.text.tokens import Tokens
 from tests.models.every import tiny
@@ -188,6 +189,19 @@ def test_writes_are_saved(tmp_path: Path):
     assert all(torch.equal(tensor, same) for tensor, same in zip(again.tensors, past.tensors, strict=True))
     assert close(after(model, again), after(model, past))
     assert past.footprint == past.nbytes
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "bailing_hybrid"])
+def test_in_half_precision_a_decay_is_a_whole_float(kind: str):
+    plain = tiny(kind).to(torch.bfloat16)
+    geometry = Geometry.of(plain)
+    past = past_key_values(empty_layers(geometry.parts))
+    with torch.no_grad(), writes_noted(recurrent_modules(plain, len(geometry.recurrent))):
+        plain(input_ids=torch.tensor([list(IDS.ids)]), past_key_values=past)
+    layers = [dict(zip(*layer, strict=True)) for layer in zip(geometry.parts, map(held_by, past.layers), strict=True)]
+    assert (layers[0]["decay"].dtype, layers[0]["step"].dtype) == (torch.float32, torch.bfloat16)
+    half = KVCache(tuple(layers), held()[1].ledger)
+    assert half.footprint == half.nbytes
 
 
 @pytest.mark.parametrize("kind", ["lfm2", "falcon_h1", "nemotron_h"])

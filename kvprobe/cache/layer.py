@@ -1,0 +1,51 @@
+"""The tensors of a layer of a cache, by the names of its parts; see `kvprobe.cache.parts`."""
+
+from collections.abc import Mapping
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kvprobe.cache.parts import WRITES, PartSize, recurrent
+from kvprobe.errors import UserError
+
+Layer = Mapping[str, Float[Tensor, "batch _ slots _"]]
+"""What a layer stores, by the names of its parts."""
+
+
+def shape_of(layer: Layer) -> tuple[PartSize, ...]:
+    """The parts of a layer."""
+    return tuple(PartSize(name, tensor.shape[1], tensor.shape[3]) for name, tensor in layer.items())
+
+
+def slots_and_writes(layer: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The parts of a layer that it attends to, and those that its state is folded of."""
+    slots = {name: tensor for name, tensor in layer.items() if name not in WRITES}
+    return slots, {name: tensor for name, tensor in layer.items() if name in WRITES}
+
+
+def named(layer: Layer, name: str) -> Float[Tensor, "batch _ slots _"]:
+    """A part of a layer.
+
+    Raises:
+        UserError: it stores other parts.
+    """
+    if name not in layer:
+        raise UserError(
+            f"A layer of this cache stores {' and '.join(layer) or 'nothing'}, and this needs {name}; see the page on "
+            "memories for what works on such models."
+        )
+    return layer[name]
+
+
+def attended(layer: Layer) -> tuple[Float[Tensor, "batch _ slots _"], ...]:
+    """The parts of a layer that attends, in the order in which transformers' cache holds them.
+
+    Raises:
+        UserError: the layer is recurrent.
+    """
+    if recurrent(layer):
+        raise UserError(
+            "This needs layers that store vectors of each slot, and the cache has recurrent layers, which store what "
+            "tokens wrote into a state; see the page on memories for what works on such models."
+        )
+    return tuple(layer.values())
