@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvprobe.cache.parts import INDEX, KV, LATENT, PartSize
 from kvprobe.errors import UserError
 from kvprobe.memory.config import Config
 from kvprobe.memory.defaults import defaults_of
@@ -43,6 +44,13 @@ class AttentionStore:
         """How many numbers are stored per token, in all heads."""
         return self.kv_heads * (self.d_key + self.d_value) + self.d_index
 
+    @property
+    def parts(self) -> tuple[PartSize, ...]:
+        """What is stored of a token, as transformers stores it."""
+        names, heads = LATENT if self.latent else KV, self.copies or self.kv_heads
+        vectors = PartSize(names[0], heads, self.d_key), PartSize(names[1], heads, self.d_value)
+        return (*vectors, PartSize(INDEX, 1, self.d_index)) if self.d_index else vectors
+
     def __str__(self) -> str:
         if self.latent:
             name = "MLA"
@@ -67,6 +75,8 @@ class State:
         channels: of the causal convolution before it.
         kernel: width of that convolution.
         recurrent: numbers in the recurrent state; 0 for a convolution alone.
+        writes: what kvprobe's caches keep of each token that was written to the state, besides the convolution's input;
+            None where kvprobe does not read such layers.
         dtype: of the recurrent state, where the config names one.
     """
 
@@ -74,7 +84,13 @@ class State:
     channels: int
     kernel: int
     recurrent: int
+    writes: tuple[PartSize, ...] | None = None
     dtype: str | None = None
+
+    @property
+    def parts(self) -> tuple[PartSize, ...]:
+        """What kvprobe's caches keep of a token; nothing where kvprobe does not read such layers."""
+        return () if self.writes is None else (*self.writes, PartSize("conv", 1, self.channels))
 
     def __str__(self) -> str:
         return self.name
@@ -91,6 +107,11 @@ class LayerStore:
     attention: AttentionStore | None = None
     state: State | None = None
     shares: int | None = None
+
+    @property
+    def parts(self) -> tuple[PartSize, ...]:
+        """What kvprobe's caches keep of each token, as `Geometry.layers` has it of a loaded model."""
+        return tuple(part for store in (self.attention, self.state) if store is not None for part in store.parts)
 
     def __str__(self) -> str:
         parts = [str(part) for part in (self.attention, self.state) if part is not None]
@@ -193,7 +214,7 @@ def _attention(config: Config, kind: LayerType) -> AttentionStore:
 
 def _state(config: Config, kind: LayerType) -> State:
     if kind == "conv":
-        return State("short convolution", config.size("hidden_size"), config.size("conv_L_cache"), 0)
+        return State("short convolution", config.size("hidden_size"), config.size("conv_L_cache"), 0, writes=())
     family = config.kind
     if family in ("qwen3_next", "qwen3_5_text"):
         d_key, d_value = config.size("linear_key_head_dim"), config.size("linear_value_head_dim")
@@ -203,6 +224,7 @@ def _state(config: Config, kind: LayerType) -> State:
             channels=2 * key_heads * d_key + value_heads * d_value,
             kernel=config.size("linear_conv_kernel_dim"),
             recurrent=value_heads * d_key * d_value,
+            writes=_writes((key_heads, d_key), (value_heads, d_value), "step"),
             dtype=_ssm_dtype(config),
         )
     if family in ("mamba", "falcon_mamba", "jamba"):
@@ -224,8 +246,15 @@ def _state(config: Config, kind: LayerType) -> State:
         channels=inner + 2 * groups * numbers,
         kernel=config.size("mamba_d_conv", "conv_kernel", default=4),
         recurrent=inner * numbers,
+        writes=_writes((groups, numbers), (count, inner // count), "gain"),
         dtype=_ssm_dtype(config),
     )
+
+
+def _writes(key: tuple[int, int], value: tuple[int, int], amount: str) -> tuple[PartSize, ...]:
+    """What a token writes, from heads and numbers of keys and values; `kvprobe.cache.parts.WRITES` explains it."""
+    heads = value[0]
+    return PartSize("key", *key), PartSize("value", *value), PartSize("decay", heads, 2), PartSize(amount, heads, 1)
 
 
 def _mamba2_width(config: Config, count: int) -> int:

@@ -153,6 +153,14 @@ class Needs:
             for layer in self.layers
         ]
 
+    @cached_property
+    def writes_per_token(self) -> list[int]:
+        """Bytes that kvprobe's own caches keep of a token in each recurrent layer, where an engine keeps the state
+        alone; 0 in others, and where kvprobe does not read such layers."""
+        number = self.request.dtype.bytes(1)
+        states = [() if layer.state is None else layer.state.parts for layer in self.layers]
+        return [sum(part.heads * part.head_bytes(number) for part in parts) for parts in states]
+
     @property
     def trained_context(self) -> int | None:
         """Tokens that the model was made for, if its config says so."""

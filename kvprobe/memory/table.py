@@ -98,6 +98,7 @@ def as_mapping(budget: Needs) -> dict[str, object]:
         "bytes_per_token": sum(budget.bytes_per_token),
         "logical": sum(budget.logical),
         "allocated": budget.cache,
+        "writes_per_token": sum(budget.writes_per_token),
         "peak": budget.peak,
         "moment": budget.phase,
         "moments": {name: vars(phase) for name, phase in budget.phases.items()},
@@ -108,9 +109,20 @@ def as_mapping(budget: Needs) -> dict[str, object]:
         "largest_new": budget.largest_new,
         "largest_batch": budget.largest_batch,
         "layers": [
-            {"keeps": str(layer), "bytes_per_token": per_token, "logical": logical, "allocated": allocated}
-            for layer, per_token, logical, allocated in zip(
-                budget.layers, budget.bytes_per_token, budget.logical, budget.allocated, strict=True
+            {
+                "keeps": str(layer),
+                "bytes_per_token": per_token,
+                "writes_per_token": writes,
+                "logical": logical,
+                "allocated": allocated,
+            }
+            for layer, per_token, writes, logical, allocated in zip(
+                budget.layers,
+                budget.bytes_per_token,
+                budget.writes_per_token,
+                budget.logical,
+                budget.allocated,
+                strict=True,
             )
         ],
     }
@@ -180,6 +192,13 @@ def _remarks(budget: Needs) -> Iterator[str]:
         yield (
             "After the prompt, transformers holds all of it in sliding layers too; it frees slots beyond the window "
             "when the next token is read."
+        )
+    if written := sorted({size for size in budget.writes_per_token if size}):
+        count, total = sum(map(bool, budget.writes_per_token)), sum(budget.writes_per_token)
+        yield (
+            f"kvprobe's own caches keep what each token writes to the states of {count} layers, so that it can be "
+            f"hidden: {' or '.join(f'{size:,}' for size in written)} B per token and layer, "
+            f"{short(total * request.batch * request.context)} here."
         )
     crossing = sum(layer.attention is not None and layer.attention.crosses for layer in budget.layers)
     if crossing and not request.source:

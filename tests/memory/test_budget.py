@@ -45,6 +45,15 @@ def test_a_token_takes_the_published_bytes(name: str, expected: int):
     assert sum(budget(name, dtype="bfloat16").bytes_per_token) == expected
 
 
+def test_what_tokens_write_to_states_is_counted_beside_the_states():
+    needs = budget("Qwen/Qwen3-Next-80B-A3B-Instruct", context=1000, batch=2, dtype="bfloat16")
+    key, value, step, convolved = 16 * 128, 32 * 128, 32, 2 * 16 * 128 + 32 * 128
+    token = 2 * (key + value + step + convolved) + 4 * 2 * 32
+    assert needs.writes_per_token == [token, token, token, 0] * 12
+    assert f"of 36 layers, so that it can be hidden: {token:,} B per token and layer, 2.09 GB here." in str(needs)
+    assert "hidden" not in str(budget(QWEN))
+
+
 @pytest.mark.parametrize("engine", ["hf", "logical"])
 def test_a_million_tokens_of_llama_70b_take_328_gb(engine: Any):
     needs = budget("meta-llama/Llama-3.3-70B-Instruct", context=1_000_000, engine=engine)

@@ -9,13 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
+from kvprobe.cache.visibility import Chunk, Reach
+from kvprobe.errors import UserError
 from kvprobe.inference.measured import storage_bytes
 from kvprobe.memory import hf
+from kvprobe.memory.caches import LayerStore
 from kvprobe.memory.layer_types import KINDS
 from kvprobe.memory.numbers import FORMATS
 from kvprobe.memory.request import Request
+from kvprobe.models.geometry import Geometry
 from tests.memory.families import TINY, tiny
 
+UNREAD = ("mamba", "falcon_mamba", "mamba2", "jamba", "mllama_text_model")
+"""Families that have a budget, but no cache in kvprobe."""
 LENGTHS = st.one_of(st.integers(1, 12), st.sampled_from([15, 16, 17, 31, 33]))
 
 
@@ -51,6 +57,28 @@ def test_caches_are_those_of_transformers_to_the_byte(name: str, prompt: int, ne
     past = lived(model, DynamicCache(config=model.config), prompt, new, batch, **first)
     request = Request(prompt, new, batch, source, dtype, dtype)
     assert storage_bytes(past) == hf.held(layers, request)
+
+
+def reach_of(layer: LayerStore) -> Reach:
+    if layer.attention is None or layer.attention.reach is None:
+        return None
+    return Chunk(layer.attention.reach) if layer.attention.chunked else layer.attention.reach
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_config_says_of_each_layer_what_is_measured_on_the_model(name: str):
+    model, layers = tiny(name)
+    try:
+        geometry = Geometry.of(model)
+    except UserError:
+        assert name in UNREAD
+        return
+    assert name not in UNREAD
+    own = [layer for layer in layers if layer.shares is None]
+    assert geometry.layers == tuple(layer.parts for layer in own)
+    assert geometry.reaches == tuple(map(reach_of, own))
+    sources = [number if layer.shares is None else layer.shares for number, layer in enumerate(layers)]
+    assert geometry.sources == tuple(sources[number] for number in geometry.attending)
 
 
 def test_every_family_that_is_known_was_built():
