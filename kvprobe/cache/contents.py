@@ -72,8 +72,13 @@ class Contents(Brief):
         """KV heads of each layer.
 
         Raises:
-            UserError: layers differ in it.
+            UserError: layers differ in it, or keep states.
         """
+        if any(map(recurrent, self.layers)):
+            raise UserError(
+                "Layers of this cache keep states, whose heads are others, so heads cannot be named over all layers; "
+                "mask slots in all heads, or choose layers."
+            )
         heads = {next(iter(layer.values())).shape[1] for layer in self.layers if layer}
         if len(heads) > 1:
             raise UserError(

@@ -60,6 +60,13 @@ def attends(layer: Iterable[str]) -> bool:
     return any(name not in WRITES for name in layer)
 
 
+def heads_apart(shape: Shape) -> int:
+    """KV heads of each layer that may keep slots of their own; 1 where layers differ in them, or keep states."""
+    heads = {parts[0].heads for parts in shape if parts}
+    states = any(part.name in WRITES for parts in shape for part in parts)
+    return 1 if states or len(heads) > 1 else heads.pop()
+
+
 def refuse_other_parts(names: Iterable[str]) -> None:
     """Refuse parts that are not those of any layer."""
     if (given := tuple(names)) not in LAYERS:

@@ -13,6 +13,7 @@ from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
 from kvprobe.cache.ledger import COLUMNS, Ledger
+from kvprobe.cache.parts import heads_apart
 from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend, new_slots, one_row_each, prove_reading
@@ -90,31 +91,27 @@ def watch(
     """
     lane = lane_for(lanes, lane, watched=True)
     refuse_unreadable(lanes, past and past.cache, tokens, "hooked")  # scores take memory on either lane
-    shape = lanes.geometry
-    if len(shape.sources) != shape.n_layers:
-        raise UserError(
-            f"Layers of {type(lanes.plain).__name__} are recurrent, or read slots of others, so the attention to a "
-            "slot is not that of its layer; use a policy without scores."
-        )
+    shape, kv_heads = lanes.geometry, heads_apart(lanes.geometry.layers)
     before = one_row_each(lanes, past and past.cache, len(tokens))
     new = new_slots(tokens, lanes.device)
     ledger = new if before is None else before.ledger.append(new)
-    digests: dict[int, Digest] = {}
+    digests: dict[int, list[Digest]] = {source: [] for source in shape.sources}
 
     def observe(layer: int, pattern: Tensor) -> None:
-        digests[layer] = Digest.of(pattern, shape.n_kv_heads, new.padding, queries)
+        digests[shape.reads[layer]].append(Digest.of(pattern, kv_heads, new.padding, queries))
 
     def compute(inputs: Attending) -> None:
         by_group: list[Tensor] = []
         for start in range(0, new.slots, CHUNK):
             piece = slice(start, start + CHUNK)
             weights = replace(inputs, query=inputs.query[:, :, piece]).weights(seen[inputs.layer][:, :, piece])
-            by_group.append(torch.unflatten(weights, 1, (shape.n_kv_heads, -1)).mean(2))
+            by_group.append(torch.unflatten(weights, 1, (kv_heads, -1)).mean(2))
         observe(inputs.layer, torch.cat(by_group, 2))
 
     prove_reading(lanes, before, tokens, lane)
     if lane == "plain":
-        seen = visible_by_layer(ledger, new.slots, shape.reaches)
+        by_source = visible_by_layer(ledger, new.slots, shape.reaches)
+        seen = {layer: by_source[source] for layer, source in shape.reads.items()}
         observing = lanes.observing_attention(compute)
     else:
         observing = lanes.hooked.observing_patterns(observe)
@@ -123,14 +120,14 @@ def watch(
     record = past.attention if past is not None else None
     if record is None:
         slots = 0 if past is None else past.cache.slots
-        record = Attention.none(shape.n_layers, len(tokens), shape.n_kv_heads, slots, queries, lanes.device)
+        record = Attention.none(len(digests), len(tokens), kv_heads, slots, queries, lanes.device)
     if record.recent.shape[3] != queries:
         raise UserError(
             f"The record so far holds the last {record.recent.shape[3]} queries, but queries is {queries}; give the "
             "same number as before."
         )
     record = record.fork(len(tokens))
-    record = record.after([digests[layer] for layer in range(shape.n_layers)], new.padding)
+    record = record.after([Digest.mean(readers) for readers in digests.values()], new.padding)
     return scene_after(past, cache, record), scores
 
 
@@ -198,7 +195,7 @@ def _same(before: Scene, after: Scene) -> bool:
     pairs = [
         (getattr(before.cache.ledger, name), getattr(after.cache.ledger, name)) for name in (*COLUMNS, "following")
     ]
-    tensors = zip(before.cache.keys + before.cache.values, after.cache.keys + after.cache.values, strict=True)
+    tensors = zip(before.cache.tensors, after.cache.tensors, strict=True)
     return (
         all(torch.equal(old, new) for old, new in pairs)
         and torch.equal(before.live, after.live)

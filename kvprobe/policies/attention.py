@@ -12,7 +12,7 @@ from kvprobe.brief import Brief
 
 @dataclass(frozen=True, repr=False)
 class Attention(Brief):
-    """Attention weights, averaged over the query heads that share a KV head.
+    """Attention weights, averaged over the query heads that share a KV head, of the layers of `Scene.live`.
 
     Attributes:
         total: sum over all queries so far.
@@ -88,3 +88,9 @@ class Digest:
         wanted = (~padding).sum(1)[:, None] - queries + torch.arange(queries, device=padding.device)
         last = weights.gather(2, wanted.clamp(min=0)[:, None, :, None].expand(-1, kv_heads, -1, weights.shape[3]))
         return cls(weights.sum(2), last.masked_fill((wanted < 0)[:, None, :, None], 0.0))
+
+    @staticmethod
+    def mean(readers: "Sequence[Digest]") -> "Digest":
+        """The digest of a layer whose slots several read."""
+        total, last = (torch.stack([getattr(reader, name) for reader in readers]) for name in ("total", "last"))
+        return readers[0] if len(readers) == 1 else Digest(total.mean(0), last.mean(0))

@@ -40,6 +40,6 @@ class LayerBudgets(Rebudgeted):
     def keep(self, scene: Scene) -> Live:
         # Row by row: what a row keeps must not depend on the rows beside it.
         lengths = scene.live.sum(3).amax((0, 2)).cpu()
-        counts = torch.tensor([self.slot_count.layer_counts(scene.cache.n_layers, int(length)) for length in lengths]).T
+        counts = torch.tensor([self.slot_count.layer_counts(len(scene.live), int(length)) for length in lengths]).T
         counts = counts.to(scene.live.device)
         return highest(self.scores(scene), scene.live, counts[:, :, None].expand(scene.live.shape[:3]))

@@ -17,6 +17,7 @@ from kvprobe.arguments import AtLeastOne, check_fields
 from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache, PositionMode
 from kvprobe.cache.entries import entries
+from kvprobe.cache.parts import attends, heads_apart
 from kvprobe.cache.slots import Evicts, Rounds
 from kvprobe.errors import UserError
 from kvprobe.names import short_repr
@@ -48,8 +49,19 @@ class Scene(Brief):
 
     @property
     def live(self) -> Live:
-        """Liveness of each slot in every layer and KV head."""
-        return self.cache.ledger.live.expand(self.cache.n_layers, -1, self.cache.n_kv_heads, -1)
+        """Liveness of each slot in every layer that attends, and in each of its KV heads; these count as one where
+        layers differ in them, or keep states."""
+        live = self._live_everywhere
+        return live if len(self.attending) == len(live) else live[self.attending]
+
+    @property
+    def attending(self) -> list[int]:
+        """The layers of the cache that attend."""
+        return [number for number, layer in enumerate(self.cache.layers) if attends(layer)]
+
+    @property
+    def _live_everywhere(self) -> Live:
+        return self.cache.ledger.live.expand(self.cache.n_layers, -1, heads_apart(self.cache.shape), -1)
 
     @property
     def complete(self) -> Bool[Tensor, "batch"]:
@@ -63,6 +75,16 @@ class Scene(Brief):
         if self.prompts is not None:
             return self
         return replace(self, prompts=entries(self.cache.ledger.live_somewhere.sum(1), int))
+
+    def keeping(self, live: Live) -> "Scene":
+        """The scene with this liveness in the layers that attend; what none of them holds any more, the others lose
+        too."""
+        if len(self.attending) < self.cache.n_layers:
+            lost = self.live.any(0) & ~live.any(0)
+            live = (self._live_everywhere & ~lost).index_copy(0, torch.tensor(self.attending, device=lost.device), live)
+        live = live[:1] if bool((live == live[:1]).all()) else live
+        live = live[:, :, :1] if bool((live == live[:, :, :1]).all()) else live
+        return self.with_cache(replace(self.cache, ledger=replace(self.cache.ledger, live=live)))
 
     def row(self, row: int) -> "Scene":
         """The scene of one row."""
@@ -186,7 +208,7 @@ class Policy(ABC):
             self._refuse_unwatched(scene.attention, self.observes)
         scene = scene.sized
         live = scene.live & (self._kept(scene) | scene.complete[:, None, None])
-        self._refuse_empty(live, scene.live)
+        self._refuse_empty(live, scene)
         return settle(scene, live, self.mode)
 
     def _kept(self, scene: Scene) -> Live:
@@ -215,12 +237,13 @@ class Policy(ABC):
                 f"with queries={watched}; ask Model.watch for as many as the policy needs."
             )
 
-    def _refuse_empty(self, live: Live, before: Live) -> None:
-        empty = ~live.any(3) & before.any(3)
+    def _refuse_empty(self, live: Live, before: Scene) -> None:
+        empty = ~live.any(3) & before.live.any(3)
         if bool(empty.any()):
             layer, row, head = map(int, empty.nonzero()[0])
             raise UserError(
-                f"{self} would leave layer {layer}, KV head {head} of row {row} without a single slot; keep more."
+                f"{self} would leave layer {before.attending[layer]}, KV head {head} of row {row} without a single "
+                "slot; keep more."
             )
 
 
@@ -256,12 +279,10 @@ class Chain(Policy):
 
 def settle(scene: Scene, live: Live, mode: PositionMode) -> Scene:
     """The scene with this liveness: slots that no layer or head keeps leave memory, the others follow the mode."""
-    narrow = live[:1] if bool((live == live[:1]).all()) else live
-    narrow = narrow[:, :, :1] if bool((narrow == narrow[:, :, :1]).all()) else narrow
-    cache = replace(scene.cache, ledger=replace(scene.cache.ledger, live=narrow))
-    scene = scene.with_cache(cache)
-    if not bool(cache.ledger.live_somewhere.all()):
-        scene = scene.take(*cache.ledger.order(cache.ledger.live_somewhere))
+    scene = scene.keeping(live)
+    ledger = scene.cache.ledger
+    if not bool(ledger.live_somewhere.all()):
+        scene = scene.take(*ledger.order(ledger.live_somewhere))
     return scene.with_cache(scene.cache.reindex(mode)) if mode != "gapped" else scene
 
 

@@ -184,7 +184,22 @@ def test_attention_of_keys_that_are_not_stored_is_shown_and_not_replaced():
         pass
     weights = model.generate([IDS], max_new_tokens=3, policy="H2O(budget=6)").cache
     assert weights.ledger.live.sum() > 0
-    refused(lambda: built("gemma3n_text").generate([IDS], max_new_tokens=3, policy="H2O(budget=6)"), "without scores")
+
+
+def test_the_attention_to_a_slot_that_several_layers_read_is_their_mean():
+    model = built("gemma3n_text")
+    weights = attend(model, IDS, queries=range(10)).weights.sum(2).unflatten(1, (2, 2)).mean(2)
+    readers = [[layer for layer, read in model.geometry.reads.items() if read == source] for source in range(6)]
+    assert [len(layers) for layers in readers] == [1, 1, 1, 1, 2, 4]
+    watched = model.watch(IDS).attention
+    assert watched is not None
+    expected = torch.stack([weights[layers].mean(0) for layers in readers])
+    assert torch.allclose(watched.total[:, 0], expected, atol=1e-5)
+
+
+def test_heads_that_differ_keep_the_same_slots_under_a_policy():
+    kept = built("mimo_v2_flash").prefill(IDS, policy="TOVA(6)")
+    assert kept.ledger.live.sum(-1).flatten().tolist() == [6] * 4
 
 
 def test_an_index_key_is_a_third_part_of_the_layers_that_have_an_index():

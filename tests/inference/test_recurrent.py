@@ -263,7 +263,7 @@ def test_what_needs_attention_in_every_layer_is_refused_by_name():
     refused(lambda: model.sweep(IDS, [Zeros()], max_new_tokens=2), "this needs K")
     refused(lambda: model.to_hf(past), "recurrent layers")
     refused(lambda: model.from_hf(DynamicCache(config=model.lanes.plain.config), [IDS]), "keeps a state")
-    refused(lambda: model.generate([IDS], policy="H2O(6)"), "are recurrent", "without scores")
+    refused(lambda: past.mask(slots=[1], heads=[0]), "keep states, whose heads are others")
     with (
         pytest.raises(UserError, match="do not attend"),
         model.lanes.attention_replaced_by(lambda inputs: inputs.query),
@@ -298,6 +298,32 @@ def test_attention_of_the_layers_that_attend_is_shown_by_their_numbers(kind: str
     assert shown.unseen in patterns_view(shown).caption
     if silent:
         refused(lambda: attend(model, IDS, layers=silent[:1]), f"no attention of layers [{silent[0]}]")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "lfm2", "falcon_h1", "nemotron_h"])
+@pytest.mark.parametrize("policy", ["H2O(6)", "TOVA(6)"])
+@pytest.mark.filterwarnings("ignore:What is hidden holds slot 0")
+def test_scores_are_of_the_layers_that_attend_and_the_others_lose_what_none_of_these_keeps(kind: str, policy: str):
+    model, past = held(kind)
+    shown = attend(model, IDS, queries=range(10))
+    scores = (shown.weights.sum(2) if policy == "H2O(6)" else shown.weights[:, :, -1]).mean(1)
+    scores[:, 7:] += 100 * (policy == "H2O(6)")
+    live = torch.zeros(past.n_layers, 10, dtype=torch.bool)
+    live[list(shown.layers)] = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(6).indices, True)
+    live[[number for number in range(past.n_layers) if number not in shown.layers]] = live.any(0)
+    assert kind != "lfm2" or policy == "H2O(6)" or len({int(layer.sum()) for layer in live}) == 2
+    expected = past.evict(slots=(~live.any(0))[None])
+    for layer, kept in enumerate(live[:, live.any(0)]):
+        expected = expected.mask(slots=~kept[None], layers=[layer])
+    actual = model.prefill(IDS, policy=policy)
+    assert torch.equal(actual.ledger.tokens, expected.ledger.tokens)
+    assert torch.equal(*torch.broadcast_tensors(actual.ledger.live, expected.ledger.live))
+    assert close(after(model, actual), after(model, expected))
+    if silent := [number for number in range(past.n_layers) if number not in shown.layers]:
+        # What was hidden from attention alone before stays in the states.
+        hidden = past.mask(slots=[1, 2], layers=shown.layers)
+        ghost = model.apply(policy, model.watch(IDS, queries=1).with_cache(hidden)).ledger
+        assert {*IDS.ids[1:3]} <= {*ghost.tokens[0, ghost.live[silent].all((0, 1, 2))].tolist()}
 
 
 def spoilt_decay(writes: Any, *args: Any, **settings: Any) -> Tensor:
