@@ -5,7 +5,7 @@ on the plain lane where the plain model has such a module, and from TransformerL
 slots asked for are copied, so the request bounds the memory.
 """
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from kvprobe.cache.layer import named
 from kvprobe.checks import names_of
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import at_slots, cache_of, forward_pass, one_row_each, prove_reading, taps
+from kvprobe.models.geometry import Geometry
 from kvprobe.models.hooks import Hook, claimed, hooked
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.lens import HOOKS, PER_HEAD, STORED, Family, hook_name, sites_of
@@ -76,7 +77,7 @@ class Captured(Brief):
 def capture(
     lanes: Lanes,
     tokens: Sequence[Tokens],
-    families: Sequence[Family | str],
+    families: Sequence[Family | str] | Mapping[Family, Sequence[int]],
     *,
     layers: Sequence[int] | None = None,
     segments: str | Sequence[str] | None = None,
@@ -89,9 +90,9 @@ def capture(
     """Read `tokens` (after `past`), and return what these families compute at these layers and slots.
 
     Args:
-        families: see `kvprobe.models.lens.Family`; or instead TransformerLens' names of sites, such as
+        families: see `kvprobe.models.lens.Family`; or the layers of each; or TransformerLens' names of sites, such as
             `blocks.3.attn.hook_v`, each of which names its layer.
-        layers: all by default.
+        layers: all by default that have a family.
         segments: only the slots of these segments of the new tokens.
         slots: or, these of the new tokens, by index (negative from the end of each row). All by default.
         lane: `auto` takes the plain lane if it can answer.
@@ -101,13 +102,12 @@ def capture(
     Raises:
         UserError: an unknown family, layer, segment or slot; or a family that the model does not have.
     """
-    families = tuple(families)
-    wanted = layers_by_family(families, layers, lanes.geometry.n_layers)
+    wanted = layers_by_family(families, layers, lanes.geometry)
     layers = sorted({layer for of_family in wanted.values() for layer in of_family})
     past = one_row_each(lanes, past, len(tokens))
     pick, present = _picked(tokens, segments, slots, lanes.device)
     stored: list[Family] = [family for family in wanted if family in STORED]
-    computed: list[Family] = [family for family in wanted if family not in STORED]
+    computed: list[Family] = [family for family in wanted if family not in (*STORED, "state")]
 
     tensors: dict[tuple[Family, int], Tensor] = {}
 
@@ -131,31 +131,42 @@ def capture(
     for layer in layers if stored else ():
         parts = lanes.geometry.layers[layer]
         picked = {part.name: tensor for part, tensor in zip(parts, tapped[layer].picked, strict=True)}
-        tensors |= {(family, layer): named(picked, STORED[family]) for family in stored}
+        tensors |= {(family, layer): named(picked, STORED[family]) for family in stored if layer in wanted[family]}
+    for layer in wanted.get("state", ()):
+        if "decay" not in lanes.geometry.parts[layer]:
+            raise UserError(f"Layer {layer} keeps no state; capture it in {_having('state', lanes.geometry)}.")
+        tensors["state", layer] = tapped[layer].states_at(pick)
     tensors = {(family, layer): tensor for (family, layer), tensor in tensors.items() if layer in wanted[family]}
     return Captured(tensors, present, scores, cache_of(lanes, tapped, ledger) if keep_cache else None)
 
 
 def layers_by_family(
-    families: Sequence[Family | str], layers: Sequence[int] | None, n_layers: int
+    families: Sequence[Family | str] | Mapping[Family, Sequence[int]], layers: Sequence[int] | None, geometry: Geometry
 ) -> dict[Family, list[int]]:
     """The layers to read of each family.
 
     Args:
-        families: or TransformerLens' names of sites, each of which names its layer.
-        layers: of all families; all by default.
+        families: or the layers of each; or TransformerLens' names of sites, each of which names its layer.
+        layers: of all families; by default all that have one.
 
     Raises:
         UserError: an unknown family, hook or layer, or layers beside hook names.
     """
+    n_layers = geometry.n_layers
+    if isinstance(families, Mapping):
+        if layers is not None:
+            raise UserError("Give the layers of each family, or `layers` of all of them, but not both.")
+        return {family: sorted({_layer(layer, n_layers) for layer in of}) for family, of in families.items()}
     sites = sites_of(families)
     if sites is None:
         for family in families:
             if family not in get_args(Family):
                 known = (*get_args(Family), *(hook_name(known, 0) for known in HOOKS))
                 raise UserError(unknown("family", family, known))
-        chosen = list(range(n_layers)) if layers is None else sorted({_layer(layer, n_layers) for layer in layers})
-        return {cast(Family, family): chosen for family in families}
+        if layers is not None:
+            chosen = sorted({_layer(layer, n_layers) for layer in layers})
+            return {cast(Family, family): chosen for family in families}
+        return {cast(Family, family): _having(cast(Family, family), geometry) for family in families}
     if layers is not None:
         raise UserError("Hook names name their layers; give hook names alone, or families and `layers`.")
     by_family: dict[Family, list[int]] = {}
@@ -268,6 +279,13 @@ def _picked(
     pick = torch.tensor([row + [0] * (longest - len(row)) for row in rows], dtype=torch.long, device=device)
     lengths = torch.tensor([len(row) for row in rows], device=device)
     return pick, torch.arange(longest, device=device) < lengths[:, None]
+
+
+def _having(family: Family, geometry: Geometry) -> list[int]:
+    """The layers that have a family; all, where none has it, which is refused when it is looked for."""
+    part = "decay" if family == "state" else STORED.get(family)
+    having = [layer for layer, names in enumerate(geometry.parts) if part is None or part in names]
+    return having or list(range(geometry.n_layers))
 
 
 def _layer(layer: int, n_layers: int) -> int:

@@ -323,7 +323,7 @@ class Model(Brief):
     def capture(
         self,
         text: Readable,
-        families: Sequence[Family | str],
+        families: Sequence[Family | str] | Mapping[Family, Sequence[int]],
         *,
         layers: Sequence[int] | None = None,
         segments: str | Sequence[str] | None = None,

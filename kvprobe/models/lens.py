@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from transformer_lens.hook_points import HookPoint
 
 Family = Literal[
-    "k_pre", "k", "v", "latent", "rope", "index", "key", "value", "decay", "step", "conv", "resid_pre", "resid_mid",
-    "resid_post", "attn_out", "mlp_out",
+    "k_pre", "k", "v", "latent", "rope", "index", "key", "value", "decay", "step", "gain", "conv", "state", "resid_pre",
+    "resid_mid", "resid_post", "attn_out", "mlp_out",
 ]  # fmt: skip
 """What can be captured at a layer: K before k-norm and rotary embedding, K and V as stored (with latent attention the
 latent and the rotated key, and with a sparse index its key; in a recurrent layer what tokens write, see
-`kvprobe.cache.parts.WRITES`), the residual stream before, between and after attention and MLP, and what attention and
-MLP add to it (after post-norms, as in Gemma)."""
+`kvprobe.cache.parts.WRITES`, and the state after them), the residual stream before, between and after attention and
+MLP, and what attention and MLP add to it (after post-norms, as in Gemma)."""
 
 HOOKS: dict[Family, str] = {
     "k_pre": "attn.hook_k",
@@ -47,10 +47,10 @@ _LEVEL = -1
 _FAMILIES: dict[str, Family] = {hook: family for family, hook in HOOKS.items()}
 STORED: dict[Family, str] = {
     "k": "K", "v": "V", "latent": "latent", "rope": "rope", "index": "index",
-    "key": "key", "value": "value", "decay": "decay", "step": "step", "conv": "conv",
+    "key": "key", "value": "value", "decay": "decay", "step": "step", "gain": "gain", "conv": "conv",
 }  # fmt: skip
 """Families that a cache stores, and the part of a layer that each is."""
-PER_HEAD: tuple[Family, ...] = ("k_pre", *STORED)
+PER_HEAD: tuple[Family, ...] = ("k_pre", *STORED, "state")
 
 
 def hook_name(family: Family, layer: int) -> str:

@@ -14,10 +14,11 @@ from functools import wraps
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
+from kvprobe.cache.entries import entries
 from kvprobe.cache.layer import Layer
 from kvprobe.cache.parts import WRITES
 from kvprobe.cache.recurrence import fold, last_inputs
@@ -149,6 +150,7 @@ class StateLayer(LinearAttentionLayer):
         self.record_past = True
         self._inputs: Tensor | None = None
         self.state = torch.empty(0, 0, 0, 0)
+        self._start: Tensor | None = None
         self._past, self._before = past, None
         self._states: list[State] = []
         self._unhidden = 0
@@ -172,6 +174,7 @@ class StateLayer(LinearAttentionLayer):
             past = {**past, "decay": past["decay"].masked_fill(padding[:, None, :, None], 0.0)}
         count, start = self._states[-1] if self._states else (0, None)
         state: Any = fold({name: tensor[:, :, count:] for name, tensor in past.items()}, start, live[:, count:])
+        self._start = state
         if "gain" in past:
             state = state.transpose(2, 3).clone()  # Mamba-2 has it so, and writes to it in place
             state.layer = weakref.ref(self)
@@ -181,6 +184,18 @@ class StateLayer(LinearAttentionLayer):
     def folded(self) -> Float[Tensor, "batch heads d_key d_value"]:
         """The fold of what was written, where nothing was before."""
         return fold(self.written)
+
+    def states_at(self, slots: Int[Tensor, "batch picked"]) -> Float[Tensor, "batch heads picked numbers"]:
+        """The state after each of these of the slots that were read, its numbers in one row."""
+        distinct = sorted({*entries(slots.flatten(), int)})
+        states, first, state = list[Tensor](), 0, self._start
+        for slot in distinct:
+            state = fold({name: part[:, :, first : slot + 1] for name, part in self.written.items()}, state)
+            states.append(state.flatten(2))
+            first = slot + 1
+        places = torch.searchsorted(torch.tensor(distinct, device=slots.device), slots)
+        every = torch.stack(states, 2)
+        return every.gather(2, places[:, None, :, None].expand(-1, every.shape[1], -1, every.shape[3]))
 
     def _show_inputs(self) -> None:
         """Give the last inputs to models that read a single token after them, in place."""

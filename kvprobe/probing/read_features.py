@@ -14,7 +14,7 @@ from kvprobe.errors import UserError
 from kvprobe.inference.capture import Captured, layers_by_family
 from kvprobe.inference.model import Model
 from kvprobe.inference.shared import common_start
-from kvprobe.models.lens import Family, hook_name
+from kvprobe.models.lens import Family
 from kvprobe.probing.features import READS, Features, Site, read_outs
 from kvprobe.progress import Bar
 from kvprobe.tasks.designs import Design, Sample
@@ -81,13 +81,13 @@ def read_features(
         UserError: an unknown segment, family, layer or KV head, a segment that cannot be hidden from `at`, or a slot
             outside what is read.
     """
-    n_heads, wanted = model.geometry.n_kv_heads, layers_by_family(families, layers, model.geometry.n_layers)
-    if heads is not None:
+    wanted = layers_by_family(families, layers, model.geometry)
+    if heads is not None or per_head:
+        n_heads = model.geometry.n_kv_heads
+        heads = range(n_heads) if heads is None else heads
         if not heads or not all(0 <= head < n_heads for head in heads):
             raise UserError(f"heads is {str(heads)[:40]!r}; give a list of KV heads, 0 to {n_heads - 1}.")
         heads = sorted(set(heads))
-    elif per_head:
-        heads = range(n_heads)
     groups = _by_context(model, design, at, hide)
     vectors: dict[Family, list[Float[Tensor, "1 sites dim"]]] = {family: [] for family in wanted}
     sites: dict[Family, tuple[Site, ...]] = {}
@@ -161,7 +161,6 @@ def _read(
     keep_cache: bool,
 ) -> Iterator[Reading]:
     """The common beginning of the conversations of a context is read once; after it they are rows of one batch."""
-    sites = [hook_name(family, layer) for family, of_family in wanted.items() for layer in of_family]
     rows = 1 if treat is not None else ROWS
     for conversations in (part for group in groups.values() for part in _apart(group, at)):
         distinct = list(conversations)
@@ -179,7 +178,7 @@ def _read(
             if treat is not None and past is not None:
                 past = treat(past, members[0][0])
             asked = [tokens[tokens.span(at)] for tokens in chunk]
-            captured = model.capture(asked, sites, past=past, keep_cache=keep_cache)
+            captured = model.capture(asked, wanted, past=past, keep_cache=keep_cache)
             yield Reading(chunk, members, asked, before, captured)
 
 

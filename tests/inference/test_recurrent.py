@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from kvprobe.attention.patterns import attend
 from kvprobe.cache import recurrence
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.parts import ADDED, CONVOLVED, DELTA, KV
+from kvprobe.cache.parts import ADDED, CONVOLVED, DELTA, KV, slots_and_writes
 from kvprobe.cache.recurrence import fold
 from kvprobe.errors import UserError
 from kvprobe.faults import Zeros
@@ -253,7 +253,22 @@ def test_writes_are_captured_as_they_are_stored():
     model, past = held()
     captured = model.capture(IDS, list(DELTA), layers=[0, 2], slots=[1, 4])
     assert all(torch.equal(captured[name, 2], past.layers[2][name][:, :, [1, 4]]) for name in DELTA)
-    refused(lambda: model.capture(IDS, ["value"]), "stores K and V, and this needs value")
+    refused(lambda: model.capture(IDS, ["value"], layers=[3]), "stores K and V, and this needs value")
+    assert {layer for _, layer in model.capture(IDS, ["value"]).tensors} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1"])
+def test_states_are_captured_after_each_slot_as_they_are_folded_of_what_is_live(kind: str):
+    model = built(kind)
+    rows = model.prefill([IDS[:5], IDS[1:6]]).mask(slots=[2])
+    captured = model.capture([IDS[5:], IDS[5:8]], ["state"], slots=[0, 2], past=rows)
+    whole, _ = model.extend(rows, [IDS[5:], IDS[5:8]])
+    for layer in model.geometry.recurrent:
+        for place, slot in enumerate((5, 7)):
+            _, writes = slots_and_writes({name: part[:, :, : slot + 1] for name, part in whole.layers[layer].items()})
+            state = fold(writes, keep=whole.ledger.live[0, :, 0, : slot + 1])
+            assert close(captured["state", layer][:, :, place], state.flatten(2))
+    refused(lambda: model.capture(IDS, ["state"], layers=[3]), "Layer 3 keeps no state") if kind[0] == "q" else None
 
 
 def test_what_needs_attention_in_every_layer_is_refused_by_name():

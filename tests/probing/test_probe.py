@@ -12,7 +12,7 @@ import torch
 import kvprobe as kv
 from kvprobe.cache.cache import KVCache
 from kvprobe.faults import Scope, Zeros
-from kvprobe.inference.model import Model
+from kvprobe.inference.model import Model, load
 from kvprobe.probing.damage import damaged_slots
 from kvprobe.probing.features import READS, Site, read_outs
 from kvprobe.probing.probe import follows_directly, identical, probe
@@ -21,6 +21,7 @@ from kvprobe.probing.read_features import read_features, restarted
 from kvprobe.probing.use import USE_ARMS, can_be_asked
 from kvprobe.tasks.designs import Design, Sample, Target
 from kvprobe.text.transcript import Transcript
+from tests.models.every import tiny
 from tests.refusals import refused
 
 PLACES = ["shed", "mill", "barn", "inn", "tower", "east desk"]
@@ -66,6 +67,18 @@ def test_a_later_turn_knows_the_digit_unless_the_turn_was_hidden_from_it(
     for family in ("k", "v", "resid_post"):
         assert best(seen, "paired", family) > 0.9
         assert best(hidden, "paired", family) <= 0.3
+
+
+def test_a_state_knows_what_was_written_to_it_and_loses_what_is_hidden(tiny_llama: Model, design: Design):
+    hybrid = tiny("qwen3_next", vocab_size=tiny_llama.lanes.plain.config.vocab_size)
+    model = load(hybrid, tokenizer=tiny_llama.tokenizer)
+    asked: dict[str, Any] = {"families": ["state", "k"], "folds": 3, "permutations": 0}
+    few = replace(design, samples=design.samples[:24])
+    seen, hidden = probe(model, few, "T2", **asked), probe(model, few, "T2", hide=["T1"], **asked)
+    assert set(seen.table[seen.table["family"] == "state"]["layer"]) == {0, 1, 2}
+    assert set(seen.table[seen.table["family"] == "k"]["layer"]) == {3}
+    assert best(seen, "paired", "state") > 0.9
+    assert best(hidden, "paired", "state") <= 0.3
 
 
 def test_one_call_returns_floors_controls_p_values_and_use(hidden: kv.Probing):
