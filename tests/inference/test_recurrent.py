@@ -12,7 +12,8 @@ from transformers import DynamicCache
 from kvprobe.attention.patterns import attend
 from kvprobe.cache import recurrence
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.parts import ADDED, CONVOLVED, DELTA, KV, slots_and_writes
+from kvprobe.cache.layer import slots_and_writes
+from kvprobe.cache.parts import ADDED, CONVOLVED, DELTA, KV
 from kvprobe.cache.recurrence import fold
 from kvprobe.errors import UserError
 from kvprobe.faults import Zeros
