@@ -6,7 +6,7 @@ that is taken over must be what it reads. On the way out, every slot must be liv
 because that is what transformers will assume.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,19 +16,24 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import (
+    DummyLayer,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
 )
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
-from kvprobe.cache.layer import attended
+from kvprobe.cache.layer import slots_and_writes
+from kvprobe.cache.parts import attends, recurrent
+from kvprobe.cache.recurrence import last_inputs
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import as_seen, at_slots, new_slots, of_held, prefill, refuse_foreign
 from kvprobe.models.hf_cache import CacheLayer, held_by, past_key_values
 from kvprobe.models.lanes import Lanes
+from kvprobe.models.recurrent import StateLayer
 from kvprobe.text.tokens import Tokens
 
 CLOSE = {torch.float32: (1e-3, 2e-4), torch.bfloat16: (3e-2, 0.1), torch.float16: (1e-2, 3e-2)}
@@ -36,6 +41,13 @@ CLOSE = {torch.float32: (1e-3, 2e-4), torch.bfloat16: (3e-2, 0.1), torch.float16
 adds up. Of these in half precision the median vector of `NEAR` neighbours counts, since a router may choose other
 experts for a few, and any vector may be off by `FAR`."""
 NEAR, FAR = 8, 0.7
+_KINDS: dict[tuple[bool, bool], tuple[type, ...]] = {
+    (True, False): (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, CacheLayer),
+    (False, True): (LinearAttentionLayer,),
+    (True, True): (LinearAttentionAndFullAttentionLayer,),
+    (False, False): (DummyLayer,),
+}
+"""The layers of transformers' caches that are read, by whether they attend, and keep a state."""
 
 
 Grid = Tensor | np.ndarray | Sequence[Sequence[int]] | None
@@ -72,25 +84,26 @@ def from_hf(
     if not past.layers:
         raise UserError("The cache has no layer yet; read a text with it first.")
     layers: list[Any] = [*past.layers]  # some kinds of layers, refused below, have no keys
-    for number, layer in enumerate(layers):
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
+    if len(layers) != lanes.geometry.n_layers:
+        raise UserError(
+            f"The cache has {len(layers)} layers, but the model has {lanes.geometry.n_layers}; a cache can only be "
+            "read by the model that made it."
+        )
+    for number, (layer, names) in enumerate(zip(layers, lanes.geometry.parts, strict=True)):
+        if type(layer) not in _KINDS[attends(names), recurrent(names)]:
             raise UserError(
-                f"Layer {number} of the cache is a {type(layer).__name__}, which keeps a state in place "
-                "of slots; give the cache of a model whose layers all have full or sliding-window attention."
+                f"Layer {number} of the cache is a {type(layer).__name__}, and this layer of the model stores "
+                f"{' and '.join(names) or 'nothing'}; generate with DynamicCache(config=model.config)."
             )
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, CacheLayer):
-            raise UserError(
-                f"Layer {number} of the cache is a {type(layer).__name__}; kvprobe reads full and sliding layers of a "
-                "DynamicCache, so generate with one."
-            )
-        if not layer.is_initialized:
+        if names and not (layer.is_initialized if attends(names) else layer.has_previous_state[0]):
             raise UserError(f"Layer {number} of the cache is empty; read a text with it first.")
-    count = int(layers[0].get_seq_length())
+    slots = {number: layers[number] for number, names in enumerate(lanes.geometry.parts) if attends(names)}
+    count = int(next(iter(slots.values())).get_seq_length())
     live = _grid("attention_mask", attention_mask, len(tokens), count)
     live = torch.ones(len(tokens), count, dtype=torch.bool) if live is None else live.bool()
     positions = _grid("position_ids", position_ids, len(tokens), count)
-    _refuse_other_counts(layers, tokens, live)
-    missing = [count - layer.keys.shape[2] for layer in layers]
+    _refuse_other_counts(slots, tokens, live)
+    missing = [count - slots[number].keys.shape[2] if number in slots else 0 for number in range(len(layers))]
     _refuse_gaps(lanes, missing, count)
     rows = [row.at(kept) if len(row) == count else row for row, kept in zip(tokens, _places(live), strict=True)]
     # The live slots of each row come first, in order.
@@ -101,19 +114,20 @@ def from_hf(
         whole = torch.nn.functional.pad(tensor.to(lanes.device), (0, 0, count - tensor.shape[2], 0))
         return at_slots(whole, pick)
 
-    held = [tuple(map(at_live_slots, held_by(layer))) for layer in layers]
-    if len(held) != lanes.geometry.n_layers:
-        raise UserError(
-            f"The cache has {len(held)} layers, but the model has {lanes.geometry.n_layers}; a cache can only be read "
-            "by the model that made it."
-        )
+    held = {number: tuple(map(at_live_slots, held_by(layer))) for number, layer in slots.items()}
     refusals: list[UserError] = []
     for placed in _placings(rows, live, positions):
-        cache = of_held(lanes, held, new_slots(placed, lanes.device))
+        again = prefill(lanes, placed)
+        writes = [tuple(slots_and_writes(layer)[1].values()) for layer in again.layers]
+        whole = [(*held.get(number, ()), *written) for number, written in enumerate(writes)]
+        cache = of_held(lanes, whole, new_slots(placed, lanes.device))
         refuse_foreign(lanes, cache)
         cache.refuse_nonfinite()
         try:
-            return _proved(lanes, cache, placed, pick, missing)
+            proved = _proved(lanes, cache, again, pick, missing)
+            for number in lanes.geometry.recurrent:
+                _refuse_other_state(lanes, layers[number], _native(lanes, again, number), number)
+            return proved
         except UserError as error:
             refusals.append(error)
     raise refusals[0]
@@ -132,7 +146,38 @@ def to_hf(lanes: Lanes, cache: KVCache) -> DynamicCache:
             "transformers cannot say; evict what is hidden and re-index the rest: cache.evict(…).reindex()."
         )
     seen = as_seen(lanes, cache)
-    return past_key_values([CacheLayer([part.clone() for part in attended(layer)]) for layer in seen.layers])
+    return past_key_values([_native(lanes, seen, number) for number in range(cache.n_layers)])
+
+
+def _native(lanes: Lanes, cache: KVCache, number: int) -> Any:
+    """A layer of transformers' own kinds; a state is folded of what is written."""
+    slots, writes = slots_and_writes(cache.layers[number])
+    if not writes:
+        return CacheLayer([part.clone() for part in slots.values()]) if slots else DummyLayer()
+    live, padding = ~cache.ledger.padding, cache.ledger.padding
+    folded: Any = StateLayer(writes, live, padding)
+    module: Any = lanes.recurrent_modules[lanes.geometry.recurrent.index(number)]
+    native: Any = LinearAttentionAndFullAttentionLayer() if slots else LinearAttentionLayer()
+    native.update_conv_state(
+        last_inputs(writes["conv"], live, width := module.conv_kernel_size), conv_kernel_size=width
+    )
+    if "decay" in writes:
+        native.update_recurrent_state(folded.recurrent_states[0])
+    if slots:
+        native.update(*(part.clone() for part in slots.values()))
+    return native
+
+
+def _refuse_other_state(lanes: Lanes, theirs: Any, ours: Any, number: int) -> None:
+    """Refuse a layer whose state is not that of the layer that was read again."""
+    _, close = CLOSE.get(lanes.dtype, CLOSE[torch.float32])
+    for name in ("conv_states", "recurrent_states"):
+        own, new = getattr(theirs, name)[0], getattr(ours, name)[0]
+        if new is not None and (own.shape != new.shape or bool((own - new).norm() > close * new.norm())):
+            raise UserError(
+                f"The state of layer {number} is not that of the tokens that were given; give the tokens that the "
+                "cache was made from, with padding the attention_mask, and no cache that was edited."
+            )
 
 
 def _grid(name: str, given: object, rows: int, count: int) -> Int[Tensor, "rows count"] | None:
@@ -168,7 +213,7 @@ def _moved(row: Tokens, positions: Sequence[int]) -> Tokens:
     return replace(row, positions=tuple(positions), end=None)
 
 
-def _refuse_other_counts(layers: Sequence[Any], tokens: Sequence[Tokens], live: Bool[Tensor, "rows count"]) -> None:
+def _refuse_other_counts(layers: Mapping[int, Any], tokens: Sequence[Tokens], live: Bool[Tensor, "rows count"]) -> None:
     count, kept = live.shape[1], entries(live.sum(1), int)
     if not all(kept) or any(len(row) not in (count, shown) for row, shown in zip(tokens, kept, strict=True)):
         raise UserError(
@@ -176,7 +221,7 @@ def _refuse_other_counts(layers: Sequence[Any], tokens: Sequence[Tokens], live: 
             "give the tokens that it read (the last generated one is not among them), and with padding the "
             "attention_mask."
         )
-    for number, layer in enumerate(layers):
+    for number, layer in layers.items():
         rows, length = layer.keys.shape[0], layer.get_seq_length()
         if (rows, length) != (len(tokens), count):
             raise UserError(
@@ -196,15 +241,15 @@ def _refuse_gaps(lanes: Lanes, missing: Sequence[int], count: int) -> None:
 
 
 def _proved(
-    lanes: Lanes, cache: KVCache, tokens: Sequence[Tokens], pick: Int[Tensor, "rows slots"], missing: Sequence[int]
+    lanes: Lanes, cache: KVCache, again: KVCache, pick: Int[Tensor, "rows slots"], missing: Sequence[int]
 ) -> KVCache:
     """The cache, whole, if it is what the model reads now.
 
     Args:
+        again: what it reads.
         pick: the slot of the transformers cache for each of its slots.
         missing: how many of the first of those each layer has dropped.
     """
-    again = prefill(lanes, tokens)
     held = torch.stack([pick >= lacking for lacking in missing]) & ~cache.ledger.padding
     _refuse_others(lanes, cache, again, held, pick)
     if not any(missing):

@@ -183,7 +183,7 @@ def test_a_cache_of_other_tokens_positions_or_kind_is_refused(tiny_llama: Model,
     for layer, whole in zip(short.layers, past.layers, strict=True):
         layer.update(whole.keys, whole.values)
     refused(lambda: tiny_llama.from_hf(short, Tokens.of(tokens)), "lacks")
-    hybrid = DynamicCache(config=Qwen3NextConfig(num_hidden_layers=4))
+    hybrid = DynamicCache(config=Qwen3NextConfig(num_hidden_layers=3))
     refused(lambda: tiny_llama.from_hf(hybrid, Tokens.of(tokens)), "Layer 0 of the cache is a LinearAttentionLayer")
     static = StaticCache(tiny_llama.lanes.plain.config, max_cache_len=40)
     with torch.no_grad():

@@ -277,8 +277,6 @@ def test_what_needs_attention_in_every_layer_is_refused_by_name():
     refused(lambda: past.keys, "stores key and value and decay and step and conv, and this needs K")
     refused(lambda: past.corrupt(Zeros()), "this needs K")
     refused(lambda: model.sweep(IDS, [Zeros()], max_new_tokens=2), "this needs K")
-    refused(lambda: model.to_hf(past), "recurrent layers")
-    refused(lambda: model.from_hf(DynamicCache(config=model.lanes.plain.config), [IDS]), "keeps a state")
     refused(lambda: past.mask(slots=[1], heads=[0]), "keep states, whose heads are others")
     with (
         pytest.raises(UserError, match="do not attend"),
@@ -340,6 +338,30 @@ def test_scores_are_of_the_layers_that_attend_and_the_others_lose_what_none_of_t
         hidden = past.mask(slots=[1, 2], layers=shown.layers)
         ghost = model.apply(policy, model.watch(IDS, queries=1).with_cache(hidden)).ledger
         assert {*IDS.ids[1:3]} <= {*ghost.tokens[0, ghost.live[silent].all((0, 1, 2))].tolist()}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1", "nemotron_h", "lfm2"])
+def test_states_go_out_to_transformers_and_come_in_again(kind: str):
+    model, past = held(kind)
+    plain = model.lanes.plain
+    for mine in (past, past.evict(slots=[2, 5]).reindex()):
+        for run in (NEXT[:1], NEXT):
+            with torch.no_grad():
+                places = torch.arange(mine.slots, mine.slots + len(run))[None]
+                given = {"position_ids": places, "past_key_values": model.to_hf(mine)}
+                logits = plain(torch.tensor([run.ids]), **given).logits
+            expected = model.extend(mine, [run.shifted(mine.slots)], logits=len(run))[1]
+            assert close(logits, expected)
+    theirs = DynamicCache(config=plain.config)
+    with torch.no_grad():
+        plain(torch.tensor([IDS.ids]), past_key_values=theirs)
+    assert all(close(one, other) for one, other in zip(model.from_hf(theirs, IDS).tensors, past.tensors, strict=True))
+    layer: Any = theirs.layers[model.geometry.recurrent[0]]
+    state = layer.conv_states if kind == "lfm2" else layer.recurrent_states
+    state[0] *= 1.001
+    refused(lambda: model.from_hf(theirs, IDS), "is not that of the tokens")
+    refused(lambda: model.from_hf(DynamicCache(config=plain.config), IDS), "is empty")
+    refused(lambda: model.to_hf(past.mask(slots=[4])), "evict what is hidden")
 
 
 def spoilt_decay(writes: Any, *args: Any, **settings: Any) -> Tensor:
