@@ -91,7 +91,8 @@ def copy_of(cache: KVCache) -> KVCache:
     """The same cache in storage of its own."""
     columns = (*COLUMNS, "live", "following")
     ledger = replace(cache.ledger, **{name: getattr(cache.ledger, name).clone() for name in columns})
-    return KVCache.of(tuple(k.clone() for k in cache.keys), tuple(v.clone() for v in cache.values), ledger)
+    layers = ({name: part.clone() for name, part in layer.items()} for layer in cache.layers)
+    return KVCache(tuple(layers), ledger)
 
 
 def assert_same_ledger(actual: Ledger, expected: Ledger) -> None:

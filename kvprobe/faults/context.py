@@ -11,15 +11,16 @@ from torch import Tensor
 
 from kvprobe.cache.alike import refuse_other_model
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.layer import named
 from kvprobe.cache.rotary import Rotary
 from kvprobe.errors import UserError
-from kvprobe.faults.scope import Part
+from kvprobe.faults.scope import Part, stored_name
 from kvprobe.names import unknown
 
 
 @dataclass(frozen=True)
 class SlotMoments:
-    """Mean, spread and covariance of one layer's K or V over slots.
+    """Mean, spread and covariance of one layer's K or V, or another part, over slots.
 
     Attributes:
         mean: of each channel.
@@ -88,7 +89,6 @@ class FaultContext:
             raise UserError(
                 f"A fault context has one row, but this cache has {self.cache.batch}; take one with KVCache.rows."
             )
-        _ = self.cache.keys, self.cache.values  # faults write K and V; a cache of other parts is refused
         for name, donor in self.donors.items():
             refuse_other_model(self.cache, donor, f"Donor {name!r}")
             if donor.batch != 1 or donor.ledger.rotated:
@@ -108,7 +108,7 @@ class FaultContext:
         return self.donors[name]
 
     def vectors(self, layer: int, part: Part) -> Float[Tensor, "kv_heads slots d"]:
-        """K or V of a layer's slots that hold a token."""
+        """A part of a layer's slots that hold a token."""
         return _filled(self.cache, layer, part)
 
     def moments(self, layer: int, part: Part) -> SlotMoments:
@@ -132,6 +132,10 @@ class FaultContext:
         return known
 
 
-def _filled(cache: KVCache, layer: int, part: Part) -> Float[Tensor, "kv_heads slots d"]:
-    tensor = (cache.keys if part == "k" else cache.values)[layer]
-    return tensor[0][:, ~cache.ledger.padding[0]]
+def of_layer(cache: KVCache, layer: int, part: Part) -> Float[Tensor, "heads slots d"]:
+    """This part of a layer of a cache of one row; raises as `named` does."""
+    return named(cache.layers[layer], stored_name(part))[0]
+
+
+def _filled(cache: KVCache, layer: int, part: Part) -> Float[Tensor, "heads slots d"]:
+    return of_layer(cache, layer, part)[:, ~cache.ledger.padding[0]]

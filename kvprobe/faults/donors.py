@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvprobe.arguments import AtLeastZero, checked_arguments
 from kvprobe.errors import UserError
-from kvprobe.faults.context import FaultContext
+from kvprobe.faults.context import FaultContext, of_layer
 from kvprobe.faults.fault import Fault
 from kvprobe.faults.paged import Paged
 from kvprobe.faults.scope import Part, Scope
@@ -27,8 +27,7 @@ _OFFSET = 31
 def _donated(struck: Struck, name: str, part: Part) -> Float[Tensor, "struck d"]:
     donor = struck.context.donor(name)
     filled = (~donor.ledger.padding[0]).nonzero()[:, 0]
-    vectors = (donor.keys if part == "k" else donor.values)[struck.layer][0]
-    return vectors[struck.heads, filled[struck.slots % len(filled)]]
+    return of_layer(donor, struck.layer, part)[struck.heads, filled[struck.slots % len(filled)]]
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class StaleBlock(Paged):
 
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
         blocks = -(-struck.slots_in_row // self.block)
-        uniform = struck.draws.uniform((blocks,), _OFFSET, struck.step).to(struck.keys.device)
+        uniform = struck.draws.uniform((blocks,), _OFFSET, struck.step).to(struck.heads.device)
         start = (uniform * self.block).long()[struck.slots // self.block]
         stale = struck.slots % self.block >= start
         return torch.where(stale[:, None], _donated(struck, self.donor, part), struck.of(part))

@@ -13,7 +13,7 @@ from kvprobe.errors import UserError
 from kvprobe.faults.context import FaultContext, SlotMoments
 from kvprobe.faults.draws import Draws
 from kvprobe.faults.fault import Fault, Need
-from kvprobe.faults.scope import Part
+from kvprobe.faults.scope import Part, purpose_of
 from kvprobe.faults.struck import Struck
 
 Factor = Literal["mean", "spread", "covariance"]
@@ -147,7 +147,7 @@ def effect(context: FaultContext, layer: int, part: Part, share: float) -> Float
     weights = scores.softmax(-1)
     output = weights @ values
     vectors = keys if part == "k" else values
-    drawn = Draws().normal((*vectors.shape,), _TRIAL, layer, int(part == "v")).to(vectors.device)
+    drawn = Draws().normal((*vectors.shape,), _TRIAL, layer, purpose_of(part)).to(vectors.device)
     mixed = torch.lerp(vectors, _like_layer(context, layer, part, drawn), share)
     if part == "v":
         # Only one slot's value changes: the output moves by that change, times the slot's weight.

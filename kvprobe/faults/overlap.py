@@ -1,6 +1,7 @@
 """Pages of K and V that share memory."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxtyping import Float
 from torch import Tensor
@@ -19,7 +20,7 @@ class OverlappingKV(Paged):
     0.20 instead of 0.95.
     """
 
-    last: Part = "v"
+    last: Literal["k", "v"] = "v"
 
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
         if struck.keys.shape != struck.values.shape:

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.arguments import AtLeastOne
-from kvprobe.faults.context import FaultContext
+from kvprobe.faults.context import FaultContext, of_layer
 from kvprobe.faults.fault import Fault
 from kvprobe.faults.scope import Part
 from kvprobe.faults.struck import Struck
@@ -56,8 +56,7 @@ class WrongPointers(Paged):
         blocks = -(-struck.slots_in_row // self.block)
         uniform = struck.draws.uniform((blocks,), _BLOCKS, struck.step).to(before.device)
         block, offset = struck.slots // self.block, struck.slots % self.block
-        heads = struck.context.cache.n_kv_heads
-        stream = struck.rows * heads + struck.heads
+        stream = struck.rows * struck.n_heads + struck.heads
         whole = torch.bincount(stream * blocks + block, minlength=1)[stream * blocks + block] == self.block
         if self.pointing == "swapped":
             after = before.clone()
@@ -68,8 +67,7 @@ class WrongPointers(Paged):
         others = self._others(struck.context, blocks, uniform)
         if others is None:
             return before
-        clean = struck.context.cache
-        vectors = (clean.keys if part == "k" else clean.values)[struck.layer][0]
+        vectors = of_layer(struck.context.cache, struck.layer, part)
         after = vectors[struck.heads, others[block] * self.block + offset]
         return torch.where(whole[:, None], after, before)
 

@@ -23,5 +23,5 @@ class Permuted(Fault):
     """
 
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
-        group = struck.rows * struck.context.cache.n_kv_heads + struck.heads
+        group = struck.rows * struck.n_heads + struck.heads
         return struck.of(part)[following(group, struck.uniform(_ORDER)[:, 0])]

@@ -28,6 +28,8 @@ class PositionShift(Fault):
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
         if part == "v":
             return struck.values
+        if part not in ("k", "rope"):
+            raise UserError(f"PositionShift rotates K, or rope, and {part} is rotated otherwise or not at all.")
         if struck.context.rotaries is None:
             raise UserError(
                 "PositionShift rotates keys, and this fault context has no rotary frequencies; let Model.sweep find "
@@ -35,6 +37,6 @@ class PositionShift(Fault):
             )
         rotary = struck.context.rotaries[struck.layer]
         if rotary is None:
-            return struck.keys
+            return struck.of(part)
         positions = struck.positions[None]
-        return Rotation.between(rotary, positions, positions + self.by).of(struck.keys[None, None])[0, 0]
+        return Rotation.between(rotary, positions, positions + self.by).of(struck.of(part)[None, None])[0, 0]

@@ -1,9 +1,9 @@
-"""Where a fault strikes: which layers, heads and slots, K or V, and how many of them."""
+"""Where a fault strikes: which layers, heads and slots, K or V or another part, and how many of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,7 +19,7 @@ from kvprobe.text.tokens import GENERATED
 
 Unit = Literal["slot", "layer", "head", "number"]
 """What is drawn at once: a slot in all layers and heads, a slot of one layer, a slot of one layer and head, or a single
-number of K or V."""
+number of a part."""
 UNIT_LABELS: dict[Unit, str] = {
     "slot": "slots are drawn once and struck in all layers and heads of the scope",
     "layer": "each layer draws slots of its own",
@@ -27,7 +27,7 @@ UNIT_LABELS: dict[Unit, str] = {
     "number": "single numbers are drawn, for K and for V apart",
 }
 Parts = Literal["kv", "k", "v"]
-Part = Literal["k", "v"]
+Part = Literal["k", "v", "latent", "rope", "index", "key", "value", "decay", "step", "gain", "conv"]
 Among = Literal["all", "prompt", "generated"]
 
 _SLOTS, _NUMBERS, _ROUNDING = 1, 2, 3
@@ -50,8 +50,9 @@ class Scope:
         count: or, number of struck units (all, if there are fewer): in all; or of each layer or head that draws its
             own; or, with `unit="number"`, of each layer's K and of its V.
         layers: a band, or single layers; all by default.
-        heads: KV heads; all by default.
-        parts: keys and values, or one of them.
+        heads: KV heads, or those of the part; all by default.
+        parts: keys and values, one of them, or another part of what the layers store that have it: `latent`, `rope` or
+            `index`; or of what tokens wrote to a state, see `kvprobe.cache.parts.WRITES`.
         segments: names of segments; all by default.
         slots: indices; all by default.
         among: only slots of the prompt, or only those that the model wrote.
@@ -63,7 +64,7 @@ class Scope:
     count: AtLeastZero | None = None
     layers: Sequence[int] | None = None
     heads: Sequence[int] | None = None
-    parts: Parts = "kv"
+    parts: Parts | Part = "kv"
     segments: str | Sequence[str] | None = None
     slots: Sequence[int] | None = None
     among: Among = "all"
@@ -106,6 +107,11 @@ class Scope:
         return eligible
 
     @property
+    def each(self) -> tuple[Part, ...]:
+        """The parts that it names, one by one."""
+        return ("k", "v") if self.parts == "kv" else (self.parts,)
+
+    @property
     def pool(self) -> "Scope":
         """The scope with only the settings that decide the order of the draw; scopes of one pool share that order."""
         return replace(self, rate=1.0, count=None, layers=None, heads=None, parts="kv")
@@ -114,7 +120,7 @@ class Scope:
         """The order in which slots are drawn.
 
         Args:
-            shape: layers and KV heads of the cache.
+            shape: layers of the cache, and heads.
             step: tokens read since the prompt; each step has draws of its own.
         """
         layers, heads = shape
@@ -161,16 +167,16 @@ class Scope:
     def numbers(
         self, eligible: Bool[Tensor, "slots"], size: tuple[int, int], draws: Draws, step: int, layer: int, part: Part
     ) -> Bool[Tensor, "heads slots d"]:
-        """The struck numbers of a layer's K or V, with `unit="number"`.
+        """The struck numbers of a part of a layer, with `unit="number"`.
 
         Args:
-            size: KV heads, and numbers in a vector.
+            size: heads, and numbers in a vector.
         """
         heads, width = size
         inside = torch.zeros(heads, dtype=torch.bool, device=eligible.device)
         inside[list(range(heads) if self.heads is None else self.heads)] = True
         drawable = (inside[:, None] & eligible)[..., None].expand(-1, -1, width)
-        purpose = (_NUMBERS, step, layer, int(part == "v"))
+        purpose = (_NUMBERS, step, layer, purpose_of(part))
         uniform = draws.uniform((heads, len(eligible), width), *purpose).to(eligible.device)
         if self.count is None:
             # Each number is drawn on its own, as errors of memory are: there are enough of them for the rate to be met.
@@ -213,6 +219,16 @@ def named_bands(layers: int, count: int) -> dict[str, tuple[int, ...]]:
     pieces = [tuple(band) for band in bands(layers, min(count, layers))]
     named = {str(piece[0]) if len(piece) == 1 else f"{piece[0]}–{piece[-1]}": piece for piece in pieces}
     return named | {EVERY_LAYER: tuple(range(layers))}
+
+
+def stored_name(part: Part) -> str:
+    """What a cache calls this part."""
+    return part.upper() if part in ("k", "v") else part
+
+
+def purpose_of(part: Part) -> int:
+    """The purpose of random draws that are this part's own; see `Draws.uniform`."""
+    return get_args(Part).index(part)
 
 
 def _refuse_beyond(kind: str, chosen: Sequence[int], count: int) -> None:

@@ -3,7 +3,7 @@
 Slots that are not struck are never touched. `Damage.undo` restores the struck slots bit for bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,12 +12,17 @@ from torch import Tensor
 
 from kvprobe.cache.alike import refuse_other_model
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.layer import Layer
 from kvprobe.cache.ledger import Ledger
 from kvprobe.errors import UserError
 from kvprobe.faults.context import FaultContext
 from kvprobe.faults.draws import Draws
-from kvprobe.faults.scope import Order, Part, Scope
+from kvprobe.faults.scope import Order, Part, Scope, stored_name
 from kvprobe.faults.struck import Strikes, Struck
+
+KV: tuple[Part, ...] = ("k", "v")
+"""What may depend on one another when it is struck."""
+Held = Mapping[Part, Tensor]
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,8 @@ class NonFinite:
     step: int = 0
 
     def __str__(self) -> str:
-        return f"{self.part.upper()} of layer {self.layer}, KV head {self.head}, slot {self.slot}"
+        head = f"{'KV head' if self.part in ('k', 'v') else 'head'} {self.head}"
+        return f"{stored_name(self.part)} of layer {self.layer}, {head}, slot {self.slot}"
 
 
 @dataclass(eq=False)
@@ -59,7 +65,7 @@ def strike(
     faults: Sequence[Strikes],
     draws: Sequence[Draws],
     rows: Sequence[int],
-    tensors: Sequence[tuple[Float[Tensor, "rows heads slots d_head"], Float[Tensor, "rows heads slots d_value"]]],
+    layers: Sequence[Layer],
     ledger: Ledger,
     context: FaultContext,
     step: int = 0,
@@ -67,49 +73,74 @@ def strike(
     first: int = 0,
     remember: bool = False,
 ) -> Damage:
-    """Write faults into K and V, in place.
+    """Write faults into what layers store, in place.
 
-    Rows with the same operator and the same draws are written together, whatever their scopes.
+    Rows with the same operator and the same draws are written together, whatever their scopes, if it is K and V.
 
     Args:
         faults: one for each of `rows`.
         draws: one for each of `rows`.
-        rows: rows of `tensors` and `ledger`; none twice, and all of one conversation, slot by slot.
-        tensors: K and V by layer, contiguous, as wide as the ledger or wider.
+        rows: rows of `layers` and `ledger`; none twice, and all of one conversation, slot by slot.
+        layers: contiguous, as wide as the ledger or wider.
         first: slot of the tensors at which the ledger begins.
         remember: store what is overwritten, for `Damage.undo`.
     """
     damage = Damage(torch.zeros(len(ledger.tokens), dtype=torch.long))
-    groups: dict[tuple[Strikes, Draws], list[tuple[int, Strikes]]] = {}
+    groups: dict[tuple[Strikes, Draws, tuple[Part, ...]], list[tuple[int, Strikes]]] = {}
     for fault, row_draws, row in zip(faults, draws, rows, strict=True):
-        groups.setdefault((fault.operator, row_draws), []).append((row, fault))
-    shape = (len(tensors), context.cache.n_kv_heads)
-    orders: dict[tuple[Scope, Draws], Order] = {}
+        together = KV if fault.scope.each[0] in KV else fault.scope.each
+        groups.setdefault((fault.operator, row_draws, together), []).append((row, fault))
+    orders: dict[tuple[Scope, Draws, int], Order] = {}
     masks: list[Bool[Tensor, "members layers heads slots"]] = []
-    for (operator, row_draws), members in groups.items():
+    for (operator, row_draws, _), members in groups.items():
         operator.refuse_unfit(context)
         of_members: list[Tensor] = []
         for row, fault in members:
-            pool = (fault.scope.pool, row_draws)
+            shape = (len(layers), _heads(fault.scope, layers))
+            pool = (fault.scope.pool, row_draws, shape[1])
             if pool not in orders:
                 orders[pool] = fault.scope.order(ledger, shape, row_draws, step, row)
             of_members.append(fault.scope.struck(orders[pool], shape))
         heads = max(mask.shape[1] for mask in of_members)
-        masks.append(torch.stack([mask.expand(-1, heads, -1) for mask in of_members]).expand(-1, -1, shape[1], -1))
+        masks.append(torch.stack([mask.expand(-1, heads, -1) for mask in of_members]))
     # Layer by layer, so that operators that draw the same noise find it still there.
-    for layer, pair in enumerate(tensors):
-        for ((operator, row_draws), members), mask in zip(groups.items(), masks, strict=True):
-            if operator.reaches(layer) and bool(mask[:, layer].any()):
+    for layer, stored in enumerate(layers):
+        for ((operator, row_draws, parts), members), mask in zip(groups.items(), masks, strict=True):
+            held: Held = {part: stored[stored_name(part)] for part in parts if stored_name(part) in stored}
+            if held and operator.reaches(layer) and bool(mask[:, layer].any()):
                 circumstances = row_draws, context, step
-                _strike_layer(members, mask[:, layer], layer, (*pair, first), ledger, circumstances, damage, remember)
+                _strike_layer(members, mask[:, layer], layer, held, first, ledger, circumstances, damage, remember)
     return damage
+
+
+def _heads(scope: Scope, layers: Sequence[Layer]) -> int:
+    """Heads of what a scope strikes; 1 where layers differ in them.
+
+    Raises:
+        UserError: no layer stores it, or they differ and the scope draws or names heads.
+    """
+    names = [*map(stored_name, scope.each)]
+    heads = {layer[name].shape[1] for layer in layers for name in names if name in layer}
+    if not heads:
+        known = ", ".join({name: None for layer in layers for name in layer})
+        raise UserError(
+            f"No layer of this cache stores {' or '.join(names)}, which this fault strikes; name what they store with "
+            f"Scope(parts=…): {known}."
+        )
+    if len(heads) > 1 and (scope.unit == "head" or scope.heads is not None):
+        raise UserError(
+            f"Layers of this cache differ in the heads of {' and '.join(names)}, so {scope} names none; strike whole "
+            "slots, or choose layers."
+        )
+    return heads.pop() if len(heads) == 1 else 1
 
 
 def _strike_layer(
     members: Sequence[tuple[int, Strikes]],
     mask: Bool[Tensor, "members heads slots"],
     layer: int,
-    target: tuple[Tensor, Tensor, int],
+    held: Held,
+    first: int,
     ledger: Ledger,
     circumstances: tuple[Draws, FaultContext, int],
     damage: Damage,
@@ -118,27 +149,28 @@ def _strike_layer(
     """Write one layer's struck slots, of all rows that share an operator.
 
     Args:
-        target: K and V of the layer, and their slot at which the ledger begins.
+        held: the parts of the layer, all of as many heads.
+        first: their slot at which the ledger begins.
     """
-    layer_keys, layer_values, first = target
     draws, context, step = circumstances
-    member, heads, slots = mask.nonzero(as_tuple=True)
+    n_heads, length = next(iter(held.values())).shape[1:3]
+    member, heads, slots = mask.expand(-1, n_heads, -1).nonzero(as_tuple=True)
     rows = torch.tensor([row for row, _ in members], device=member.device)[member]
     # Vectors lie one after the other: a flat index is several times faster than three.
-    flat = (rows * mask.shape[1] + heads) * layer_keys.shape[2] + first + slots
-    keys, values = (t.view(-1, t.shape[3]).index_select(0, flat) for t in (layer_keys, layer_values))
+    flat = (rows * n_heads + heads) * length + first + slots
+    vectors_of: Held = {part: tensor.view(-1, tensor.shape[3]) for part, tensor in held.items()}
+    before_of: Held = {part: vectors.index_select(0, flat) for part, vectors in vectors_of.items()}
     positions = ledger.positions.flatten().index_select(0, rows * ledger.slots + slots)
-    struck = Struck(layer, rows, heads, slots, positions, keys, values, ledger.slots, step, draws, context)
+    struck = Struck(layer, rows, heads, slots, positions, before_of, n_heads, ledger.slots, step, draws, context)
     written: list[tuple[Part, Tensor, Tensor | slice, Tensor]] = []
-    parts: tuple[tuple[Part, Tensor, Tensor], ...] = (("k", layer_keys, keys), ("v", layer_values, values))
-    for part, tensor, before in parts:
-        if not any(part in fault.scope.parts for _, fault in members):
+    for part, vectors in vectors_of.items():
+        if not any(part in fault.scope.each for _, fault in members):
             continue
-        vectors = tensor.view(-1, tensor.shape[3])
-        after = members[0][1].damaged(struck, part).to(tensor.dtype)
+        before = before_of[part]
+        after = members[0][1].damaged(struck, part).to(vectors.dtype)
         where: Tensor | slice = slice(None)
-        if any(part not in fault.scope.parts or fault.scope.unit == "number" for _, fault in members):
-            in_scope = torch.tensor([part in fault.scope.parts for _, fault in members], device=member.device)[member]
+        if any(part not in fault.scope.each or fault.scope.unit == "number" for _, fault in members):
+            in_scope = torch.tensor([part in fault.scope.each for _, fault in members], device=member.device)[member]
             if any(fault.scope.unit == "number" for _, fault in members):
                 numbers = _struck_numbers(members, member, struck, part, ledger)
                 after, in_scope = torch.where(numbers, after, before), in_scope & numbers.any(1)
@@ -163,7 +195,7 @@ def _struck_numbers(
     numbers = torch.ones(len(member), width, dtype=torch.bool, device=member.device)
     for index, (row, fault) in enumerate(members):
         if fault.scope.unit == "number":
-            size = (struck.context.cache.n_kv_heads, width)
+            size = (struck.n_heads, width)
             eligible = fault.scope.eligible(ledger, row)
             drawn = fault.scope.numbers(eligible, size, struck.draws, struck.step, struck.layer, part)
             of_member = member == index
@@ -217,20 +249,19 @@ def corrupt(
             "Model.as_seen."
         )
     # Copies of their own: rows of a fork share storage, and so do caches.
-    keys, values = (
-        [tensor.clone(memory_format=torch.contiguous_format) for tensor in of] for of in (cache.keys, cache.values)
-    )
+    copies = [{name: part.clone(memory_format=torch.contiguous_format) for name, part in layer.items()}
+              for layer in cache.layers]  # fmt: skip
     damage = Damage(torch.zeros(cache.batch, dtype=torch.long))
     for row, (context, row_draws) in enumerate(zip(contexts, draws, strict=True)):
         alone = without_padding(cache.rows([row]), [fault])
         refuse_other_model(alone, context.cache, "The cache of a fault context")
         context = replace(context, cache=without_padding(context.cache, []))
-        tensors = [*zip(alone.keys, alone.values, strict=True)]
-        row_damage = strike([fault], [row_draws], [0], tensors, alone.ledger, context)
+        row_damage = strike([fault], [row_draws], [0], alone.layers, alone.ledger, context)
         slots = (~cache.ledger.padding[row]).nonzero()[:, 0]
-        for layer in range(cache.n_layers):
-            keys[layer][row, :, slots], values[layer][row, :, slots] = alone.keys[layer][0], alone.values[layer][0]
+        for copy, struck in zip(copies, alone.layers, strict=True):
+            for name, part in struck.items():
+                copy[name][row, :, slots] = part[0]
         damage.count[row] = row_damage.count[0]
         if (first := row_damage.nonfinite.get(0)) is not None:
             damage.nonfinite[row] = replace(first, slot=int(slots[first.slot]))
-    return cache.with_parts({"K": keys, "V": values}), damage
+    return replace(cache, layers=tuple(copies)), damage

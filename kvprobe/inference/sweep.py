@@ -234,7 +234,16 @@ def prepare(
 
 
 def last_queries(lanes: Lanes, cache: KVCache, count: int) -> Queries:
-    """The queries of a cache's last tokens, which are masked and read again."""
+    """The queries of a cache's last tokens, which are masked and read again.
+
+    Raises:
+        UserError: some layers do not attend with K and V that they store.
+    """
+    if not lanes.geometry.own_keys or lanes.geometry.recurrent:
+        raise UserError(
+            f"Noise is matched by its effect on attention to K and V, and not all layers of "
+            f"{type(lanes.plain).__name__} store some; match it to the layer's numbers."
+        )
     ledger = cache.ledger
     filled_slots = (~ledger.padding[0]).nonzero()[:, 0]
     index = filled_slots[-min(count, len(filled_slots) - 1) :]

@@ -215,12 +215,16 @@ class StateLayer(LinearAttentionLayer):
             for name in WRITES
             if name in self.written
         }
-        if "decay" in parts:
-            # Of new tokens that are padding, the ledger says that they are not live.
-            slots = parts["decay"].shape[2]
-            whole = self._unhidden == slots - self.written["decay"].shape[2]
-            remember(parts, [*self._states, *([(slots, self.state)] if whole else [])])
+        self.remembered(parts)
         return tuple(parts.values())
+
+    def remembered(self, writes: Layer) -> None:
+        """Keep the states on the way through these writes, of which the last are those that were read."""
+        if "decay" in writes:
+            # Of new tokens that are padding, the ledger says that they are not live.
+            slots = writes["decay"].shape[2]
+            whole = self._unhidden == slots - self.written["decay"].shape[2]
+            remember(writes, [*self._states, *([(slots, self.state)] if whole else [])])
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object

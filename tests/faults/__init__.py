@@ -101,13 +101,10 @@ def after(
     faults = [faults] if isinstance(faults, Fault) else list(faults)
     draws = [draws] * len(faults) if isinstance(draws, Draws) else list(draws)
     forked = cache.fork(len(faults))
-    pairs = [
-        (keys.clone().contiguous(), values.clone().contiguous())
-        for keys, values in zip(forked.keys, forked.values, strict=True)
-    ]
+    layers = [{name: part.clone().contiguous() for name, part in layer.items()} for layer in forked.layers]
     context = context or context_of(cache)
-    damage = strike(faults, draws, range(len(faults)), pairs, forked.ledger, context, step)
-    return KVCache.of(tuple(keys for keys, _ in pairs), tuple(values for _, values in pairs), forked.ledger), damage
+    damage = strike(faults, draws, range(len(faults)), layers, forked.ledger, context, step)
+    return KVCache(tuple(layers), forked.ledger), damage
 
 
 def struck_by(scope: Scope, cache: KVCache, draws: Draws = FIRST, step: int = 0) -> tuple[Tensor, Tensor]:

@@ -30,13 +30,12 @@ def test_the_registry_holds_every_fault():
 def test_undo_restores_every_bit(fault: Fault, dtype: torch.dtype):
     cache = copy_of(square_cache(0, dtype=dtype).fork(3))
     cache.keys[0][0, 1, 5, 2] = -0.0
-    pairs = [(keys.clone(), values.clone()) for keys, values in zip(cache.keys, cache.values, strict=True)]
-    pairs = [(keys.contiguous(), values.contiguous()) for keys, values in pairs]
+    layers = [{name: part.clone().contiguous() for name, part in layer.items()} for layer in cache.layers]
     context = context_of(square_cache(0, dtype=dtype))
     faults = [with_rate(fault, rate) for rate in (1.0, 0.5, 0.2)]
     draws = [Draws(repeat=repeat) for repeat in (0, 0, 1)]
-    damage = strike(faults, draws, [2, 0, 1], pairs, cache.ledger, context, remember=True)
-    struck = KVCache.of(tuple(keys for keys, _ in pairs), tuple(values for _, values in pairs), cache.ledger)
+    damage = strike(faults, draws, [2, 0, 1], layers, cache.ledger, context, remember=True)
+    struck = KVCache(tuple(layers), cache.ledger)
     assert not same_bits(struck, cache)
     damage.undo()
     assert same_bits(struck, cache)

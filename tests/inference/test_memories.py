@@ -51,9 +51,10 @@ def test_latent_layers_have_parts_of_their_own_names():
 def test_what_needs_keys_and_values_is_refused_on_latent_layers():
     model, past = latent()
     wanted = "stores latent and rope, and this needs K"
+    for strike in (lambda: past.corrupt(Zeros()), lambda: model.sweep(IDS, [Zeros()], max_new_tokens=2)):
+        refused(strike, "No layer of this cache stores K or V", "latent, rope")
     for need in (
-        lambda: past.keys, lambda: past.corrupt(Zeros()), lambda: model.capture(IDS, ["k"]),
-        lambda: model.sweep(IDS, [Zeros()], max_new_tokens=2),
+        lambda: past.keys, lambda: model.capture(IDS, ["k"]),
         lambda: model.generate([IDS], max_new_tokens=2, policy=Quantise(4, tail=0, group=2)),
     ):  # fmt: skip
         refused(need, wanted)

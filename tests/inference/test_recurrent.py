@@ -1,5 +1,6 @@
 """Recurrent layers: the cache holds what each token wrote, and the state is folded of what is live."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from kvprobe.cache.layer import slots_and_writes
 from kvprobe.cache.parts import ADDED, CONVOLVED, DELTA, KV
 from kvprobe.cache.recurrence import fold
 from kvprobe.errors import UserError
-from kvprobe.faults import Zeros
+from kvprobe.faults import BitFlips, OverlappingKV, PositionShift, Scope, Zeros
 from kvprobe.inference.forward import taps
 from kvprobe.inference.model import Model, load
 from kvprobe.models import recurrent
@@ -272,11 +273,39 @@ def test_states_are_captured_after_each_slot_as_they_are_folded_of_what_is_live(
     refused(lambda: model.capture(IDS, ["state"], layers=[3]), "Layer 3 keeps no state") if kind[0] == "q" else None
 
 
+def test_a_flipped_bit_of_a_write_lives_on_in_the_state_and_leaves_with_its_slot():
+    model, past = held()
+    flip = BitFlips(bit=31, scope=Scope(parts="value", layers=[2], slots=[7], count=1, unit="number"))
+    struck = past.corrupt(flip)
+    changed = {(number, name) for number, layer in enumerate(past.layers) for name in layer
+               if not torch.equal(layer[name], struck.layers[number][name])}  # fmt: skip
+    assert changed == {(2, "value")}
+    assert struck.layers[2]["value"].ne(past.layers[2]["value"]).nonzero()[:, 2].tolist() == [7]
+    # Attention does not see its slot any longer, and still it moves what is read next.
+    seen, unseen = ([cache.mask(slots=[7], layers=[3]) for cache in (one, past)] for one in (
+        past.corrupt(replace(flip, scope=replace(flip.scope, parts="k", layers=[3]))), struck))  # fmt: skip
+    assert close(*(after(model, cache) for cache in seen))
+    assert not close(*(after(model, cache) for cache in unseen))
+    far, expected = (fold(model.extend(cache, [NEXT])[0].layers[2]) for cache in unseen)
+    assert not close(far, expected)
+    assert torch.equal(after(model, struck.mask(slots=[7])), after(model, past.mask(slots=[7])))
+
+
+def test_faults_name_parts_that_layers_store_and_heads_where_these_agree():
+    _, past = held()
+    assert not any(layer["step"][:, :, 2:4].any() for layer in past.corrupt(
+        Zeros(scope=Scope(parts="step", slots=[2, 3]))).layers[:3])  # fmt: skip
+    refused(lambda: past.corrupt(Zeros(scope=Scope(parts="latent"))), "No layer", "key, value, decay, step, conv, K, V")
+    refused(lambda: past.corrupt(PositionShift(2, scope=Scope(parts="key"))), "rotates K")
+    refused(lambda: past.corrupt(OverlappingKV(scope=Scope(parts="key"))), "needs K", "strikes key")
+    differing = load(tiny("mimo_v2_flash")).prefill(IDS)
+    refused(lambda: differing.corrupt(Zeros(scope=Scope(unit="head"))), "differ in the heads of K and V")
+    assert not differing.corrupt(Zeros(scope=Scope(slots=[1]))).layers[1]["K"][:, :, 1].any()
+
+
 def test_what_needs_attention_in_every_layer_is_refused_by_name():
     model, past = held()
     refused(lambda: past.keys, "stores key and value and decay and step and conv, and this needs K")
-    refused(lambda: past.corrupt(Zeros()), "this needs K")
-    refused(lambda: model.sweep(IDS, [Zeros()], max_new_tokens=2), "this needs K")
     refused(lambda: past.mask(slots=[1], heads=[0]), "keep states, whose heads are others")
     with (
         pytest.raises(UserError, match="do not attend"),

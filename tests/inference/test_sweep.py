@@ -39,7 +39,7 @@ from kvprobe.inference.outcomes import divergence
 from kvprobe.inference.struck_rows import Outcome
 from kvprobe.inference.sweep import Question, Sweep, Trial, first_divergence, last_queries, prepare, sweep
 from kvprobe.text.tokens import Tokens
-from tests.models import WINDOW, llama
+from tests.models import WINDOW, every, llama
 from tests.random_caches import assert_bit_identical, copy_of, random_tokens
 from tests.refusals import refused
 
@@ -116,13 +116,12 @@ def by_hand(
         read = held
         if fault.at == "every" or fault.at == step:
             read = copy_of(held)
-            pairs = list(zip(read.keys, read.values, strict=True))
-            strike([fault], [Draws()], [0], pairs, read.ledger, context, step)
+            strike([fault], [Draws()], [0], read.layers, read.ledger, context, step)
         grown, logits = extend(model.lanes, read, [token])
         if fault.transient:
-            keys = tuple(torch.cat([a, b[:, :, -1:]], 2) for a, b in zip(held.keys, grown.keys, strict=True))
-            values = tuple(torch.cat([a, b[:, :, -1:]], 2) for a, b in zip(held.values, grown.values, strict=True))
-            grown = KVCache.of(keys, values, grown.ledger)
+            pairs = zip(held.layers, grown.layers, strict=True)
+            layers = ({name: torch.cat([a[name], b[name][:, :, -1:]], 2) for name in a} for a, b in pairs)
+            grown = KVCache(tuple(layers), grown.ledger)
         held = grown
         seen.append(logits[0, -1])
         said.append(int(logits[0, -1].argmax()))
@@ -134,7 +133,8 @@ def by_hand(
 def assert_are_by_hand(model: Model, answers: Sweep, prompt: Tokens = PROMPT, past: KVCache | None = None) -> None:
     """Each trial's own answer, and its KL along the clean answer, are those of the loop above."""
     given = answers.clean.tokens
-    _, clean = by_hand(model, Zeros(scope=Scope(rate=0.0)), prompt, past, given)
+    still = Zeros(scope=Scope(rate=0.0, parts=answers.trials[0].fault.scope.parts))
+    _, clean = by_hand(model, still, prompt, past, given)
     for trial, outcome in zip(answers.trials, answers.outcomes, strict=True):
         said, _ = by_hand(model, trial.fault, prompt, past)
         assert list(outcome.tokens) == said, trial.fault
@@ -142,6 +142,35 @@ def assert_are_by_hand(model: Model, answers: Sweep, prompt: Tokens = PROMPT, pa
         kl, agreed = divergence(torch.stack(clean), torch.stack(damaged))
         assert outcome.kl == pytest.approx(kl.tolist(), abs=2e-5, rel=2e-3), trial.fault
         assert list(outcome.agreed) == agreed.tolist(), trial.fault
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("deepseek_v3", ("latent", "rope")),
+        ("glm_moe_dsa", ("index",)),
+        ("qwen3_next", ("key", "value", "decay", "step", "k")),
+        ("falcon_h1", ("gain", "v")),
+        ("lfm2", ("conv",)),
+    ],
+)
+def test_parts_of_other_memories_are_struck_as_by_hand(kind: str, parts: tuple[Any, ...]):
+    """In a batch whose other prompt is longer, so that this one begins after padding."""
+    model = load(every.tiny(kind))
+    faults: list[Fault] = [
+        Gaussian(at="every", scope=Scope(rate=0.2, unit="head", parts=parts[0])),
+        BitFlips(field="sign", at=1, transient=True, scope=Scope(rate=0.5, parts=parts[0], unit="number")),
+        *(Zeros(at=2, scope=Scope(rate=0.5, layers=[0, 2, 3], parts=part)) for part in parts[1:]),
+    ]
+    prompt, longer = random_tokens(1, {"T1": 9}), random_tokens(3, {"T1": 12})
+    questions = [Question(prompt, [*map(Trial, faults)]), Question(longer, [])]
+    (alone,), (together, _) = (
+        sweep(model.lanes, asked, max_new_tokens=NEW, stop=[]) for asked in (questions[:1], questions)
+    )
+    assert_are_by_hand(model, together, prompt)
+    for one, other in zip(alone.outcomes, together.outcomes, strict=True):
+        assert_same(one, other)
+    assert max(max(outcome.kl) for outcome in together.outcomes) > 1e-4
 
 
 @pytest.mark.parametrize("where", [{"layers": [1]}, {"layers": [0, 1]}, {"layers": [0], "heads": [1]}], ids=str)
@@ -214,7 +243,7 @@ def test_padding_of_a_batch_holds_nothing_that_could_reach_a_row(tiny_llama: Mod
     finally:
         torch.use_deterministic_algorithms(False)
     for layer in batch.layers:
-        for wide in layer.wide:
+        for wide in layer.wide.values():
             assert not wide[1:, :, : LENGTH - 4].any()
 
 
