@@ -239,8 +239,7 @@ class _Reading:
         layer = attending.layer
         if layer in self.layers:
             if len(self.here):
-                chosen = replace(attending, query=attending.query[:, :, self.here])
-                self._weights[layer] = chosen.weights(self._seen[layer])[0]
+                self._weights[layer] = attending.at(self.here).weights(self._seen[layer])[0]
             if not self.lanes.geometry.own_keys:
                 norms, heads = attending.value[0].float().norm(dim=-1), attending.query.shape[1]
                 self._norms[layer] = norms.repeat_interleave(heads // len(norms), 0)

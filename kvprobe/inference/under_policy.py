@@ -104,7 +104,7 @@ def watch(
         by_group: list[Tensor] = []
         for start in range(0, new.slots, CHUNK):
             piece = slice(start, start + CHUNK)
-            weights = replace(inputs, query=inputs.query[:, :, piece]).weights(seen[inputs.layer][:, :, piece])
+            weights = inputs.at(piece).weights(seen[inputs.layer][:, :, piece])
             by_group.append(torch.unflatten(weights, 1, (kv_heads, -1)).mean(2))
         observe(inputs.layer, torch.cat(by_group, 2))
 

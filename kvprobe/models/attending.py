@@ -7,12 +7,13 @@ module. So models do not disturb each other, and one whose name was left behind 
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from jaxtyping import Bool, Float
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
@@ -38,6 +39,7 @@ class Attending:
         scale: factor of the scores.
         softcap: the value at which scores saturate (Gemma 2); None where they do not.
         sinks: scores of the model's own attention sinks (gpt-oss), which take attention but are not slots; or None.
+        chosen: the slots that an index chose for each query (DeepSeek V3.2); None where there is no index.
     """
 
     layer: int
@@ -47,9 +49,16 @@ class Attending:
     scale: float
     softcap: float | None = None
     sinks: Float[Tensor, "heads"] | None = None
+    chosen: Bool[Tensor, "rows 1 queries slots"] | None = None
+
+    def at(self, queries: slice | Int[Tensor, "some"]) -> "Attending":
+        """The same for some of its queries."""
+        chosen = None if self.chosen is None else self.chosen[:, :, queries]
+        return replace(self, query=self.query[:, :, queries], chosen=chosen)
 
     def weights(self, seen: Bool[Tensor, "#rows #kv_heads queries slots"]) -> Float[Tensor, "rows heads queries slots"]:
         """The share of its attention that each query pays each slot it sees, in fp32."""
+        seen = seen if self.chosen is None else seen & self.chosen
         return weights_of(self.query, self.key, seen, self.scale, self.softcap, self.sinks)
 
     def output(
@@ -142,9 +151,22 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    indices: Tensor | None = None,
     **settings: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention that the registry holds in place of this one."""
+    """The attention that the registry holds in place of this one.
+
+    Args:
+        indices: the slots that an index chose for each query, which transformers leaves to attentions that it does not
+            know, and puts into the mask of its own.
+    """
+    chosen = None
+    if indices is not None:
+        assert attention_mask is not None  # the index needs it
+        chosen = key.new_zeros(len(key), query.shape[2], key.shape[2], dtype=torch.bool)
+        chosen = chosen.scatter(2, indices.long(), True)[:, None]
+        hidden = False if attention_mask.dtype == torch.bool else torch.finfo(attention_mask.dtype).min
+        attention_mask = attention_mask.masked_fill(~chosen, hidden)
 
     def usual() -> tuple[Tensor, Tensor | None]:
         eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -158,7 +180,7 @@ def _attend(
             return usual()[0]
         scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
         softcap, sinks = settings.get("softcap"), settings.get("s_aux")
-        inputs = Attending(replacement.layer, query, key, value, scale, softcap, sinks)
+        inputs = Attending(replacement.layer, query, key, value, scale, softcap, sinks, chosen)
         output = replacement.attention(inputs, lambda: computed(replacement.replaced))
         return computed(replacement.replaced) if output is None else output
 

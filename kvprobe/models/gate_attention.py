@@ -28,17 +28,12 @@ def prove_attention(lanes: UnprovedLanes, slots: int) -> None:
     Raises:
         UserError: it is something else, or the model does not take its attention from transformers' registry.
     """
-    if lanes.geometry.indexed:  # transformers leaves the index out under any attention that it does not know
-        raise UserError(
-            f"{type(lanes.plain).__name__} chooses by an index which slots to attend to, and does not while its "
-            "attention is observed, so it can be neither shown nor replaced; patch with KVCache.patch instead."
-        )
     ids, layers = few_tokens(lanes.plain), empty_layers(lanes.geometry.parts)
     long, observed = long_cache(lanes, slots), list[tuple[Attending, Tensor]]()
     with torch.no_grad(), lanes.observing_attention_unproved(lambda inputs, output: observed.append((inputs, output))):
         lanes.unproved(ids, fresh_ledger(ids), past_key_values(layers), masked=True)
         few = observed[:]
-        long.read()
+        after_long = long.read()
     name, reads = type(lanes.plain).__name__, lanes.geometry.reads
     once = sorted(inputs.layer for inputs, _ in few) == [*reads] and all(
         _reads(inputs, held_by(layers[source]), latent=lanes.geometry.layers[source][0].name == LATENT[0])
@@ -50,6 +45,16 @@ def prove_attention(lanes: UnprovedLanes, slots: int) -> None:
             f"{name} does not attend once in each layer, by transformers' registry, with the keys and values that its "
             "cache holds, or does not use the result, so its attention can be neither shown nor replaced on the plain "
             "lane; patch with KVCache.patch, one cell at a time."
+        )
+    # Transformers leaves what an index chose to an attention that it does not know.
+    apart = 0.0
+    if lanes.geometry.indexed:
+        with torch.no_grad():
+            apart = difference(after_long, long.read())
+    if not apart <= lanes.tolerance():
+        raise UserError(
+            f"{name} computes something else while its attention is observed (off by {apart:.1e}), so an index chooses "
+            "other slots there, and its attention cannot be shown; patch with KVCache.patch instead."
         )
     every = torch.zeros(1, long.slots + long.ids.shape[1], dtype=torch.long, device=ids.device)
     worst = 0.0

@@ -215,13 +215,13 @@ def test_what_cannot_be_compared_is_refused(smol: Model):
     refused(lambda: kv.compare(smol, CHAT, ["m9"], ASK), "m9")
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v3", "glm_moe_dsa"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "glm_moe_dsa", "hrm_text"])
 def test_models_of_every_memory_are_compared_and_say_where_attention_is_not_shown(kind: str):
     tokenizer = tiny_tokenizer()
     model = load(tiny(kind, vocab_size=len(tokenizer)), tokenizer=tokenizer)
     compared = kv.compare(model, CHAT, ["m1"], "so", max_new_tokens=2)
     assert {"full", "masked", "re-indexed", "restarted"} <= {*compared.replies}
-    assert compared.attention.empty == (kind == "glm_moe_dsa")
+    assert compared.attention.empty == (kind == "hrm_text")
     assert ("do not attend: 0, 1, 2." in compared.left_out) == (kind == "qwen3_next")
     assert kind != "qwen3_next" or {*compared.attention["layer"]} == {3}
     assert ("Attention is not shown" in compared.left_out) == compared.attention.empty

@@ -1,8 +1,10 @@
 """Caches whose layers store something else than K and V of alike heads: latents, shared layers, heads that differ."""
 
+import sys
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,7 +157,7 @@ def test_layers_of_other_parts_are_refused():
     refused(lambda: kv.KVCache.join([past, other]), "latent 16 and rope 8")
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "minicpm3", "gemma3n_text", "mimo_v2_flash", "llama4_text"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "minicpm3", "gemma3n_text", "mimo_v2_flash", "llama4_text", *INDEXED])
 def test_attention_is_shown_as_the_model_computes_it(kind: str):
     """The reference is the library's own eager attention."""
     model = built(kind)
@@ -282,10 +284,19 @@ def test_a_slot_hidden_after_the_index_alone_still_takes_a_place_and_the_gate_se
     model(2048).prefill(IDS)
 
 
-def test_attention_that_an_index_chooses_is_not_shown():
-    """transformers attends to all slots while its attention is observed."""
-    refused(lambda: kv.attend(built("hy_v4"), IDS), "index")
-    assert not built("hy_v4").lanes.shows_attention
+def test_attention_without_what_an_index_chose_is_not_shown(monkeypatch: pytest.MonkeyPatch):
+    """transformers leaves the choice to attentions that it does not know, and this one loses it on the way."""
+    known: Any = sys.modules[type(built("glm_moe_dsa").lanes.plain).__module__]
+    usual = known.ALL_ATTENTION_FUNCTIONS.get_interface
+
+    def losing(*names: Any) -> Any:
+        return lambda *given, indices=None, **settings: usual(*names)(*given, **settings)
+
+    monkeypatch.setattr(known, "ALL_ATTENTION_FUNCTIONS", SimpleNamespace(get_interface=losing))
+    model = load(tiny("glm_moe_dsa"))
+    refused(lambda: attend(model, IDS), "while its attention is observed")
+    assert not model.lanes.shows_attention
+    assert load(tiny("glm_moe_dsa", index_topk=2048)).lanes.attention_proved
 
 
 def test_an_index_whose_scores_tie_is_refused_where_it_binds():
