@@ -45,6 +45,7 @@ docs: $(VENV)/.documented
 
 figures: $(VENV)/.installed
 	$(PY) figures/draw.py
+	$(PY) figures/memories.py
 
 notebooks: $(VENV)/.notebooks
 	$(PY) notebooks/execute.py
