@@ -176,5 +176,5 @@ class Suffix:
         return self.ports[BLOCKS[kind], layer], write
 
     def _attention(self, attending: Attending) -> Float[Tensor, "rows heads queries d_value"]:
-        base, layer = self.reader.base, attending.layer
-        return attention(attending, base.keys[layer][0], base.values[layer][0], self.reader.seen[layer])
+        keys, values = (self.reader.heads[part][attending.layer] for part in ("K", "V"))
+        return attention(attending, keys, values, self.reader.seen[attending.layer])

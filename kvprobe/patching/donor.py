@@ -11,7 +11,6 @@ from torch import Tensor
 from kvprobe.arguments import checked_arguments
 from kvprobe.cache.alike import refuse_other_model
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.rotary import Rotation
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import as_seen, refuse_foreign
 from kvprobe.models.lanes import Lanes
@@ -91,14 +90,8 @@ def aligned(lanes: Lanes, base: KVCache, donor: KVCache, align: Align = None) ->
     have = source >= 0
     moved = donor.take(source.clamp(min=0)[None], ~have[None])
     here, there = base.ledger.positions, moved.ledger.positions
-    keys = moved.keys
-    if bool((here != there)[0][have].any()):
-        there = torch.where(have[None], there, here)
-        keys = tuple(
-            tensor if rotary is None else Rotation.between(rotary, there, here).of(tensor)
-            for rotary, tensor in zip(lanes.rotaries, keys, strict=True)
-        )
-    whole = replace(moved.with_parts({"K": keys}), ledger=base.ledger)
+    ledger = replace(base.ledger, origins=torch.where(have[None], there, here))
+    whole = replace(as_seen(lanes, replace(moved, ledger=ledger)), ledger=base.ledger)
     return Aligned(base, donor, base.patch(whole, slots=have[None]), source, reasons)
 
 

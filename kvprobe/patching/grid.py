@@ -9,6 +9,7 @@ import torch
 
 from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.parts import LATENT
 from kvprobe.checks import is_whole, names_of
 from kvprobe.errors import UserError
 from kvprobe.faults.scope import bands
@@ -16,6 +17,10 @@ from kvprobe.models.lens import Family, hook_name, sites_of
 from kvprobe.names import unknown
 
 Part = Literal["K", "V", "KV"]
+LATENT_PARTS = (*LATENT, "latent+rope")
+"""What a cell can swap of latent attention: the latent, the rotated key, or both."""
+SEEN_IN = {part: part for part in get_args(Part)} | {"latent": "KV", "rope": "K", "latent+rope": "KV"}
+"""In K of the heads, in V, or in both each part is seen."""
 AXES = ("layer", "band", "slot", "segment", "head", "query_head", "query")
 """Layers one by one or in bands; slots one by one or by segment; KV heads, which hold K and V; query heads and tokens
 of the suffix, which read them. An axis that a grid does not name is taken whole."""
@@ -36,7 +41,7 @@ class Cell(Brief):
     Attributes:
         layers: where K or V (or an activation) is swapped.
         slots: of the base, at which it is swapped.
-        part: what is swapped: K, V, both, or an activation of `ACTIVATIONS`.
+        part: what is swapped: K, V, both, one of `LATENT_PARTS`, or an activation of `ACTIVATIONS`.
         kv_heads: whose K or V is swapped; None for all.
         query_heads: that read what was swapped, while others read the base's; None for all.
         queries: tokens of the suffix that read it; None for all.
@@ -75,7 +80,7 @@ def grid(base: KVCache, bounds: Bounds, over: Over, parts: Sequence[str], conten
     """
     asked: dict[str, Iterable[object] | None] = dict(over) if isinstance(over, Mapping) else dict.fromkeys(over)
     _refuse_axes(asked)
-    _refuse_parts(parts)
+    _refuse_parts(parts, base)
     hooked = hooked_parts(parts)
     if hooked is not None:
         if "band" in asked or asked.get("layer") is not None:
@@ -131,10 +136,16 @@ def _refuse_axes(asked: Collection[str]) -> None:
             raise UserError(f"A grid goes over {one}s or over {other}s, not over both; leave one of them out.")
 
 
-def _refuse_parts(parts: Sequence[str]) -> None:
-    for part in () if hooked_parts(parts) else parts:
-        if part not in (*get_args(Part), *ACTIVATIONS):
-            raise UserError(unknown("part", part, (*get_args(Part), *ACTIVATIONS)))
+def parts_of(base: KVCache) -> tuple[str, ...]:
+    """The parts of a cache that a cell can swap."""
+    return LATENT_PARTS if LATENT[0] in base.layers[0] else get_args(Part)
+
+
+def _refuse_parts(parts: Sequence[str], base: KVCache) -> None:
+    known, hooked = (*parts_of(base), *ACTIVATIONS), hooked_parts(parts)
+    for part in parts if hooked is None else [part for _, part in hooked]:
+        if part not in known:
+            raise UserError(unknown("part", part, known))
     if not parts:
         raise UserError("There is no part to swap; give K, V, or KV.")
 

@@ -13,7 +13,7 @@ from kvprobe.inference.model import Model
 from kvprobe.models.lanes import Lanes
 from kvprobe.patching.along import Along, contents, split
 from kvprobe.patching.donor import Align, aligned
-from kvprobe.patching.grid import ACTIVATIONS, Bounds, Cell, Over, grid
+from kvprobe.patching.grid import ACTIVATIONS, LATENT_PARTS, Bounds, Cell, Over, grid
 from kvprobe.patching.metrics import KL, Metric, fitted
 from kvprobe.patching.reader import suffix_after, suffixes
 from kvprobe.text.tokens import Tokens
@@ -99,6 +99,8 @@ def _refuse_unreadable(base: KVCache, cells: Sequence[Cell], reads: Reads) -> No
                 "With reads='total' a cell is swapped in full and for all readers; leave out the axes 'query_head' and "
                 "'query' and the subspace `along`, or use reads='reader'."
             )
+        if reads == "total" and cell.part in LATENT_PARTS:
+            raise UserError(f"With reads='total' {cell.part!r} cannot be swapped; use reads='reader'.")
         if cell.part in ACTIVATIONS and cell.kv_heads is not None:
             raise UserError(f"{cell.part!r} has no KV heads; leave the axis 'head' out.")
     ledger = base.ledger

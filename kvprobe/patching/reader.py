@@ -10,6 +10,7 @@ All cells are rows of one pass over the suffix. Three things make it cheap, and 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from kvprobe.cache.attention import scores_of
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.parts import LATENT
 from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import new_slots, warn_of_taken_positions
@@ -24,7 +26,8 @@ from kvprobe.inference.model import Model
 from kvprobe.inference.readable import refuse_unreadable
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
-from kvprobe.patching.grid import Cell
+from kvprobe.patching.grid import LATENT_PARTS, SEEN_IN, Cell
+from kvprobe.patching.heads import Heads, heads_of
 from kvprobe.patching.rows import BYTES, ROWS, Rows, cells_by_layer, forward, joining, ordinary_logits
 from kvprobe.text.tokens import Tokens
 
@@ -82,10 +85,12 @@ class Reader:
         self.lanes, self.base, self.contents = lanes, base, contents
         self.suffix, self.new = suffix, new_slots([suffix], lanes.device)
         self._ordinary: dict[int, Tensor] = {}
+        self._heads: dict[tuple[str, str], Heads] = {}
+        self.heads = heads_of(lanes, base, suffix)
         self.ledger = base.ledger.append(self.new)
         lanes.refuse_far_positions(self.new.positions)
-        shape = lanes.geometry
-        self.groups = shape.n_heads // shape.n_kv_heads
+        shape, self.kv_heads = lanes.geometry, len(self.heads["K"][0])
+        self.groups = shape.n_heads // self.kv_heads
         self.queries = len(suffix)
         self.seen = visible_by_layer(self.ledger, self.queries, shape.reaches)
 
@@ -94,8 +99,9 @@ class Reader:
         shape = self.lanes.geometry
         swapped = max((len(cell.slots) for cell in cells), default=0)
         scores = shape.n_heads * self.queries * (self.base.slots + self.queries)
-        vectors = shape.n_heads * self.queries * shape.d_head
-        hidden = self.queries * (12 * shape.d_model + 8 * shape.n_heads * shape.d_head)
+        d_head = self.heads["K"][0].shape[2]
+        vectors = shape.n_heads * self.queries * d_head
+        hidden = self.queries * (12 * shape.d_model + 8 * shape.n_heads * d_head)
         return 4 * (3 * scores + (2 * swapped + 6) * vectors + hidden)
 
     def ordinary(self, kept: int) -> Float[Tensor, "kept vocab"]:
@@ -108,14 +114,16 @@ class Reader:
         """Logits after the last `kept` tokens of the suffix: of the clean row, then of each cell."""
         rows = Rows([cell.layers[0] for cell in cells])
         by_layer = cells_by_layer(rows, cells)
+        for cell in cells:
+            self._content(cell)  # now, since the model cannot compute it within the pass
 
         def attend(attending: Attending) -> Float[Tensor, "rows heads queries d_value"]:
             layer = attending.layer
             patched = by_layer[layer]
             return attention(
                 attending,
-                self.base.keys[layer][0],
-                self.base.values[layer][0],
+                self.heads["K"][layer],
+                self.heads["V"][layer],
                 self.seen[layer],
                 self.swaps(layer, patched, "K"),
                 self.swaps(layer, patched, "V"),
@@ -138,30 +146,43 @@ class Reader:
 
     def swaps(self, layer: int, cells: Sequence[tuple[int, Cell]], part: str) -> Swaps | None:
         """What these rows (by number, with their cells) see at a layer in place of the base's K or V."""
-        entries = [(row, cell) for row, cell in cells if layer in cell.layers and part in cell.part]
+        entries = [(row, cell) for row, cell in cells if layer in cell.layers and part in SEEN_IN[cell.part]]
         if not entries:
             return None
         device = self.lanes.device
         lengths = torch.tensor([len(cell.slots) for _, cell in entries])
         rows = torch.tensor([row for row, _ in entries]).repeat_interleave(lengths).to(device)
         slots = torch.tensor([slot for _, cell in entries for slot in cell.slots], device=device)
-        names = list(dict.fromkeys(cell.content for _, cell in entries))
-        caches = [self.contents[name] for name in names]
-        tensors = torch.stack([(cache.keys if part == "K" else cache.values)[layer][0] for cache in caches])
-        which = torch.tensor([names.index(cell.content) for _, cell in entries]).repeat_interleave(lengths).to(device)
+        contents = [self._content(cell) for _, cell in entries]
+        names = list(dict.fromkeys(contents))
+        tensors = torch.stack([self._heads[name][part][layer] for name in names])
+        which = torch.tensor([*map(names.index, contents)]).repeat_interleave(lengths).to(device)
         readers = None
         if any({cell.kv_heads, cell.query_heads, cell.queries} != {None} for _, cell in entries):
             masks = torch.stack([self._readers(cell) for _, cell in entries])
             readers = masks.repeat_interleave(lengths, 0).to(device)
         return Swaps(rows, slots, tensors[which, :, slots].float(), readers)
 
+    def _content(self, cell: Cell) -> tuple[str, str]:
+        """Under which name the heads of what a cell swaps are known."""
+        latent = cell.part in LATENT
+        name = (cell.content, cell.part if latent else "")
+        if name not in self._heads:
+            other = self.contents[cell.content]
+            if latent:
+                slots = ~self.base.ledger.padding
+                other = self.base.patch(other, slots=slots, part=cast(Literal["latent", "rope"], cell.part))
+            self._heads[name] = heads_of(self.lanes, other, self.suffix)
+        return name
+
     def _readers(self, cell: Cell) -> Bool[Tensor, "kv_heads groups queries"]:
         """Which heads and tokens of the suffix see what a cell swaps."""
         shape = self.lanes.geometry
         heads = _mask(shape.n_heads, cell.query_heads)
         queries = _mask(self.queries, cell.queries)
-        kv_heads = _mask(shape.n_kv_heads, cell.kv_heads)
-        mask = (heads[:, None] & queries).view(shape.n_kv_heads, self.groups, self.queries)
+        # All heads read the one latent.
+        kv_heads = _mask(self.kv_heads, None if cell.part in LATENT_PARTS else cell.kv_heads)
+        mask = (heads[:, None] & queries).view(self.kv_heads, self.groups, self.queries)
         return mask & kv_heads[:, None, None]
 
 

@@ -1,7 +1,6 @@
 """Swaps: cells of one's own choosing, each measured by several metrics in one pass over the suffix."""
 
 from collections.abc import Mapping, Sequence
-from typing import get_args
 
 import pandas as pd
 from jaxtyping import Float
@@ -13,7 +12,7 @@ from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.names import unknown
 from kvprobe.patching.donor import aligned
-from kvprobe.patching.grid import Cell, Part
+from kvprobe.patching.grid import Cell, parts_of
 from kvprobe.patching.metrics import KL, Metric, fitted, kept_by, measured
 from kvprobe.patching.reader import Reader, suffix_after, suffixes
 from kvprobe.text.tokens import Tokens
@@ -97,7 +96,7 @@ def _refuse_unknown(model: Model, base: KVCache, queries: int, cells: Sequence[C
                 raise UserError(f"A cell has {name}={str(chosen)[:40]}; give numbers from 0 to {count - 1}, each once.")
         if list(cell.layers) != sorted(cell.layers):
             raise UserError(f"A cell has layers={str(cell.layers)[:40]}; give them in order.")
-        for kind, given, known in (("part", cell.part, get_args(Part)), ("content", cell.content, ("full", "self"))):
+        for kind, given, known in (("part", cell.part, parts_of(base)), ("content", cell.content, ("full", "self"))):
             if given not in known:
                 raise UserError(unknown(kind, given, known))
 

