@@ -100,10 +100,12 @@ def read_few(lanes: UnprovedLanes, lane: Lane = "plain") -> tuple[Reading, Held]
 
 def states_apart(lanes: UnprovedLanes) -> float:
     """How far the states after a few tokens lie from the folds of what these wrote."""
+    folding = [number for number in lanes.geometry.recurrent if "decay" in lanes.geometry.parts[number]]
+    if not folding:
+        return 0.0
     ids, layers = few_tokens(lanes.plain), empty_layers(lanes.geometry.parts)
     lanes.unproved(ids, fresh_ledger(ids), past_key_values(layers))
-    states = [layers[number] for number in lanes.geometry.recurrent if "decay" in lanes.geometry.parts[number]]
-    return max((difference(layer.folded, layer.state) for layer in states), default=0.0)
+    return max(difference(layers[number].folded, layers[number].state) for number in folding)
 
 
 def read_after(
