@@ -19,7 +19,7 @@ from kvprobe.arguments import AtLeastOne, checked_arguments
 from kvprobe.brief import Brief, Table, show_page
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.layer import named
-from kvprobe.cache.parts import attends
+from kvprobe.cache.parts import attends, recurrent
 from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import cache_of, forward_pass, new_slots, one_row_each, taps
@@ -84,9 +84,13 @@ class Patterns(Brief):
 
     @property
     def unseen(self) -> str:
-        """A sentence that names the layers of the model that do not attend; empty where all do."""
-        silent = [str(number) for number, layer in enumerate(self.cache.layers) if not attends(layer)]
-        return f"Layers that do not attend: {', '.join(silent)}." if silent else ""
+        """Which layers of the model do not attend, or keep a state beside, in words; empty where none does."""
+        layers = [*enumerate(self.cache.layers)]
+        kinds = {
+            "do not attend": [str(number) for number, layer in layers if not attends(layer)],
+            "keep a state beside": [str(number) for number, layer in layers if attends(layer) and recurrent(layer)],
+        }
+        return " ".join(f"Layers that {kind}: {', '.join(numbers)}." for kind, numbers in kinds.items() if numbers)
 
     def show(self, after: "Patterns | None" = None) -> None:
         """Show the attention on an interactive page, and with `after` also the difference; see `kv.views.attention`.

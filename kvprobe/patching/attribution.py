@@ -21,12 +21,13 @@ from torch import Tensor
 from kvprobe.arguments import AtLeastOne, AtLeastZero, checked_arguments
 from kvprobe.brief import Brief, brief
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.parts import KV
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.attending import Attending
 from kvprobe.patching.along import Along
 from kvprobe.patching.donor import Align
-from kvprobe.patching.grid import Cell, Over
+from kvprobe.patching.grid import LATENT_PARTS, SEEN_IN, Cell, Over
 from kvprobe.patching.maps import PatchMap
 from kvprobe.patching.metrics import KL, LEAST_WAY, UNDEFINED, Metric, kept_by, measured
 from kvprobe.patching.plan import Plan
@@ -171,8 +172,9 @@ class _Slopes:
         self.reader = reader
         self.clean: dict[int, Attending] = {}
         self.outputs: dict[int, Tensor] = {}
-        self.keys = [tensor[0].detach().float().requires_grad_() for tensor in reader.base.keys]
-        self.values = [tensor[0].detach().float().requires_grad_() for tensor in reader.base.values]
+        self.keys, self.values = (
+            [tensor.detach().float().requires_grad_() for tensor in reader.heads[part]] for part in KV
+        )
 
     def back(self, metric: Metric) -> float:
         """Read the suffix, and go back from the metric."""
@@ -205,36 +207,36 @@ class _Slopes:
 
         attending = replace(clean, query=repeated(clean.query), key=repeated(clean.key), value=repeated(clean.value))
         swaps = (reader.swaps(layer, rows, "K"), reader.swaps(layer, rows, "V"))
-        base = (reader.base.keys[layer][0], reader.base.values[layer][0])
+        base = (reader.heads["K"][layer], reader.heads["V"][layer])
         with torch.no_grad():
             moved = attention(attending, *base, reader.seen[layer], *swaps) - self.outputs[layer]
             return (moved.float() * slope.float()).flatten(1).sum(1).double().cpu().numpy()
 
     def linear(self, layer: int, cells: Sequence[Cell]) -> Float[np.ndarray, "cells"]:
         """The change of the layer's K and V times the slope there."""
-        tables = self._first_order(layer)
+        names = [self.reader.content(cell) for cell in cells]
+        tables = self._first_order(layer, names)
         effects = []
-        for cell in cells:
+        for cell, name in zip(cells, names, strict=True):
             if cell.query_heads is not None or cell.queries is not None:
                 effects.append(np.nan)
                 continue
-            heads = list(range(len(tables[cell.content, "K"])) if cell.kv_heads is None else cell.kv_heads)
-            slots = list(cell.slots)
-            effects.append(sum(float(tables[cell.content, part][heads][:, slots].sum()) for part in cell.part))
+            whole, slots = cell.kv_heads is None or cell.part in LATENT_PARTS, list(cell.slots)
+            heads = list(range(self.reader.kv_heads) if whole else cell.kv_heads or ())
+            effects.append(sum(float(tables[name][part][heads][:, slots].sum()) for part in SEEN_IN[cell.part]))
         return np.array(effects)
 
-    def _first_order(self, layer: int) -> dict[tuple[str, str], Float[Tensor, "kv_heads slots"]]:
-        """By content and part, what swapping each head's slot does to the metric to first order."""
-        tables: dict[tuple[str, str], Tensor] = {}
-        for content, cache in self.reader.contents.items():
-            for part, before, other, slopes in (
-                ("K", self.keys, cache.keys, self.key_slopes),
-                ("V", self.values, cache.values, self.value_slopes),
-            ):
+    def _first_order(
+        self, layer: int, names: Iterable[tuple[str, str]]
+    ) -> dict[tuple[str, str], dict[str, Float[Tensor, "kv_heads slots"]]]:
+        """By content and then by K and V, what swapping each head's slot does to the metric to first order."""
+        tables: dict[tuple[str, str], dict[str, Tensor]] = defaultdict(dict)
+        for name in dict.fromkeys(names):
+            for part, before, slopes in (("K", self.keys, self.key_slopes), ("V", self.values, self.value_slopes)):
                 slope = slopes[layer]
-                change = (other[layer][0].float() - before[layer]).detach()
+                change = (self.reader.swapped[name][part][layer].float() - before[layer]).detach()
                 zero = torch.zeros(change.shape[:2], device=change.device)
-                tables[content, part] = zero if slope is None else (change * slope).sum(-1)
+                tables[name][part] = zero if slope is None else (change * slope).sum(-1)
         return tables
 
     def _attend(self, attending: Attending) -> Tensor:

@@ -85,7 +85,7 @@ class Reader:
         self.lanes, self.base, self.contents = lanes, base, contents
         self.suffix, self.new = suffix, new_slots([suffix], lanes.device)
         self._ordinary: dict[int, Tensor] = {}
-        self._heads: dict[tuple[str, str], Heads] = {}
+        self.swapped: dict[tuple[str, str], Heads] = {}
         self.heads = heads_of(lanes, base, suffix)
         self.ledger = base.ledger.append(self.new)
         lanes.refuse_far_positions(self.new.positions)
@@ -115,7 +115,7 @@ class Reader:
         rows = Rows([cell.layers[0] for cell in cells])
         by_layer = cells_by_layer(rows, cells)
         for cell in cells:
-            self._content(cell)  # now, since the model cannot compute it within the pass
+            self.content(cell)  # now, since the model cannot compute it within the pass
 
         def attend(attending: Attending) -> Float[Tensor, "rows heads queries d_value"]:
             layer = attending.layer
@@ -153,9 +153,9 @@ class Reader:
         lengths = torch.tensor([len(cell.slots) for _, cell in entries])
         rows = torch.tensor([row for row, _ in entries]).repeat_interleave(lengths).to(device)
         slots = torch.tensor([slot for _, cell in entries for slot in cell.slots], device=device)
-        contents = [self._content(cell) for _, cell in entries]
+        contents = [self.content(cell) for _, cell in entries]
         names = list(dict.fromkeys(contents))
-        tensors = torch.stack([self._heads[name][part][layer] for name in names])
+        tensors = torch.stack([self.swapped[name][part][layer] for name in names])
         which = torch.tensor([*map(names.index, contents)]).repeat_interleave(lengths).to(device)
         readers = None
         if any({cell.kv_heads, cell.query_heads, cell.queries} != {None} for _, cell in entries):
@@ -163,16 +163,16 @@ class Reader:
             readers = masks.repeat_interleave(lengths, 0).to(device)
         return Swaps(rows, slots, tensors[which, :, slots].float(), readers)
 
-    def _content(self, cell: Cell) -> tuple[str, str]:
-        """Under which name the heads of what a cell swaps are known."""
+    def content(self, cell: Cell) -> tuple[str, str]:
+        """Under which name `swapped` has what a cell holds."""
         latent = cell.part in LATENT
         name = (cell.content, cell.part if latent else "")
-        if name not in self._heads:
+        if name not in self.swapped:
             other = self.contents[cell.content]
             if latent:
                 slots = ~self.base.ledger.padding
                 other = self.base.patch(other, slots=slots, part=cast(Literal["latent", "rope"], cell.part))
-            self._heads[name] = heads_of(self.lanes, other, self.suffix)
+            self.swapped[name] = heads_of(self.lanes, other, self.suffix)
         return name
 
     def _readers(self, cell: Cell) -> Bool[Tensor, "kv_heads groups queries"]:

@@ -337,7 +337,8 @@ def test_attention_of_the_layers_that_attend_is_shown_by_their_numbers(kind: str
     assert float(masked.mass(slots=[4, 5])[-1].abs().max()) == 0
     assert (float(masked.mass(slots=[4, 5]).max()) > 0) == (len(shown.layers) > 1)
     silent = [number for number in range(past.n_layers) if number not in shown.layers]
-    assert shown.unseen == (f"Layers that do not attend: {', '.join(map(str, silent))}." if silent else "")
+    unseen = f"do not attend: {', '.join(map(str, silent))}" if silent else "keep a state beside: 0, 1, 2, 3"
+    assert shown.unseen == f"Layers that {unseen}."
     assert shown.unseen in patterns_view(shown).caption
     if silent:
         refused(lambda: attend(model, IDS, layers=silent[:1]), f"no attention of layers [{silent[0]}]")

@@ -10,9 +10,10 @@ from torch import Tensor
 
 import kvprobe as kv
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.parts import LATENT
 from kvprobe.inference.model import Model, load
 from kvprobe.models.lens import HOOKS
-from kvprobe.patching import KL, LogitDiff, LogProb, Pair, PatchMap, attribute, patch_pairs, patch_sweep
+from kvprobe.patching import KL, LogitDiff, LogProb, Pair, PatchMap, aligned, attribute, patch_pairs, patch_sweep
 from kvprobe.patching.along import split
 from kvprobe.patching.grid import ACTIVATIONS, LATENT_PARTS, Cell
 from kvprobe.stats import FEWEST
@@ -97,7 +98,14 @@ def test_cells_of_latents_are_what_is_read_after_a_cache_edited_by_hand(kind: st
     refused(sweep, "no part called 'K'", "latent+rope")
     refused(lambda: sweep(parts=("latent",), reads="total"), "use reads='reader'")
     refused(lambda: sweep(parts=("blocks.1.attn.hook_v",)), "no part called 'V'")
-    refused(lambda: attribute(model, base, donor, suffix_of(base), METRIC, parts=("latent",)), "this needs K")
+    # A small step towards the donor does what the slope says.
+    seen, other = model.as_seen(base), aligned(model.lanes, base, donor).cache
+    pairs = {part: zip(seen.part(part), other.part(part), strict=True) for part in LATENT}
+    near = seen.with_parts({part: [a + (b - a) / 100 for a, b in of_layers] for part, of_layers in pairs.items()})
+    small = attribute(model, seen, near, suffix_of(base), METRIC, {"layer": [0]}, parts=LATENT_PARTS)
+    assert small.linear == pytest.approx(small.checked.effect, rel=0.1, abs=2e-5)
+    assert small.score == pytest.approx(small.checked.effect, rel=0.1, abs=2e-5)
+    assert abs(small.linear).min() > 5e-5
 
 
 def test_a_cell_does_not_depend_on_the_size_of_passes_or_on_other_cells(tiny_gemma: Model):
