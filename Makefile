@@ -1,5 +1,6 @@
 # make demo   a fresh machine to a leakage report on real weights
 # make test   lint, spelling and tests, in an environment of its own making
+# make test-newest   the tests of what reads models, with the newest transformers and TransformerLens that kvprobe takes
 # make docs   the documentation as a site that opens from a folder: site/index.html
 # make notebooks   run notebooks/*.py and write them as .ipynb with what they show
 #
@@ -13,7 +14,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: demo test checks suite lint docs figures notebooks benchmark clean
+.PHONY: demo test test-newest checks suite lint docs figures notebooks benchmark clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/kvprobe run leakage-quick
@@ -34,6 +35,12 @@ checks: $(VENV)/.developed
 # Bytecode is kept: a third of the time before the first test went into compiling tests and kvprobe again.
 suite: $(VENV)/.developed
 	PYTHONDONTWRITEBYTECODE= PYTHONHASHSEED=0 $(PY) -m pytest -n 2 --dist loadfile
+
+# sae-lens asks for an older TransformerLens, so that dictionaries are left out.
+test-newest:
+	@$(MAKE) --no-print-directory VENV=.venv-newest .venv-newest/.newest
+	PYTHONHASHSEED=0 .venv-newest/bin/python -m pytest tests/models tests/inference tests/cache tests/attention \
+		tests/patching tests/routing tests/memory
 
 lint: $(VENV)/.developed
 	$(VENV)/bin/ruff check --fix .
@@ -65,7 +72,7 @@ benchmark: $(VENV)/.developed
 	$(PY) benchmarks/coverage_probes.py
 
 clean:
-	rm -rf $(VENV) build dist runs site .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-newest build dist runs site .ruff_cache .pytest_cache .hypothesis
 
 # Remembers which torch was asked for by name; a plain `make` keeps what there is.
 $(VENV)/.choice: FORCE
@@ -88,6 +95,10 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.developed: $(VENV)/.installed
 	$(PIP) install --quiet --editable '.[dev]'
+	touch $@
+
+$(VENV)/.newest: $(VENV)/.developed
+	$(PIP) install --quiet 'transformers==5.24.*' 'transformer-lens==4.*'
 	touch $@
 
 $(VENV)/.notebooks: $(VENV)/.installed

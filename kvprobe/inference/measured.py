@@ -24,6 +24,7 @@ from kvprobe.inference.model import Model
 from kvprobe.memory.budget import Budget
 from kvprobe.memory.units import both
 from kvprobe.models.attending import attention_named
+from kvprobe.models.hf_cache import CACHE
 from kvprobe.models.loading import free_bytes
 from kvprobe.restoring import restoring
 
@@ -130,7 +131,7 @@ def measure(model: Model, budget: Budget) -> Measured:
     past = _empty_cache(plain, budget)
 
     def run_model(first: int, last: int) -> None:
-        plain(ids[:, first:last], past_key_values=past, use_cache=True, logits_to_keep=keep)
+        plain(ids[:, first:last], use_cache=True, logits_to_keep=keep, **{CACHE: past})
 
     passes = [(0, request.prompt), *((step, step + 1) for step in range(request.prompt, request.context))]
     with torch.inference_mode(), attention_named(plain, budget.kernel):

@@ -23,7 +23,7 @@ from kvprobe.cache.parts import (
 )
 from kvprobe.cache.visibility import Chunk, Reach
 from kvprobe.errors import UserError
-from kvprobe.models.hf_cache import BothLayer, CacheLayer, empty_layers, held_by, past_key_values
+from kvprobe.models.hf_cache import CACHE, BothLayer, CacheLayer, empty_layers, held_by, past_key_values
 from kvprobe.models.recurrent import StateLayer, recurrent_modules, writes_noted
 from kvprobe.names import one_line
 
@@ -233,7 +233,7 @@ def _one_token(plain: PreTrainedModel, kinds: list[str]) -> list[Any]:
     modules = recurrent_modules(plain, sum(kind in _WITH_STATE for kind in kinds))
     try:
         with torch.no_grad(), writes_noted(modules):
-            plain(input_ids=ids, position_ids=ids, past_key_values=past, use_cache=True)
+            plain(input_ids=ids, position_ids=ids, use_cache=True, **{CACHE: past})
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a model that kvprobe cannot read may fail in any way

@@ -4,11 +4,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, __version__
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicIndexedLayer, LinearAttentionCacheLayerMixin
 
 from kvprobe.cache.parts import attends, recurrent
 from kvprobe.models.recurrent import StateLayer
+
+CACHE = "cache" if tuple(map(int, __version__.split(".")[:2])) >= (5, 24) else "past_key_values"
+"""The argument by which models of this release take a cache."""
 
 
 class CacheLayer(DynamicIndexedLayer):

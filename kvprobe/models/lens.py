@@ -107,6 +107,8 @@ class Hooked:
                 f"TransformerLens cannot hook {architecture} ({one_line(error)}); only K and V as stored can be "
                 "captured."
             ) from error
+        for attention in self.attention_modules:
+            attention.register_forward_pre_hook(_cache_named, with_kwargs=True)
 
     def __call__(self, ids: Tensor, **kwargs: Any) -> Tensor:
         return self.bridge(ids, return_type="logits", **kwargs)
@@ -209,6 +211,12 @@ class Hooked:
                 f"TransformerLens did not reach what was asked for: {', '.join(sorted(silent))} never fired; leave it "
                 "out, or use lane='plain'."
             )
+
+
+def _cache_named(module: nn.Module, args: object, kwargs: dict[str, object]) -> tuple[object, dict[str, object]]:
+    """Give an attention bridge its cache by the name at which it looks: transformers calls it `cache` from 5.24 on, and
+    TransformerLens up to 4.3 would attend as if there were none."""
+    return args, {"past_key_values": kwargs["cache"], **kwargs} if "cache" in kwargs else kwargs
 
 
 def _rotates(attention: nn.Module) -> bool:

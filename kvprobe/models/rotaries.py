@@ -8,7 +8,7 @@ from kvprobe.cache.parts import INDEX, ROTATED
 from kvprobe.cache.rotary import Layout, Rotary, Rotation
 from kvprobe.errors import UserError
 from kvprobe.models.geometry import Geometry, embedded_tokens
-from kvprobe.models.hf_cache import empty_layers, held_by, past_key_values
+from kvprobe.models.hf_cache import CACHE, empty_layers, held_by, past_key_values
 from kvprobe.models.recurrent import recurrent_modules, writes_noted
 
 _PROBED_POSITION, _PROBED_TOKENS = 37, 4
@@ -33,7 +33,7 @@ def rotaries_of(plain: PreTrainedModel, geometry: Geometry) -> tuple[dict[str, R
     layers = empty_layers(geometry.parts)
     past = past_key_values(layers)
     with torch.no_grad(), writes_noted(recurrent_modules(plain, len(geometry.recurrent))):
-        plain(input_ids=ids.repeat(2, 1), position_ids=at, past_key_values=past, use_cache=True)
+        plain(input_ids=ids.repeat(2, 1), position_ids=at, use_cache=True, **{CACHE: past})
     candidates = _candidates(plain)
     rotaries: list[dict[str, Rotary | None]] = [{} for _ in layers]
     names = [(layer, part.name) for layer, parts in enumerate(geometry.layers) for part in parts]

@@ -20,6 +20,7 @@ from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker, fingerprint, state_of
 from kvprobe.models.attending import KERNELS, Attending, Attention, attention_name, attention_replaced
 from kvprobe.models.geometry import Geometry, changing_frequencies
+from kvprobe.models.hf_cache import CACHE
 from kvprobe.models.hooks import Hook, claimed, hooked
 from kvprobe.models.lens import Hooked
 from kvprobe.models.masks import masks_given, masks_of
@@ -196,7 +197,7 @@ class UnprovedLanes:
         self.refuse_far_positions(positions)
         arguments: dict[str, Any] = {
             "position_ids": positions,
-            "past_key_values": past,
+            CACHE: past,
             "use_cache": True,
             "logits_to_keep": logits_to_keep,
         }

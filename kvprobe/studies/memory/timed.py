@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from kvprobe.inference.measured import storage_bytes
 from kvprobe.inference.model import Model
+from kvprobe.models.hf_cache import CACHE
 from kvprobe.progress import Clock
 
 
@@ -25,7 +26,7 @@ def growth(model: Model, prompt: int, new: int) -> list[dict[str, int]]:
     rows: list[dict[str, int]] = []
     for count in range(new + 1):
         first = 0 if count == 0 else prompt + count - 1
-        plain(ids[:, first : prompt + count], past_key_values=past, use_cache=True, logits_to_keep=1)
+        plain(ids[:, first : prompt + count], use_cache=True, logits_to_keep=1, **{CACHE: past})
         said = held.generating(count)
         views = {"transformers": said.cache, "logical": sum(said.logical), "vLLM": blocks.generating(count).cache}
         rows.append({"new": count, "measured": sum(storage_bytes(past)), **views})
@@ -80,8 +81,8 @@ def _next_token(model: Model, ids: torch.Tensor) -> Callable[[], Any]:
     one slot further on: its time is that of this length."""
     plain = model.lanes.plain
     past = DynamicCache(config=plain.config)
-    plain(ids[:, :-1], past_key_values=past, use_cache=True, logits_to_keep=1)
-    return lambda: plain(ids[:, -1:], past_key_values=past, use_cache=True, logits_to_keep=1)
+    plain(ids[:, :-1], use_cache=True, logits_to_keep=1, **{CACHE: past})
+    return lambda: plain(ids[:, -1:], use_cache=True, logits_to_keep=1, **{CACHE: past})
 
 
 def _ids(model: Model, length: int, batch: int = 1) -> torch.Tensor:
