@@ -21,7 +21,9 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from kvprobe.inference.forward import extend
 from kvprobe.inference.generate import generate
@@ -196,12 +198,12 @@ def from_scratch(model: Model, ids: list[int], hidden: tuple[int, ...]) -> Tenso
     plain = model.lanes.plain
     config = plain.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds & WITH_STATE and hidden:
-        return folded(plain, ids, hidden, added(causal))
     sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     chunks = places // WINDOW
-    by_kind = {"full_attention": added(causal), "sliding_attention": added(causal & near)}
+    by_kind = {"full_attention": added(causal), "sliding_attention": added(causal & near), "linear_attention": None}
     by_kind["chunked_attention"] = added(causal & (chunks[:, None] == chunks))
+    if kinds & WITH_STATE and hidden:
+        return folded(plain, ids, hidden, by_kind if "sliding_attention" in kinds else by_kind["full_attention"])
     single = added(causal & near) if kinds == {"sliding_attention"} or (sliding and not kinds) else added(causal)
     before = plain.config._attn_implementation
     plain.set_attn_implementation("eager")
@@ -217,7 +219,7 @@ def from_scratch(model: Model, ids: list[int], hidden: tuple[int, ...]) -> Tenso
         plain.set_attn_implementation(before)
 
 
-def folded(plain: Any, ids: list[int], hidden: tuple[int, ...], mask: Tensor) -> Tensor:
+def folded(plain: Any, ids: list[int], hidden: tuple[int, ...], mask: Any) -> Tensor:
     """Logits in two passes, between which the states are computed anew, one token after the other, without what the
     hidden tokens wrote."""
     layers = [layer for layer, kind in enumerate(plain.config.get_text_config().layer_types) if kind in WITH_STATE]
@@ -234,6 +236,8 @@ def folded(plain: Any, ids: list[int], hidden: tuple[int, ...], mask: Tensor) ->
         return noted
 
     past, places = DynamicCache(config=plain.config), torch.arange(len(ids))[None]
+    # A window is masked by hand, so that nothing may leave the cache.
+    past.layers = [DynamicLayer() if getattr(layer, "is_sliding", False) else layer for layer in past.layers]
     with torch.no_grad():
         with pytest.MonkeyPatch.context() as patch:
             for name in given:
@@ -248,8 +252,9 @@ def folded(plain: Any, ids: list[int], hidden: tuple[int, ...], mask: Tensor) ->
                 computed = added_up if kernel == "mamba2_chunk_scan" else moved
                 tensors, rule = given[kernel][number]
                 held.recurrent_states[0] = computed(tensors, rule, hidden)[None]
+        after = tree_map(lambda part: part if part is None else part[:, :, CUT:], mask)
         rest = plain(
-            input_ids=torch.tensor([ids[CUT:]]), position_ids=places[:, CUT:], attention_mask=mask[:, :, CUT:],
+            input_ids=torch.tensor([ids[CUT:]]), position_ids=places[:, CUT:], attention_mask=after,
             past_key_values=past, use_cache=True,
         ).logits[0]  # fmt: skip
     return torch.cat([first, rest])

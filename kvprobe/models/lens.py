@@ -102,13 +102,13 @@ class Hooked:
         architecture = type(plain).__name__
         try:
             self.bridge = build_bridge_from_module(twin, architecture, hf_config=twin.config, tokenizer=None)
+            for attention in self.attention_modules:
+                attention.register_forward_pre_hook(_cache_named, with_kwargs=True)
         except Exception as error:
             raise UserError(
                 f"TransformerLens cannot hook {architecture} ({one_line(error)}); only K and V as stored can be "
                 "captured."
             ) from error
-        for attention in self.attention_modules:
-            attention.register_forward_pre_hook(_cache_named, with_kwargs=True)
 
     def __call__(self, ids: Tensor, **kwargs: Any) -> Tensor:
         return self.bridge(ids, return_type="logits", **kwargs)

@@ -1,5 +1,6 @@
 """Every causal language model of transformers, built tiny: its config's own fields, as small as it allows."""
 
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -9,6 +10,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 NAMES: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """Model type to the class that transformers loads for it."""
+
+NEWER_LENS = version("transformer-lens") >= "4"
+HOOKED_BY_4 = ("cohere", "cohere2", "hunyuan_v1_dense")
+"""What TransformerLens 3.9 computes differently and 4 does not; the reverse is CodeGen, which 4 cannot run."""
 
 VOCABULARY = 64
 WINDOW = 5

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.every_model import ALLOWED, HEAD, PAGE, UNBUILT, by_year, examine
-from tests.models.every import NAMES, tiny
+from tests.models.every import HOOKED_BY_4, NAMES, NEWER_LENS, tiny
 
 TEXT, _, TABLE = PAGE.read_text(encoding="utf-8").partition(HEAD)
 LISTED = dict(re.findall(r"^\| (\S+) \| \S+ \| ([^|]+) \|", TABLE, re.MULTILINE))
@@ -18,8 +18,13 @@ def test_every_model_is_read_exactly_or_refused_in_a_sentence(kind: str):
     for sentence in (verdict.refusal, *verdict.refusals.values()):
         assert sentence is None or (sentence.endswith(".") and "\n" not in sentence)
     assert verdict.refusal is not None or verdict.worst <= ALLOWED, verdict.errors
-    # A page of another release of transformers may lack the newest.
-    assert LISTED.get(kind, verdict.row().split("|")[3].strip()) == verdict.row().split("|")[3].strip()
+    found = verdict.row().split("|")[3].strip()
+    if NEWER_LENS and kind in (*HOOKED_BY_4, "codegen"):
+        there, here = ("plain", "both lanes") if kind in HOOKED_BY_4 else ("both lanes", "plain")
+        assert found.startswith(here)
+        found = found.replace(here, there)
+    # The page is of the oldest releases that are taken, and so lacks what the newest have.
+    assert LISTED.get(kind, found) == found
 
 
 def test_the_page_says_what_is_allowed():
