@@ -12,6 +12,7 @@ import kvprobe as kv
 from kvprobe.faults import Zeros
 from kvprobe.inference.batch import Batch
 from kvprobe.inference.sweep import Question, Trial, sweep
+from kvprobe.models.hf_cache import CACHE
 from kvprobe.patching.grid import Cell
 from kvprobe.patching.swaps import swap_cells
 from kvprobe.text.tokens import Tokens
@@ -64,9 +65,7 @@ def one_outside(monkeypatch: pytest.MonkeyPatch) -> kv.Model:
     def forward(self: Any, hidden_states: Tensor, position_embeddings: Any, *args: Any, **kwargs: Any) -> Any:
         if self.layer_idx != 1 or args:
             return usual(self, hidden_states, position_embeddings, *args, **kwargs)
-        return outside(
-            self, hidden_states, position_embeddings, kwargs.get("attention_mask"), kwargs.get("past_key_values")
-        )
+        return outside(self, hidden_states, position_embeddings, kwargs.get("attention_mask"), kwargs.get(CACHE))
 
     monkeypatch.setattr(LlamaAttention, "forward", forward)
     return llama()
