@@ -6,7 +6,7 @@ slots asked for are copied, so the request bounds the memory.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast, get_args
@@ -18,13 +18,16 @@ from torch import Tensor, nn
 from kvprobe.brief import Brief, brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.layer import named
+from kvprobe.cache.parts import KV, LATENT
 from kvprobe.checks import names_of
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import at_slots, cache_of, forward_pass, one_row_each, prove_reading, taps
+from kvprobe.models.attending import Attending
 from kvprobe.models.geometry import Geometry
 from kvprobe.models.hooks import Hook, claimed, hooked
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.lens import HOOKS, PER_HEAD, STORED, Family, hook_name, sites_of
+from kvprobe.models.ports import Port
 from kvprobe.models.unproved import Lane
 from kvprobe.names import unknown
 from kvprobe.text.tokens import Tokens
@@ -70,8 +73,18 @@ class Captured(Brief):
         }
 
     def stack(self, family: Family) -> Tensor:
-        """All captured layers of a family, layer axis first."""
-        return torch.stack([tensor for (name, _), tensor in sorted(self.tensors.items()) if name == family])
+        """All captured layers of a family, layer axis first.
+
+        Raises:
+            UserError: layers differ in their heads or sizes.
+        """
+        tensors = [tensor for (name, _), tensor in sorted(self.tensors.items()) if name == family]
+        if len(shapes := {tensor.shape[1::2] for tensor in tensors}) > 1:
+            raise UserError(
+                f"Layers differ in heads or numbers of {family!r} ({' and '.join(str(tuple(of)) for of in shapes)}); "
+                "give `layers` that are alike."
+            )
+        return torch.stack(tensors)
 
 
 def capture(
@@ -118,7 +131,21 @@ def capture(
         else:
             tensors[family, layer] = tensor.gather(1, pick[:, :, None].expand(-1, -1, tensor.shape[2]))
 
-    ports = plain_ports(lanes, computed, layers) if computed else {}
+    both: tuple[Family, Family] = ("k", "v")
+    # Of latents each head makes a key and a value.
+    made = {
+        (family, layer)
+        for family in both
+        for layer in wanted.get(family, ())
+        if LATENT[0] in lanes.geometry.parts[layer]
+    }
+
+    def attends(inputs: Attending) -> None:
+        for family, tensor in zip(both, (inputs.key, inputs.value), strict=True):
+            if (family, inputs.layer) in made:
+                tensors[family, inputs.layer] = at_slots(tensor[:, :, tensor.shape[2] - max(map(len, tokens)) :], pick)
+
+    ports = plain_ports(lanes, {family: wanted[family] for family in computed}) if computed else {}
     if lane == "auto":
         lane = "hooked" if None in ports.values() else "plain"
     prove_reading(lanes, past, tokens, lane)
@@ -126,12 +153,16 @@ def capture(
     observing = (
         lanes.hooked.observing(computed, layers, observe) if lane == "hooked" else _observing(lanes, ports, observe)
     )
-    with observing:
+    with lanes.observing_attention(attends) if made else nullcontext(), observing:
         ledger, scores = forward_pass(lanes, past, tokens, tapped, lane, logits)
     for layer in layers if stored else ():
         parts = lanes.geometry.layers[layer]
         picked = {part.name: tensor for part, tensor in zip(parts, tapped[layer].picked, strict=True)}
-        tensors |= {(family, layer): named(picked, STORED[family]) for family in stored if layer in wanted[family]}
+        tensors |= {
+            (family, layer): named(picked, STORED[family])
+            for family in stored
+            if layer in wanted[family] and (family, layer) not in made
+        }
     for layer in wanted.get("state", ()):
         if "decay" not in lanes.geometry.parts[layer]:
             raise UserError(f"Layer {layer} keeps no state; capture it in {_having('state', lanes.geometry)}.")
@@ -175,17 +206,24 @@ def layers_by_family(
     return {family: sorted(of_family) for family, of_family in by_family.items()}
 
 
-Port = tuple[str, Literal["input", "output"]]
-"""The path of a module of the plain model, and which end of it: what it reads, or what it computes."""
+def plain_ports(lanes: Lanes, wanted: Mapping[Family, Sequence[int]]) -> dict[tuple[Family, int], Port | None]:
+    """Where the plain model computes families at these layers; None where only a TransformerLens hook shows it.
 
-
-def plain_ports(
-    lanes: Lanes, families: Sequence[Family], layers: Sequence[int]
-) -> dict[tuple[Family, int], Port | None]:
-    """Where the plain model computes each family; None where only a TransformerLens hook shows it."""
+    Raises:
+        UserError: the model does not compute a family.
+    """
     ports: dict[tuple[Family, int], Port | None] = {}
+    if (own := lanes.own_ports) is not None:
+        places: list[tuple[Family, int]] = [(family, layer) for family, layers in wanted.items() for layer in layers]
+        for place in places:
+            if place not in own:
+                raise UserError(
+                    f"{type(lanes.plain).__name__} has no module that computes {place[0]!r} of layer {place[1]}; "
+                    "leave it out, or choose other layers."
+                )
+        return {place: own[place] for place in places}
     hooked = lanes.hooked  # once, because it looks whether any weight was written
-    for family in families:
+    for family, layers in wanted.items():
         if not hooked.fires(family):
             raise UserError(f"This model does not compute {family!r}, as its blocks are built otherwise; leave it out.")
         for layer in layers:
@@ -284,7 +322,8 @@ def _picked(
 def _having(family: Family, geometry: Geometry) -> list[int]:
     """The layers that have a family; all, where none has it, which is refused when it is looked for."""
     part = "decay" if family == "state" else STORED.get(family)
-    having = [layer for layer, names in enumerate(geometry.parts) if part is None or part in names]
+    parts = (part, LATENT[0]) if part in KV else (part,)
+    having = [layer for layer, names in enumerate(geometry.parts) if part is None or not {*parts}.isdisjoint(names)]
     return having or list(range(geometry.n_layers))
 
 

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
-from kvprobe.inference.capture import Edit, Port, editing, plain_ports
+from kvprobe.inference.capture import Edit, editing, plain_ports
 from kvprobe.inference.forward import as_seen
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.lens import Family
+from kvprobe.models.ports import Port
 from kvprobe.patching.reader import Reader, attention
 from kvprobe.patching.rows import BYTES, ROWS, Rows, forward, joining
 from kvprobe.text.tokens import Tokens
@@ -82,7 +83,9 @@ class Suffix:
         self.lanes, self.reader = lanes, Reader(lanes, as_seen(lanes, cache), {}, suffix)
         families: tuple[Family, ...] = ("resid_pre", "resid_post", *BLOCKS.values())
         self.ports: dict[tuple[Family, int], Port] = {}
-        for (family, layer), port in plain_ports(lanes, families, range(lanes.geometry.n_layers)).items():
+        for (family, layer), port in plain_ports(
+            lanes, dict.fromkeys(families, range(lanes.geometry.n_layers))
+        ).items():
             if port is None:
                 raise UserError(
                     f"{type(lanes.plain).__name__} has no module whose output is {family!r} of layer {layer} as it is "

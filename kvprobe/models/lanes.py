@@ -26,6 +26,7 @@ from kvprobe.models.gate import (
 )
 from kvprobe.models.gate_attention import prove_attention
 from kvprobe.models.lens import Hooked
+from kvprobe.models.ports import Ports, ports_of
 from kvprobe.models.routers import Routers, routers_of
 from kvprobe.models.unproved import Lane, UnprovedLanes
 from kvprobe.models.writing import prove_writing
@@ -204,6 +205,19 @@ class Lanes(UnprovedLanes):
         _ = self.attention_proved
         prove_writing(self)
         return True
+
+    @cached_property
+    def own_ports(self) -> Ports | None:
+        """Where the plain model computes its residual stream; None where TransformerLens has a map of it.
+
+        Raises:
+            UserError: as `ports_of`.
+        """
+        try:
+            _ = self.hooked
+        except UserError:
+            return ports_of(self)
+        return None
 
     @cached_property
     def routers(self) -> Routers:

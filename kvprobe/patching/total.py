@@ -18,11 +18,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.errors import UserError
-from kvprobe.inference.capture import Edit, Port, capture, editing, plain_ports
+from kvprobe.inference.capture import Edit, capture, editing, plain_ports
 from kvprobe.inference.forward import new_slots
 from kvprobe.inference.under_policy import tokens_at
 from kvprobe.models.attending import Attending
 from kvprobe.models.lens import Family
+from kvprobe.models.ports import Port
 from kvprobe.patching.grid import ACTIVATIONS, Cell
 from kvprobe.patching.plan import Plan
 from kvprobe.patching.rows import Rows, cells_by_layer, forward, joining, ordinary_logits
@@ -49,7 +50,7 @@ class TotalReader:
         parts = {cell.part for cell in plan.cells}
         families: list[Family] = [family for family in ACTIVATIONS if family in parts]
         self.activations = self._activations_of_donor(families)
-        self.ports = plain_ports(self.lanes, families, range(self.base.n_layers)) if families else {}
+        self.ports = plain_ports(self.lanes, dict.fromkeys(families, range(self.base.n_layers))) if families else {}
         for (family, layer), port in self.ports.items():
             if port is None:
                 raise UserError(

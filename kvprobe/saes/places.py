@@ -8,10 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.errors import UserError
-from kvprobe.inference.capture import Port, plain_ports
+from kvprobe.inference.capture import plain_ports
 from kvprobe.models.geometry import Geometry
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.lens import HOOKS, PER_HEAD, Family, hook_name, site_of
+from kvprobe.models.ports import Port
 from kvprobe.names import unknown
 
 FAMILIES: tuple[Family, ...] = tuple(family for family in HOOKS if family != "k")
@@ -88,7 +89,7 @@ def port_of(lanes: Lanes, place: Place) -> Port:
     """
     if place.layer >= lanes.geometry.n_layers:
         raise UserError(f"There is no layer {place.layer}; the model has layers 0 to {lanes.geometry.n_layers - 1}.")
-    port = plain_ports(lanes, [place.family], [place.layer])[place.family, place.layer]
+    port = plain_ports(lanes, {place.family: [place.layer]})[place.family, place.layer]
     if port is None:
         raise UserError(
             f"{type(lanes.plain).__name__} has no module that computes {place.family!r} alone, so it cannot be "

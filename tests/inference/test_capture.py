@@ -251,7 +251,7 @@ def test_a_hook_that_never_fires_is_an_error(tiny: Model):
 
 
 def test_a_module_that_is_never_called_is_an_error(tiny_llama: Model):
-    observing = _observing(tiny_llama.lanes, plain_ports(tiny_llama.lanes, ["resid_post"], [1]), lambda *_: None)
+    observing = _observing(tiny_llama.lanes, plain_ports(tiny_llama.lanes, {"resid_post": [1]}), lambda *_: None)
     refused(lambda: entered(observing), "never called the modules that compute resid_post of layer 1; leave")
 
 

@@ -18,6 +18,8 @@ from kvprobe.cache.parts import INDEX, KV, LATENT
 from kvprobe.faults import Zeros
 from kvprobe.inference.batch import Batch
 from kvprobe.inference.model import Model, load
+from kvprobe.models.attending import Attending
+from kvprobe.models.ports import ports_of
 from kvprobe.policies import Quantise
 from kvprobe.text.tokens import Tokens
 from tests.models.every import tiny
@@ -56,7 +58,7 @@ def test_what_needs_keys_and_values_is_refused_on_latent_layers():
     for strike in (lambda: past.corrupt(Zeros()), lambda: model.sweep(IDS, [Zeros()], max_new_tokens=2)):
         refused(strike, "No layer of this cache stores K or V", "latent, rope")
     for need in (
-        lambda: past.keys, lambda: model.capture(IDS, ["k"]),
+        lambda: past.keys,
         lambda: model.generate([IDS], max_new_tokens=2, policy=Quantise(4, tail=0, group=2)),
     ):  # fmt: skip
         refused(need, wanted)
@@ -309,6 +311,43 @@ def test_an_index_whose_scores_tie_is_refused_where_it_binds():
 @pytest.mark.parametrize("kind", ["deepseek_v4", "minimax_m3_vl_text"])
 def test_an_index_of_groups_is_refused_by_name(kind: str):
     refused(lambda: load(tiny(kind)), kind, "the unit is a group")
+
+
+def test_each_head_s_key_and_value_is_captured_as_it_is_made_of_the_latent():
+    model, _ = latent()
+    captured = model.capture(IDS, ["k", "v", "latent", "resid_post"], slots=[2, 7])
+    seen: list[Attending] = []
+    with model.lanes.observing_attention(seen.append):
+        model.prefill(IDS)
+    for inputs in seen:
+        assert torch.equal(captured["k", inputs.layer], inputs.key[:, :, [2, 7]])
+        assert torch.equal(captured["v", inputs.layer], inputs.value[:, :, [2, 7]])
+    attention: Any = model.lanes.attention_modules[1]
+    made = attention.kv_b_proj(captured["latent", 1][:, 0])
+    assert torch.allclose(made.unflatten(-1, (4, -1)).transpose(1, 2)[..., -8:], captured["v", 1], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "added"), [("deepseek_v3", 8), ("qwen3_next", 8), ("lfm2", 8), ("falcon_h1", 0), ("nemotron_h", 4)]
+)
+def test_the_residual_stream_is_read_where_transformer_lens_has_no_map_of_it(kind: str, added: int):
+    model = built(kind)
+    ports = model.lanes.own_ports
+    assert ports is not None
+    assert sum(family in ("attn_out", "mlp_out") for family, _ in ports) == added
+    captured = model.capture(IDS, ["resid_pre", "resid_post"])
+    output: Any = model.lanes.plain(torch.tensor([IDS.ids]), output_hidden_states=True, use_cache=False)
+    for layer in range(4):
+        assert torch.allclose(captured["resid_pre", layer], output.hidden_states[layer], atol=1e-5)
+    refused(lambda: model.capture(IDS, ["k_pre"]), "no module that computes 'k_pre' of layer 0")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2", "olmo2", "gpt_neox"])
+def test_the_residual_stream_is_found_where_transformer_lens_says_it_is(kind: str):
+    model = built(kind)
+    assert model.lanes.own_ports is None
+    for (family, layer), port in ports_of(model.lanes).items():
+        assert not model.lanes.hooked.fires(family) or model.lanes.hooked.plain_port(family, layer) == port
 
 
 def test_modules_that_are_called_for_several_layers_get_the_mask_of_each():

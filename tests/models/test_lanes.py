@@ -78,7 +78,7 @@ def test_a_proof_that_comes_due_amid_hooks_is_of_the_model_without_them(tokens: 
 
         return counted
 
-    port = plain_ports(lanes, ["resid_post"], [1])["resid_post", 1]
+    port = plain_ports(lanes, {"resid_post": [1]})["resid_post", 1]
     assert port is not None
     with (
         lanes.observing_attention(counting("seen", lambda _: None)),

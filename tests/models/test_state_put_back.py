@@ -40,7 +40,7 @@ def swept(reads: str, *parts: str) -> Callable[[Model], object]:
 
 
 def edited(model: Model) -> object:
-    port = plain_ports(model.lanes, ["resid_post"], [1])["resid_post", 1]
+    port = plain_ports(model.lanes, {"resid_post": [1]})["resid_post", 1]
     assert port is not None
     with editing(model.lanes, [(port, lambda tensor: 2 * tensor)]):
         return model.prefill("a b c")

@@ -1,0 +1,102 @@
+"""Where a plain model computes its residual stream and what its layers add to it, found on a few tokens.
+
+TransformerLens has a map of the architectures that it hooks. In others (latent attention, states) a block reads the
+stream and returns it, and two of its modules, or one, give what the block adds: those whose outputs make up the
+difference. A model of which that is not so has no such ports, and what they would show is refused.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain, combinations
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from kvprobe.models.hooks import Hook, bare, hooked
+from kvprobe.models.lens import Family
+from kvprobe.models.rounding import difference, few_tokens
+from kvprobe.models.unproved import UnprovedLanes
+
+Port = tuple[str, Literal["input", "output"]]
+"""The path of a module of the plain model, and which end of it: what it reads, or what it computes."""
+ENDS: tuple[Literal["input"], Literal["output"]] = ("input", "output")
+Ports = dict[tuple[Family, int], Port]
+_Seen = dict[Port, Tensor]
+
+
+@bare()
+def ports_of(lanes: UnprovedLanes) -> Ports:
+    """The ports of each layer; without those that were not found.
+
+    Raises:
+        UserError: the model has no list of decoder layers.
+    """
+    whole: Any = lanes.plain  # transformers' annotation is incomplete
+    paths: dict[nn.Module, str] = {module: path for path, module in whole.named_modules()}
+    mixers = {*lanes.attention_modules, *lanes.recurrent_modules}
+    parts = [[*block.children(), *mixers.intersection(block.modules())] for block in lanes.blocks]
+    seen = _seen(lanes, dict.fromkeys([*lanes.blocks, *chain.from_iterable(parts)]), paths)
+    streams: list[tuple[Port, Port]] = [((paths[block], "input"), (paths[block], "output")) for block in lanes.blocks]
+    ports: Ports = {}
+    for layer, (first, last) in enumerate(streams):
+        goes_on = layer + 1 == len(streams) or _equal(lanes, seen.get(last), seen.get(streams[layer + 1][0]))
+        if first not in seen or last not in seen or not goes_on:
+            continue
+        ports["resid_pre", layer], ports["resid_post", layer] = first, last
+        own = {port: tensor for port, tensor in seen.items() if port[0].startswith(f"{first[0]}.")}
+        mixes = layer in lanes.geometry.attending or layer in lanes.geometry.recurrent
+        ports |= {(family, layer): port for family, port in _added(lanes, own, seen[first], seen[last], mixes)}
+    return ports
+
+
+def _added(
+    lanes: UnprovedLanes, seen: _Seen, before: Tensor, after: Tensor, mixes: bool
+) -> Iterator[tuple[Family, Port]]:
+    """What the modules of a block add to the stream.
+
+    Args:
+        seen: in the order in which they are called.
+        mixes: whether the block attends, or keeps a state.
+    """
+    outputs = [port for port in seen if port[1] == "output"]
+    for port in outputs:
+        if _equal(lanes, before + seen[port], after):
+            family: Family = "attn_out" if mixes else "mlp_out"
+            yield family, port
+            return
+    for attn, mlp in combinations(outputs, 2):
+        if _equal(lanes, before + seen[attn] + seen[mlp], after):
+            yield "attn_out", attn
+            yield "mlp_out", mlp
+            middle = before + seen[attn]
+            between = [port for port in seen if port[1] == "input" and _equal(lanes, middle, seen[port])]
+            for port in between[:1]:
+                yield "resid_mid", port
+            return
+
+
+def _seen(lanes: UnprovedLanes, modules: Collection[nn.Module], paths: dict[nn.Module, str]) -> _Seen:
+    """What these modules read and compute of the stream's size, in the order in which they are called."""
+    seen: _Seen = {}
+    hooks: list[Hook] = []
+    for module in modules:
+        for end in ENDS:
+            hooks.append((module, end, _noting(seen, (paths[module], end), lanes.geometry.d_model)))
+    with hooked(hooks), torch.no_grad():
+        lanes.native(few_tokens(lanes.plain))
+    return seen
+
+
+def _noting(seen: _Seen, port: Port, d_model: int) -> Callable[..., None]:
+    def note(module: nn.Module, args: Sequence[object], found: object) -> None:
+        if port[1] == "input":
+            found = args or cast(Mapping[str, object], found).get("hidden_states")
+        tensor = cast(Sequence[object], found)[0] if isinstance(found, tuple) else found
+        if isinstance(tensor, Tensor) and tensor.dim() == 3 and tensor.shape[2] == d_model:
+            seen[port] = tensor
+
+    return note
+
+
+def _equal(lanes: UnprovedLanes, one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and difference(one, other) <= lanes.tolerance()
