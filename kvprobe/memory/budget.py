@@ -10,17 +10,14 @@ from kvprobe.brief import cut
 from kvprobe.cache.slots import SlotPlan
 from kvprobe.errors import UserError
 from kvprobe.memory import hf, vllm
-from kvprobe.memory.caches import layers_of, text_model
 from kvprobe.memory.formats import dtype_of, weight_bytes
-from kvprobe.memory.forward import Kernel, Logits, usual_kernel
+from kvprobe.memory.forward import Kernel, Logits
 from kvprobe.memory.needs import FARTHEST, EngineName, Needs, require_prompt
 from kvprobe.memory.numbers import numbers_named, plain_named
 from kvprobe.memory.request import Request
 from kvprobe.memory.sources import config_of
 from kvprobe.memory.table import lines
 from kvprobe.memory.units import both, bytes_in
-from kvprobe.memory.weights import active
-from kvprobe.memory.weights import weights as weights_of
 from kvprobe.memory.widths import widths_of
 from kvprobe.memory.written import plan_of
 
@@ -96,17 +93,27 @@ def budget(
     require_prompt(context, new)
     if ranks > 1 and engine != "vllm":
         raise UserError(f"Only vLLM's budget shares a model among ranks; use engine='vllm', or ranks=1 for {engine}.")
-    config = text_model(config_of(model))
-    layers = layers_of(config)
-    numbers = dtype_of(config) if dtype is None else plain_named(dtype)
-    counted = weights_of(config)
-    stored = weight_bytes(counted, config, numbers) if weights is None else bytes_in(weights, "size of the weights")
+    found = config_of(model)
+    stated = None if memory is None else bytes_in(memory, "memory")
+    given = None if weights is None else bytes_in(weights, "size of the weights")
+    plan = SlotPlan() if policy is None else plan_of(policy, context - new)
+    cached = None if cache_dtype is None else numbers_named(cache_dtype)
+    chosen = None if dtype is None else plain_named(dtype)
+    # Builds models, and so needs torch and transformers, which a mistake in what is asked for does not.
+    from kvprobe.memory.unloaded import text_model, unloaded
+
+    config = text_model(found)
+    numbers = chosen or dtype_of(config)
+    built = unloaded(config)
+    stored = weight_bytes(built.weights, config, numbers) if given is None else given
     made = Budget(
         config=config,
-        layers=layers,
-        widths=widths_of(config, layers),
-        parameters=counted.total,
-        active=active(config),
+        assumed=built.assumed,
+        trained_context=built.config.optional_size("max_position_embeddings", "n_positions", "seq_length"),
+        layers=built.layers,
+        widths=widths_of(built.config, built.layers),
+        parameters=built.weights.total,
+        active=built.weights.active(built.config),
         weights=-(-stored // ranks),
         request=Request(
             prompt=context - new,
@@ -114,16 +121,16 @@ def budget(
             batch=batch,
             source=source,
             dtype=numbers,
-            numbers=numbers if cache_dtype is None else numbers_named(cache_dtype),
-            plan=SlotPlan() if policy is None else plan_of(policy, context - new),
+            numbers=cached or numbers,
+            plan=plan,
         ),
         engine=engine,
         blocks=vllm.Engine(block=block, ranks=ranks, batched_tokens=batched_tokens),
-        kernel=kernel or usual_kernel(config),
+        kernel=kernel or built.kernel,
         logits=logits,
-        memory=None if memory is None else bytes_in(memory, "memory"),
+        memory=stated,
     )
     if engine == "hf":
-        hf.check(layers, made.request)
-    _ = made.cache, made.trained_context  # so that what is wrong with them is raised now
+        hf.check(built.layers, made.request)
+    _ = made.cache  # so that what is wrong with it is raised now
     return made

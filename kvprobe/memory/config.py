@@ -1,7 +1,7 @@
 """A model's `config.json`, read as untrusted input."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,10 @@ class Config:
     Attributes:
         name: of the model, in error messages.
         fields: as in the file.
-        defaults: values of fields that the configs of the family leave out.
     """
 
     name: str
     fields: Mapping[str, object]
-    defaults: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -38,7 +36,7 @@ class Config:
 
     def has(self, name: str) -> bool:
         """Whether the field is present and not null."""
-        return (self.fields if name in self.fields else self.defaults).get(name) is not None
+        return self.fields.get(name) is not None
 
     def size(self, *names: str, default: int | None = _MISSING, low: int = 1) -> int:
         """A whole number under the first of these names that the config has.
@@ -54,7 +52,7 @@ class Config:
 
     def optional_size(self, *names: str) -> int | None:
         """Such a number; None if the field is null or missing."""
-        present = [name for name in names if name in self.fields] or [name for name in names if name in self.defaults]
+        present = [name for name in names if name in self.fields]
         return self.size(present[0]) if present and self.has(present[0]) else None
 
     def flag(self, *names: str, default: bool | None = _MISSING) -> bool:
@@ -95,10 +93,6 @@ class Config:
         fields = self._checked((name,), _MISSING, lambda value: isinstance(value, Mapping), "a mapping of fields")
         return Config(self.name, fields)
 
-    def with_defaults(self, defaults: Mapping[str, object]) -> "Config":
-        """The same config, with these values for fields that are missing."""
-        return Config(self.name, self.fields, {**self.defaults, **defaults})
-
     def _checked(self, names: tuple[str, ...], default: object, fits: Callable[[Any], bool], expected: str) -> Any:
         name, value = self._find(names, default)
         if not fits(value):
@@ -106,10 +100,8 @@ class Config:
         return value
 
     def _find(self, names: tuple[str, ...], default: object) -> tuple[str, object]:
-        # A field that is explicitly null does not get the default of a missing one.
-        left_out = not any(name in self.fields for name in names)
         for name in names:
-            value = (self.defaults if left_out else self.fields).get(name)
+            value = self.fields.get(name)
             if value is not None:
                 return name, value
         if default is not _MISSING:

@@ -4,9 +4,11 @@ from math import prod
 
 from kvprobe.errors import UserError
 from kvprobe.memory.config import Config
-from kvprobe.memory.heads import width
 from kvprobe.memory.numbers import Numbers, plain_named
 from kvprobe.memory.weights import Weights
+
+WIDTH = ("hidden_size", "n_embd", "n_embed", "d_model")
+"""What configs call the width of the residual stream."""
 
 
 def dtype_of(config: Config) -> Numbers:
@@ -45,7 +47,7 @@ def weight_bytes(weights: Weights, config: Config, dtype: Numbers) -> int:
         bits = packing.size("bits", "w_bit", default=4)
         # Each group has a float16 scale and a packed zero; a group of −1 is a whole column.
         column = -1 in (packing.fields.get("group_size"), packing.fields.get("q_group_size"))
-        group = width(config) if column else packing.size("group_size", "q_group_size", default=128)
+        group = config.size(*WIDTH) if column else packing.size("group_size", "q_group_size", default=128)
         return _packed(matrices, bits, group, 16 + bits) + rest
     if method == "bitsandbytes":
         if packing.flag("load_in_8bit", default=False):

@@ -12,7 +12,6 @@ from typing import Literal
 
 from kvprobe.memory import hf
 from kvprobe.memory.caches import AttentionStore, LayerStore
-from kvprobe.memory.config import Config
 from kvprobe.memory.request import Request
 from kvprobe.memory.widths import Widths
 
@@ -21,15 +20,6 @@ Logits = Literal["last", "all"]
 
 POSITION_BYTES = 8
 """Of a token's position, an int64."""
-
-
-_NO_SDPA = ("gemma2", "gpt_oss", "gptj")
-"""Families that transformers runs with eager attention by default: their scores are capped or have sinks."""
-
-
-def usual_kernel(config: Config) -> Kernel:
-    """The attention that transformers uses for this family."""
-    return "eager" if config.kind in _NO_SDPA else "sdpa"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What a model needs for some conversations: what is fixed, what grows, where it peaks, and how far it goes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeVar
@@ -37,6 +37,8 @@ class Needs:
 
     Attributes:
         config: the text model's.
+        assumed: sizes that it leaves out, which are those of transformers' configuration class.
+        trained_context: tokens that the model was made for, if its config says so.
         layers: what each layer stores.
         widths: of the tensors of a pass.
         parameters: how many weights there are.
@@ -51,6 +53,8 @@ class Needs:
     """
 
     config: Config
+    assumed: Mapping[str, object]
+    trained_context: int | None
     layers: tuple[LayerStore, ...]
     widths: Widths
     parameters: int
@@ -160,11 +164,6 @@ class Needs:
         number = self.request.dtype.bytes(1)
         states = [() if layer.state is None else layer.state.parts for layer in self.layers]
         return [sum(part.heads * part.head_bytes(number) for part in parts) for parts in states]
-
-    @property
-    def trained_context(self) -> int | None:
-        """Tokens that the model was made for, if its config says so."""
-        return self.config.optional_size("max_position_embeddings", "n_positions", "seq_length")
 
     @cached_property
     def largest_context(self) -> int | None:

@@ -200,6 +200,9 @@ def _remarks(budget: Needs) -> Iterator[str]:
             f"hidden: {' or '.join(f'{size:,}' for size in written)} B per token and layer, "
             f"{short(total * request.batch * request.context)} here."
         )
+    if budget.assumed:
+        sizes = ", ".join(f"{name}={size}" for name, size in budget.assumed.items())
+        yield f"The config leaves out {sizes}, which is what transformers' configuration class has."
     crossing = sum(layer.attention is not None and layer.attention.crosses for layer in budget.layers)
     if crossing and not request.source:
         yield f"{crossing} layers attend to another input, which has no tokens here; set their number with source."

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from kvprobe.memory.caches import LayerStore
 from kvprobe.memory.config import Config
+from kvprobe.memory.formats import WIDTH
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def widths_of(config: Config, layers: tuple[LayerStore, ...]) -> Widths:
     Raises:
         UserError: a size is missing or impossible.
     """
-    hidden = config.size("hidden_size", "n_embd")
+    hidden = config.size(*WIDTH)
     attentions = [layer.attention for layer in layers if layer.attention is not None]
     d_head = attentions[0].d_key if attentions else 0
     if attentions and attentions[0].latent:

@@ -151,8 +151,8 @@ class Geometry:
         try:
             config = _readable(plain.config)
             layers = _stored(plain, config)
-            sources = _sources(config, len(layers))
-            kinds, reaches = _kinds(config, len(sources)), reaches_of(config, len(sources))
+            sources = sources_of(config, len(layers))
+            kinds, reaches = kinds_of(config, len(sources)), reaches_of(config, len(sources))
             if len(reaches) != len(sources):
                 raise UserError(
                     f"{plain.config.model_type} has {len(reaches)} layers and caches {len(layers)}; use another model."
@@ -208,7 +208,7 @@ def _stored(plain: PreTrainedModel, config: Any) -> Shape:
     Raises:
         UserError: the model cannot read a token into a cache that holds known parts of each layer.
     """
-    name, kinds = type(plain).__name__, _kinds(config, config.num_hidden_layers)
+    name, kinds = type(plain).__name__, kinds_of(config, config.num_hidden_layers)
     own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
     held = [_parts(layer) for layer in _one_token(plain, kinds)[:own]]
     idle = [kind in _WITHOUT_SLOTS - _WITH_STATE for kind in kinds[: len(held)]]
@@ -287,7 +287,7 @@ def reaches_of(config: Any, n_layers: int) -> tuple[Reach, ...]:
         UserError: a layer is of another kind.
     """
     sliding = config.window_size if hasattr(config, "attention_layers") else getattr(config, "sliding_window", None)
-    kinds, chunk = _kinds(config, n_layers), getattr(config, "attention_chunk_size", None)
+    kinds, chunk = kinds_of(config, n_layers), getattr(config, "attention_chunk_size", None)
     reaches: dict[str, Reach] = dict.fromkeys((*_WITH_STATE, *_WITHOUT_SLOTS, "full_attention"))
     reaches["indexed_attention"] = None  # among the slots in view the index chooses, which a mask reaches too
     reaches["sliding_attention"] = sliding
@@ -300,7 +300,7 @@ def reaches_of(config: Any, n_layers: int) -> tuple[Reach, ...]:
     return tuple(reaches[kind] for kind in kinds)
 
 
-def _kinds(config: Any, n_layers: int) -> list[str]:
+def kinds_of(config: Any, n_layers: int) -> list[str]:
     """The kind of each layer, as configs call it."""
     if hasattr(config, "attention_layers"):  # GPT-Neo
         return [_GPT_NEO[kind] for kind in config.attention_layers]
@@ -309,7 +309,7 @@ def _kinds(config: Any, n_layers: int) -> list[str]:
     return [*map(str, getattr(config, "layer_types", None) or alike)]
 
 
-def _sources(config: Any, stored: int) -> tuple[int, ...]:
+def sources_of(config: Any, stored: int) -> tuple[int, ...]:
     """For each attention module, the layer whose K and V it reads.
 
     The last layers of Gemma 3n and 4 have none of their own and read those of the last layer of their kind that has.

@@ -27,16 +27,16 @@ from kvprobe.models.checkpoints import State, known, remember
 
 Given = Mapping[str, Any]
 """What a kernel was given, by the names of its arguments."""
-_Noted = dict[str, Float[Tensor, "batch tokens heads _"]]
+Noted = dict[str, Float[Tensor, "batch tokens heads _"]]
 
 
-def _delta(given: Given) -> _Noted:
+def _delta(given: Given) -> Noted:
     """What tokens write by the gated delta rule."""
     decay = given["g"] if given["g"].dim() == 4 else given["g"][..., None]
     return {"key": given["key"], "value": given["value"], "decay": decay.float(), "step": given["beta"][..., None]}
 
 
-def _scan(given: Given) -> _Noted:
+def _scan(given: Given) -> Noted:
     """What tokens write in Mamba-2."""
     gain = given["dt"] if given["dt_bias"] is None else given["dt"] + given["dt_bias"].to(given["dt"].dtype)
     gain = nn.functional.softplus(gain) if given["dt_softplus"] else gain
@@ -45,13 +45,13 @@ def _scan(given: Given) -> _Noted:
     return {"key": given["B"], "value": given["hidden_states"], "decay": decay, "gain": gain}
 
 
-def _one_scanned(given: Given) -> _Noted:
+def _one_scanned(given: Given) -> Noted:
     """The same of the kernel for one token, which is given what all numbers of a head share as many times."""
     alike = {"dt": given["dt"][:, None, :, 0], "dt_bias": given["dt_bias"][:, 0], "A": given["A"][:, 0, 0]}
     return _scan({**given, **alike, "B": given["B"][:, None], "hidden_states": given["hidden_states"][:, None]})
 
 
-KERNELS: dict[str, Callable[[Given], _Noted]] = {
+KERNELS: dict[str, Callable[[Given], Noted]] = {
     "torch_chunk_gated_delta_rule": _delta,
     "torch_recurrent_gated_delta_rule": _delta,
     "chunk_kimi_delta_attention": _delta,
@@ -62,7 +62,7 @@ KERNELS: dict[str, Callable[[Given], _Noted]] = {
 """What modelling files call their kernels, and what tokens write there."""
 _WIDEST = 16
 """Of the short convolutions, in tokens."""
-_given: ContextVar[list[_Noted] | None] = ContextVar("given", default=None)
+_given: ContextVar[list[Noted] | None] = ContextVar("given", default=None)
 
 
 def recurrent_modules(plain: nn.Module, count: int) -> list[nn.Module]:
@@ -71,13 +71,18 @@ def recurrent_modules(plain: nn.Module, count: int) -> list[nn.Module]:
     Raises:
         UserError: it has others.
     """
-    modules = [module for module in plain.modules() if _known(module)]
+    modules = known_modules(plain)
     if len(modules) != count:
         raise UserError(
             f"{type(plain).__name__} has {count} layers that keep a state, and {len(modules)} with a recurrence that "
             "kvprobe knows (the gated delta rule, Mamba-2, a short convolution); use another model."
         )
     return modules
+
+
+def known_modules(plain: nn.Module) -> list[nn.Module]:
+    """The modules of a model that keep a state by a known rule."""
+    return [module for module in plain.modules() if _known(module)]
 
 
 def _known(module: nn.Module) -> bool:
@@ -90,20 +95,21 @@ def _known(module: nn.Module) -> bool:
 
 
 @contextmanager
-def writes_noted(modules: Iterable[nn.Module]) -> Generator[None]:
-    """While this lasts, what the kernels of these modules are given is noted for the `StateLayer` of each."""
+def writes_noted(modules: Iterable[nn.Module]) -> Generator[list[Noted]]:
+    """While this lasts, what the kernels of these modules are given is noted, for the `StateLayer` of each to take."""
     for file in {type(module).__module__: sys.modules[type(module).__module__] for module in modules}.values():
         for name, noted in KERNELS.items():
             if hasattr(file, name) and not hasattr(kernel := getattr(file, name), "notes"):
                 setattr(file, name, _noting(kernel, noted))
-    token = _given.set([])
+    given: list[Noted] = []
+    token = _given.set(given)
     try:
-        yield
+        yield given
     finally:
         _given.reset(token)
 
 
-def _noting(kernel: Callable[..., Any], noted: Callable[[Given], _Noted]) -> Callable[..., Any]:
+def _noting(kernel: Callable[..., Any], noted: Callable[[Given], Noted]) -> Callable[..., Any]:
     signature = inspect.signature(kernel)
 
     def noting(*arguments: Any, **settings: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tiny random models of every family that the budget knows; all sizes differ, so that no mix-up goes unnoticed."""
+"""Tiny random models of many families; all sizes differ, so that no mix-up goes unnoticed."""
 
 from functools import cache
 from typing import Any
@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, MllamaForCausalLM
 
-from kvprobe.memory.caches import LayerStore, layers_of, text_model
+from kvprobe.memory.caches import LayerStore
 from kvprobe.memory.config import Config
+from kvprobe.memory.unloaded import text_model, unloaded
 
 _BASE = {
     "vocab_size": 64,
@@ -132,4 +133,4 @@ def tiny(name: str) -> tuple[Any, tuple[LayerStore, ...]]:
     made = MllamaForCausalLM if kind == "mllama_text_model" else AutoModelForCausalLM.from_config
     torch.manual_seed(0)
     model = made(config).eval()
-    return model, layers_of(text_model(Config(name, settings(name))))
+    return model, unloaded(text_model(Config(name, settings(name)))).layers

@@ -4,20 +4,17 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from transformers import CONFIG_MAPPING
 
 import kvprobe as kv
 from kvprobe.cli import app
 from kvprobe.inference.measured import measure
 from kvprobe.inference.model import Model
 from kvprobe.memory.budget import Budget, budget
-from kvprobe.memory.defaults import _DEFAULTS
 from kvprobe.memory.needs import FARTHEST
 from kvprobe.memory.sources import shipped_configs
 from kvprobe.memory.units import both, bytes_in, short
@@ -59,13 +56,6 @@ def test_a_million_tokens_of_llama_70b_take_328_gb(engine: Any):
     needs = budget("meta-llama/Llama-3.3-70B-Instruct", context=1_000_000, engine=engine)
     assert needs.cache == 327_680_000_000
     assert short(needs.cache) == "327.68 GB"
-
-
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in _DEFAULTS for name in _DEFAULTS[kind]])
-def test_what_configs_leave_out_is_what_transformers_takes(kind: str, name: str):
-    made = CONFIG_MAPPING[kind]
-    stated = {field.name: field.default for field in fields(made)}[name]
-    assert _DEFAULTS[kind][name] == (getattr(made(), name) if stated is None else stated)
 
 
 # What real models hold
@@ -121,35 +111,28 @@ def in_a_fresh_process(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
 
-def test_every_config_that_ships_has_a_budget_under_every_engine_without_torch():
+@pytest.mark.parametrize("name", shipped_configs())
+def test_every_config_that_ships_has_a_budget_under_every_engine(name: str):
+    for engine in ENGINES:
+        needs = budget(name, engine=engine)
+        assert needs.peak > 0
+        assert needs.config.name in str(needs)
+
+
+def test_a_mistake_is_answered_without_torch():
     done = in_a_fresh_process(
-        "import json, sys\n"
+        "import sys\n"
         "from kvprobe.memory.budget import budget\n"
-        "from kvprobe.memory.sources import shipped_configs\n"
-        f"made = [(n, e, budget(n, engine=e)) for n in shipped_configs() for e in {ENGINES}]\n"
-        "print(json.dumps([[n, e, needs.peak, len(str(needs))] for n, e, needs in made]))\n"
+        "for mistake in ({'memory': '24G'}, {'dtype': 'int3'}, {'cache_dtype': 'fp3'}, {'context': 5, 'new': 5}):\n"
+        "    try:\n"
+        "        budget('Qwen/Qwen3-8B', **mistake)\n"
+        "    except ValueError:\n"
+        "        continue\n"
+        "    sys.exit('not refused')\n"
         "heavy = {'torch', 'transformers', 'numpy', 'pandas', 'huggingface_hub'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     assert done.returncode == 0, done.stderr
-    budgets = json.loads(done.stdout)
-    assert {(name, engine) for name, engine, *_ in budgets} == {
-        (name, engine) for name in shipped_configs() for engine in ENGINES
-    }
-    assert all(peak > 0 and shown > 0 for *_, peak, shown in budgets)
-
-
-def test_the_command_answers_without_torch():
-    done = in_a_fresh_process(
-        "import sys\n"
-        "from kvprobe.cli import app\n"
-        "command, bound, _ = app.parse_args(['budget', 'Qwen/Qwen3-8B', '--memory', '24GiB'])\n"
-        "command(*bound.args, **bound.kwargs)\n"
-        "heavy = {'torch', 'transformers', 'numpy', 'pandas', 'huggingface_hub', 'matplotlib'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    assert done.returncode == 0, done.stderr
-    assert "147,456" in done.stdout
 
 
 def test_a_budget_is_the_same_as_kv_budget():

@@ -14,11 +14,15 @@ from kvprobe.errors import UserError
 from kvprobe.inference.measured import storage_bytes
 from kvprobe.memory import hf
 from kvprobe.memory.caches import LayerStore
-from kvprobe.memory.layer_types import KINDS
+from kvprobe.memory.config import Config
 from kvprobe.memory.numbers import FORMATS
 from kvprobe.memory.request import Request
+from kvprobe.memory.unloaded import text_model, unloaded
 from kvprobe.models.geometry import Geometry
+from tests.every_model import UNBUILT
 from tests.memory.families import TINY, tiny
+from tests.models import every
+from tests.models.every import NAMES, tiny_config
 
 UNREAD = ("mamba", "falcon_mamba", "mamba2", "jamba", "mllama_text_model")
 """Families that have a budget, but no cache in kvprobe; Mamba-2 alone has one from transformers 5.24 on."""
@@ -59,6 +63,14 @@ def test_caches_are_those_of_transformers_to_the_byte(name: str, prompt: int, ne
     assert storage_bytes(past) == hf.held(layers, request)
 
 
+def assert_described(layers: tuple[LayerStore, ...], geometry: Geometry) -> None:
+    own = [layer for layer in layers if layer.shares is None]
+    assert geometry.layers == tuple(layer.parts for layer in own)
+    assert geometry.reaches == tuple(map(reach_of, own))
+    sources = [number if layer.shares is None else layer.shares for number, layer in enumerate(layers)]
+    assert geometry.sources == tuple(sources[number] for number in geometry.attending)
+
+
 def reach_of(layer: LayerStore) -> Reach:
     if layer.attention is None or layer.attention.reach is None:
         return None
@@ -73,12 +85,38 @@ def test_the_config_says_of_each_layer_what_is_measured_on_the_model(name: str):
     except UserError:
         assert name in UNREAD
         return
-    own = [layer for layer in layers if layer.shares is None]
-    assert geometry.layers == tuple(layer.parts for layer in own)
-    assert geometry.reaches == tuple(map(reach_of, own))
-    sources = [number if layer.shares is None else layer.shares for number, layer in enumerate(layers)]
-    assert geometry.sources == tuple(sources[number] for number in geometry.attending)
+    assert_described(layers, geometry)
 
 
-def test_every_family_that_is_known_was_built():
-    assert {kind for kind, _ in TINY.values()} == KINDS
+@pytest.mark.parametrize("kind", [kind for kind in NAMES if kind not in UNBUILT])
+@pytest.mark.filterwarnings("ignore")
+def test_every_model_stores_what_its_config_says_or_has_no_budget(kind: str):
+    config = tiny_config(kind)
+    try:
+        built = unloaded(text_model(Config(kind, config.to_dict())))
+    except UserError:
+        assert kind in WITHOUT_BUDGET
+        return
+    model = every.tiny(kind)
+    if config is config.get_text_config():  # of images and text the text model is counted
+        assert built.weights.total == sum(parameter.numel() for parameter in model.parameters())
+    if kind not in ("cpmant", "dory"):  # which transformers cannot read a second token into
+        float32 = FORMATS["float32"]
+        past = lived(model, DynamicCache(config=model.config.get_text_config()), 7, 2, 1)
+        held = hf.held(built.layers, Request(7, 2, 1, 0, float32, float32))
+        assert storage_bytes(past) == held[: len(past.layers)]
+        assert not any(held[len(past.layers) :])
+    try:
+        geometry = Geometry.of(model)
+    except UserError:
+        return
+    assert_described(built.layers, geometry)
+
+
+WITHOUT_BUDGET = frozenset((
+    "bart", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "dbrx", "deepseek_v4", "emu3",
+    "gpt_neo", "jamba", "jetmoe", "longcat_flash", "marian", "mbart", "megatron-bert", "minimax", "musicgen",
+    "musicgen_melody", "mvp", "openai-gpt", "pegasus", "plbart", "prophetnet", "recurrent_gemma", "reformer", "rembert",
+    "roformer", "rwkv", "whisper", "xlm", "xlnet", "xlstm", "xmod",
+))  # fmt: skip
+"""Classes that cannot be built of a saved config or read a token without weights, or that keep other caches."""

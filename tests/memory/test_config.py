@@ -16,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvprobe.memory.budget import Budget, budget
-from kvprobe.memory.layer_types import KINDS
 from kvprobe.memory.sources import config_of, shipped_configs
 from kvprobe.models.catalogue import NAMED_MODELS
+from tests.memory.families import TINY
 from tests.refusals import refused
 
 Fields = dict[str, Any]
+KINDS = sorted({kind for kind, _ in TINY.values()})
 
 
 LLAMA: Fields = {
@@ -62,19 +63,27 @@ def test_every_named_model_has_a_budget_of_about_the_size_that_is_listed(name: s
     assert size == pytest.approx(weights, rel=0.03, abs=1)
 
 
-@pytest.mark.parametrize("missing", LLAMA)
+@pytest.mark.parametrize("missing", [name for name in LLAMA if name != "num_key_value_heads"])
 def test_a_missing_field_is_named_with_its_model(missing: str, tmp_path: Path):
-    if missing == "num_key_value_heads":  # Llama: as many as query heads
-        assert budget({**LLAMA, missing: 4}).cache == budget({**LLAMA, missing: None}).cache
-        return
-    for without in ({**LLAMA, missing: None}, {name: value for name, value in LLAMA.items() if name != missing}):
+    without = {name: value for name, value in LLAMA.items() if name != missing}
+    if missing == "model_type":
         budget_refused(without, missing)
+    else:
+        assert f"leaves out {missing}=" in str(budget({**without, "num_key_value_heads": 2}))
+    budget_refused({**LLAMA, missing: None}, missing)
     budget_refused(in_folder(tmp_path, json.dumps({**LLAMA, missing: None})), missing, "untrusted")
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "mistral", "gemma2", "mixtral"])
-def test_kv_heads_have_a_default_only_where_the_family_has_one(kind: str):
-    budget_refused({**LLAMA, "model_type": kind, "head_dim": 16, "num_key_value_heads": None}, "num_key_value_heads")
+def test_a_config_with_all_sizes_leaves_none_out():
+    assert "leaves out max_position_embeddings=2048, which" in str(budget(LLAMA))
+    assert "leaves out" not in str(budget({**LLAMA, "max_position_embeddings": 50}))
+    assert "leaves out" not in str(budget("openai-community/gpt2"))
+
+
+def test_kv_heads_are_those_that_transformers_builds():
+    assert budget({**LLAMA, "num_key_value_heads": 4}).cache == budget({**LLAMA, "num_key_value_heads": None}).cache
+    qwen = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"} | {"model_type": "qwen2"}
+    budget_refused(qwen, "4 query heads for 32 KV heads")
 
 
 @pytest.mark.parametrize("name", [name for name in LLAMA if name != "model_type"])
@@ -89,7 +98,6 @@ def test_a_size_that_is_not_a_positive_whole_number_is_named(name: str, value: A
     [
         ("gemma3_text", "sliding_window"),
         ("gemma3_text", "head_dim"),
-        ("gemma3_text", "sliding_window_pattern"),
         ("qwen3_moe", "num_experts"),
         ("qwen3_moe", "num_experts_per_tok"),
         ("qwen3_moe", "moe_intermediate_size"),
@@ -122,13 +130,13 @@ def test_a_switch_is_true_or_false(kind: str, name: str, value: Any):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 3), (4, 8), (5, 2), (7, 4)])
 def test_kv_heads_that_do_not_divide_the_query_heads_are_refused(heads: int, kv_heads: int):
     budget_refused(
-        {**LLAMA, "head_dim": 16, "num_attention_heads": heads, "num_key_value_heads": kv_heads},
+        {**LLAMA, "hidden_size": 16 * heads, "num_attention_heads": heads, "num_key_value_heads": kv_heads},
         f"{heads} query heads for {kv_heads} KV heads",
     )
 
 
 def test_heads_that_do_not_divide_the_width_are_refused():
-    budget_refused({**LLAMA, "num_attention_heads": 6}, "hidden_size=64")
+    budget_refused({**LLAMA, "num_attention_heads": 6}, "The hidden size (64) is not a multiple")
 
 
 @pytest.mark.parametrize(
@@ -157,30 +165,25 @@ def test_a_layer_type_gets_its_near_match():
     budget_refused({**GEMMA, "layer_types": types}, "'sliding_attention'")
 
 
-@pytest.mark.parametrize("empty", [{"hybrid_override_pattern": ""}, {"layer_types": []}, {"layers_block_type": []}])
-def test_a_model_without_layers_is_refused(empty: Fields):
-    budget_refused({**NEMOTRON, **empty}, "has no layers in its config")
-
-
 def test_an_unknown_layer_letter_is_refused():
     budget_refused({**NEMOTRON, "hybrid_override_pattern": "M*Q"}, "'Q'")
 
 
 @pytest.mark.parametrize(
-    ("kind", "near"), [("qwen4", "qwen3"), ("lama", "llama"), ("gemma-3", "gemma3"), ("deepseek_v4", "deepseek_v3")]
+    ("kind", "near"), [("qwen4", "qwen3"), ("lama", "llama"), ("gemma-3", "gemma3"), ("deepseek_v9", "deepseek_v3")]
 )
 def test_an_unknown_family_is_named_with_its_near_match(kind: str, near: str):
     budget_refused({**LLAMA, "model_type": kind}, repr(kind), near)
 
 
-@pytest.mark.parametrize("kind", ["", "bert", "x" * 10_000, "llama\n", "LLAMA", "gpt5", 3, ["llama"], {}, True])
+@pytest.mark.parametrize("kind", ["", "bort", "x" * 10_000, "llama\n", "LLAMA", "gpt5", 3, ["llama"], {}, True])
 def test_unknown_families_are_refused(kind: Any):
     words = "no family in the memory budget called" if isinstance(kind, str) else "model_type="
     budget_refused({**LLAMA, "model_type": kind}, words)
 
 
 @pytest.mark.parametrize("name", ["per_layer_config", "kv_sharing_modes"])
-def test_sizes_that_change_from_layer_to_layer_are_refused_by_name(name: str):
+def test_layers_that_are_not_those_of_their_family_are_refused_by_name(name: str):
     budget_refused({**LLAMA, name: {"0": {"hidden_size": 32}}}, name)
 
 
@@ -200,7 +203,7 @@ def test_not_all_layers_can_share_keys_and_values():
     gemma |= {"vocab_size_per_layer_input": 100, "laurel_rank": 4}
     assert budget({**gemma, "num_kv_shared_layers": 1}).peak > 0
     for shared in (3, 4, 10**6):
-        budget_refused({**gemma, "num_kv_shared_layers": shared}, "lower num_kv_shared_layers")
+        budget_refused({**gemma, "num_kv_shared_layers": shared}, "gemma3n_text")
 
 
 @pytest.mark.parametrize(
@@ -318,20 +321,24 @@ def test_an_unknown_model_or_hub_id_is_refused_with_near_names(name: str, said: 
     refused(lambda: budget(name), said)
 
 
-@pytest.mark.parametrize("layers", [10**6, 10**9, 2**40])
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "mamba"])
+@pytest.mark.parametrize("layers", [1001, 10**9])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "mamba", "gpt2"])
 def test_a_huge_number_of_layers_is_refused_before_it_is_counted(kind: str, layers: int):
-    """In a process that may take a gigabyte and ten seconds, and would be killed beyond."""
-    config = {**GEMMA, "model_type": kind, "num_hidden_layers": layers, "state_size": 8}
+    budget_refused({**GEMMA, "model_type": kind, "num_hidden_layers": layers, "state_size": 8}, "layers in its config")
+
+
+def test_a_config_cannot_take_memory_without_end():
+    """In a process that may take four gigabytes and 30 seconds, and would be killed beyond."""
+    config = {**GEMMA, "model_type": "gemma3n_text", "altup_num_inputs": 10**5, "num_kv_shared_layers": 0}
     program = (
         "import resource, sys\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
-        "resource.setrlimit(resource.RLIMIT_CPU, (10, 10))\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (1 << 32, 1 << 32))\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (30, 30))\n"
         "from kvprobe.memory.budget import budget\n"
         "try:\n"
         f"    budget({config!r})\n"
         "except ValueError as error:\n"
-        "    sys.exit(0 if 'layers in its config' in str(error) else str(error))\n"
+        "    sys.exit(0 if 'modules' in str(error) else str(error))\n"
         "sys.exit('not refused')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -410,7 +417,7 @@ json_values = st.recursive(
     | sizes
     | st.floats()
     | st.text(max_size=8)
-    | st.sampled_from(["full_attention", "sliding_attention", "mamba", "float32", "fp8", "gptq", *sorted(KINDS)]),
+    | st.sampled_from(["full_attention", "sliding_attention", "mamba", "float32", "fp8", "gptq", *KINDS]),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
@@ -451,7 +458,7 @@ engines = st.sampled_from(["hf", "vllm", "logical"])
 
 
 @given(config=changed(), engine=engines, new=st.integers(0, 2))
-@settings(max_examples=400)
+@settings(max_examples=40)
 def test_a_config_with_fields_changed_gives_a_budget_or_a_sentence(config: Fields, engine: Any, new: int):
     assert_budget_or_sentence(config, engine=engine, new=new, context=100)
 
@@ -465,22 +472,22 @@ _USED = sorted(
 
 
 @given(
-    kind=st.sampled_from(sorted(KINDS)),
+    kind=st.sampled_from(KINDS),
     drawn=st.dictionaries(st.sampled_from(_USED) | st.text(max_size=6), json_values, max_size=25),
     engine=engines,
 )
-@settings(max_examples=300)
+@settings(max_examples=30)
 def test_any_fields_of_a_known_family_give_a_budget_or_a_sentence(kind: str, drawn: Fields, engine: Any):
     config = {name: value for name, value in drawn.items() if few_layers(name, value)}
     assert_budget_or_sentence({**config, "model_type": kind}, engine=engine)
 
 
 @given(
-    kind=st.sampled_from(sorted(KINDS)),
+    kind=st.sampled_from(KINDS),
     drawn=st.dictionaries(st.sampled_from(_USED), st.integers(1, 40) | st.booleans() | st.none(), max_size=20),
     engine=engines,
 )
-@settings(max_examples=300)
+@settings(max_examples=30)
 def test_small_numbers_in_any_fields_of_a_known_family_give_a_budget_or_a_sentence(
     kind: str, drawn: Fields, engine: Any
 ):
@@ -490,6 +497,6 @@ def test_small_numbers_in_any_fields_of_a_known_family_give_a_budget_or_a_senten
 
 
 @given(document=st.binary(max_size=60) | json_values.map(lambda value: json.dumps(value).encode()))
-@settings(max_examples=100)
+@settings(max_examples=30)
 def test_any_file_gives_a_budget_or_a_sentence(document: bytes, tmp_path_factory: pytest.TempPathFactory):
     assert_budget_or_sentence(in_folder(tmp_path_factory.mktemp("any"), document))

@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvprobe.memory.budget import budget
-from kvprobe.memory.caches import AttentionStore, LayerStore, layers_of, text_model
+from kvprobe.memory.caches import AttentionStore, LayerStore
 from kvprobe.memory.numbers import FORMATS
 from kvprobe.memory.request import Request
 from kvprobe.memory.sources import config_of, shipped_configs
+from kvprobe.memory.unloaded import text_model, unloaded
 from kvprobe.memory.vllm import Engine, reserved
 from kvprobe.memory.written import plan_of
 from tests.refusals import refused
@@ -35,7 +36,7 @@ engines = st.builds(
 
 @cache
 def layers(name: str) -> tuple[LayerStore, ...]:
-    return layers_of(text_model(config_of(name)))
+    return unloaded(text_model(config_of(name))).layers
 
 
 def request(context: int, numbers: str = "bfloat16") -> Request:

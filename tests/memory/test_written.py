@@ -14,10 +14,11 @@ from kvprobe import policies
 from kvprobe.cache.slots import SlotPlan
 from kvprobe.inference.model import Model
 from kvprobe.memory import logical
-from kvprobe.memory.caches import LayerStore, layers_of, text_model
+from kvprobe.memory.caches import LayerStore
 from kvprobe.memory.config import Config
 from kvprobe.memory.numbers import FORMATS
 from kvprobe.memory.request import Request
+from kvprobe.memory.unloaded import text_model, unloaded
 from kvprobe.memory.written import plan_of
 from kvprobe.policies import (
     H2O,
@@ -84,7 +85,7 @@ few = settings(max_examples=10)
 def built(n_layers: int) -> tuple[Model, tuple[LayerStore, ...]]:
     """A tiny model, and what the budget reads in its config."""
     model = llama(num_hidden_layers=n_layers)
-    return model, layers_of(text_model(Config("tiny", model.lanes.plain.config.to_dict())))
+    return model, unloaded(text_model(Config("tiny", model.lanes.plain.config.to_dict()))).layers
 
 
 def counted(policy: Policy, prompt: int, new: int, n_layers: int, batch: int = 1) -> int:

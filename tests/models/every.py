@@ -83,7 +83,7 @@ _OWN: dict[str, dict[str, Any]] = {
                      "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 4},
     "minimax_m3_vl_text": {"index_block_size": 4, "index_topk_blocks": 1, "index_n_heads": 2, "index_head_dim": 8},
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa",
-                     "longcat_flash", "minicpm3", "youtu", "dots3_note_text"), _LATENT),
+                     "longcat_flash", "minicpm3", "sarvam_mla", "youtu", "dots3_note_text"), _LATENT),
 }  # fmt: skip
 
 
