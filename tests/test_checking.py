@@ -86,11 +86,13 @@ def test_nothing_is_checked_where_a_test_asks_for_that(unchecked: None):
     assert len(inner(LONGER, SQUARE)) == 6
 
 
-def test_the_first_calls_of_each_test_are_checked():
-    for _ in range(CALLS):
-        with pytest.raises(TypeCheckError):
-            plain(0)
-    assert plain(0) == [0]
+def test_the_first_calls_of_each_test_are_checked_and_then_every_doubling():
+    for call in range(1, 4 * CALLS + 1):
+        if call <= CALLS or call in (2 * CALLS, 4 * CALLS):
+            with pytest.raises(TypeCheckError):
+                plain(0)
+        else:
+            assert plain(0) == [0]
     start_test()
     with pytest.raises(TypeCheckError):
         plain(0)
