@@ -13,7 +13,9 @@ NAMES: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 NEWER_LENS = version("transformer-lens") >= "4"
 HOOKED_BY_4 = ("cohere", "cohere2", "hunyuan_v1_dense")
-"""What TransformerLens 3.9 computes differently and 4 does not; the reverse is CodeGen, which 4 cannot run."""
+"""What TransformerLens 3.9 computes differently and 4 does not."""
+NEWER_TRANSFORMERS = version("transformers") >= "5.24"
+"""In which TransformerLens cannot run CodeGen."""
 
 VOCABULARY = 64
 WINDOW = 5
