@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.cache.parts import WRITES, PartSize, recurrent
+from kvprobe.cache.parts import WRITES, PartSize
 from kvprobe.errors import UserError
 
 Layer = Mapping[str, Float[Tensor, "batch _ slots _"]]
@@ -35,17 +35,3 @@ def named(layer: Layer, name: str) -> Float[Tensor, "batch _ slots _"]:
             "memories for what works on such models."
         )
     return layer[name]
-
-
-def attended(layer: Layer) -> tuple[Float[Tensor, "batch _ slots _"], ...]:
-    """The parts of a layer that attends, in the order in which transformers' cache holds them.
-
-    Raises:
-        UserError: the layer is recurrent.
-    """
-    if recurrent(layer):
-        raise UserError(
-            "This needs layers that store vectors of each slot, and the cache has recurrent layers, which store what "
-            "tokens wrote into a state; see the page on memories for what works on such models."
-        )
-    return tuple(layer.values())

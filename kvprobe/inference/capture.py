@@ -148,6 +148,8 @@ def capture(
     ports = plain_ports(lanes, {family: wanted[family] for family in computed}) if computed else {}
     if lane == "auto":
         lane = "hooked" if None in ports.values() else "plain"
+    if made and lane == "hooked":
+        raise UserError("K and V of each head of a latent are shown on the plain lane alone; use lane='plain'.")
     prove_reading(lanes, past, tokens, lane)
     tapped = taps(lanes, past, dict.fromkeys(layers, pick) if stored else None, keep_cache)
     observing = (

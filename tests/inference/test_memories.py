@@ -22,7 +22,7 @@ from kvprobe.models.attending import Attending
 from kvprobe.models.ports import ports_of
 from kvprobe.policies import Quantise
 from kvprobe.text.tokens import Tokens
-from tests.models.every import tiny
+from tests.models.every import eager_attention, tiny
 from tests.refusals import refused
 
 INDEXED = ("glm_moe_dsa", "hy_v4")
@@ -163,14 +163,7 @@ def test_layers_of_other_parts_are_refused():
 def test_attention_is_shown_as_the_model_computes_it(kind: str):
     """The reference is the library's own eager attention."""
     model = built(kind)
-    plain, ids = model.lanes.plain, torch.tensor([IDS.ids])
-    before: Any = plain.config._attn_implementation
-    plain.set_attn_implementation("eager")
-    try:
-        with torch.no_grad():
-            expected = plain(input_ids=ids, output_attentions=True, use_cache=False).attentions
-    finally:
-        plain.set_attn_implementation(before)
+    expected = eager_attention(model.lanes.plain, IDS.ids)
     shown = kv.attend(model, IDS, queries=[4, -1], chunk=3)
     assert len(shown.layers) == len(expected) == len(model.geometry.sources)
     assert torch.allclose(shown.weights, torch.stack([layer[0, :, [4, 9]] for layer in expected]), atol=1e-5)

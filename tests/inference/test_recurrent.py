@@ -26,7 +26,7 @@ from kvprobe.models.hf_cache import empty_layers, held_by, past_key_values
 from kvprobe.models.recurrent import StateLayer, recurrent_modules, writes_noted
 from kvprobe.report.views.patterns import patterns_view
 from kvprobe.text.tokens import Tokens
-from tests.models.every import tiny
+from tests.models.every import eager_attention, tiny
 from tests.refusals import refused
 
 IDS = Tokens.of([5, 9, 33, 17, 40, 8, 21, 60, 12, 3])
@@ -256,6 +256,7 @@ def test_writes_are_captured_as_they_are_stored():
     captured = model.capture(IDS, list(DELTA), layers=[0, 2], slots=[1, 4])
     assert all(torch.equal(captured[name, 2], past.layers[2][name][:, :, [1, 4]]) for name in DELTA)
     refused(lambda: model.capture(IDS, ["value"], layers=[3]), "stores K and V, and this needs value")
+    refused(lambda: model.capture(IDS, ["state"], layers=[3]), "Layer 3 keeps no state")
     assert {layer for _, layer in model.capture(IDS, ["value"]).tensors} == {0, 1, 2}
 
 
@@ -270,7 +271,6 @@ def test_states_are_captured_after_each_slot_as_they_are_folded_of_what_is_live(
             _, writes = slots_and_writes({name: part[:, :, : slot + 1] for name, part in whole.layers[layer].items()})
             state = fold(writes, keep=whole.ledger.live[0, :, 0, : slot + 1])
             assert close(captured["state", layer][:, :, place], state.flatten(2))
-    refused(lambda: model.capture(IDS, ["state"], layers=[3]), "Layer 3 keeps no state") if kind[0] == "q" else None
 
 
 def test_a_flipped_bit_of_a_write_lives_on_in_the_state_and_leaves_with_its_slot():
@@ -320,14 +320,7 @@ def test_what_needs_attention_in_every_layer_is_refused_by_name():
 def test_attention_of_the_layers_that_attend_is_shown_by_their_numbers(kind: str):
     """The reference is the library's own eager attention."""
     model, past = held(kind)
-    plain, ids = model.lanes.plain, torch.tensor([IDS.ids])
-    before: Any = plain.config._attn_implementation
-    plain.set_attn_implementation("eager")
-    try:
-        with torch.no_grad():
-            computed = plain(input_ids=ids, output_attentions=True, use_cache=False).attentions
-    finally:
-        plain.set_attn_implementation(before)
+    computed = eager_attention(model.lanes.plain, IDS.ids)
     shown = attend(model, IDS, queries=[4, -1], chunk=3)
     assert shown.layers == {"falcon_h1": (0, 1, 2, 3), "nemotron_h": (2,)}.get(kind, (3,))
     expected = [layer[0, :, [4, 9]] for layer in computed if layer is not None and layer.dim() == 4]

@@ -1,5 +1,6 @@
 """Every causal language model of transformers, built tiny: its config's own fields, as small as it allows."""
 
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -115,6 +116,17 @@ def tiny(kind: str, seed: int = 0, **changes: Any) -> Any:
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter)) if parameter.dim() == 1 else parameter.mul_(4)
     return model
+
+
+def eager_attention(plain: Any, ids: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """The attention weights of each layer that attends, as the model's own library computes them."""
+    before = plain.config._attn_implementation
+    plain.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            return plain(input_ids=torch.tensor([ids]), output_attentions=True, use_cache=False).attentions
+    finally:
+        plain.set_attn_implementation(before)
 
 
 def _small(kind: type[Any], overrides: dict[str, Any]) -> Any:
