@@ -53,6 +53,7 @@ class Question:
         label: of the axis.
         series: by name, the finding that answers, and its keys.
         scale: panels of one such name have one scale.
+        limits: of the axis, beyond which an interval may reach.
         small, medium: the presets of SmolLM2 and of the 0.5B, if they are named in another way.
     """
 
@@ -62,6 +63,7 @@ class Question:
     small: str | None = None
     medium: str | None = None
     scale: str = "share"
+    limits: tuple[float, float] | None = None
 
     def runs(self) -> dict[str, str]:
         """By model, the name of its preset."""
@@ -138,6 +140,7 @@ QUESTIONS = {
             "dangling",
             "share of the attention that a hidden turn had",
             {name: ("went", {"arm": "masked", "place": place}) for name, place in PLACES.items()},
+            limits=(-0.2, 1.0),
         )
     ],
     "policies": [
@@ -184,6 +187,7 @@ def main() -> None:
                 label=question.label,
                 level=("zero", "", {}),
                 scale=question.scale,
+                limits=question.limits,
             )
             for number, question in enumerate(questions)
         )

@@ -331,6 +331,16 @@ def test_no_number_lies_beyond_limits_and_that_an_interval_does_is_said():
     assert "beyond" not in said_of(inside)
 
 
+def test_no_dot_lies_beyond_limits_and_that_an_interval_does_is_said():
+    panel = Panel(
+        finding="share", down="x", line="x", styles={1: Style("k"), 2: Style("r")}, label="", limits=(0.0, 1.0)
+    )
+    figure = Dots("f", "c", (panel,)).draw(Findings([share(1.4, 1.2, 9.0, x=1), share(0.5, 0.2, 0.6, x=2)]), label, "t")
+    assert figure is not None
+    assert figure.axes[0].get_xlim() == (0.0, 1.4)
+    assert said_of(figure).endswith("; intervals that reach the right edge go on beyond it")
+
+
 @pytest.mark.parametrize("curves", [True, False])
 def test_an_interval_down_to_zero_has_no_floor_on_a_logarithmic_axis(curves: bool):
     found = Findings([share(0.5, 0.0, 0.9, x=1), share(0.4, 0.1, 0.6, x=2)])

@@ -9,7 +9,7 @@ import numpy as np
 from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.plots.figure import Labels
 from kvprobe.report.plots.lines import Style
-from kvprobe.report.plots.said import Shown, say
+from kvprobe.report.plots.said import Shown, beyond, say
 from kvprobe.report.plots.style import styled
 
 Level = tuple[str, str, Mapping[str, Key]]
@@ -33,6 +33,7 @@ class Panel:
         where: the other keys; one of several values, where a tuple is given.
         level: see `Level`.
         scale: panels of one such name have one scale; a scale of its own by default.
+        limits: of the axis, which is longer where a number lies beyond; that an interval does is said.
     """
 
     finding: str
@@ -43,6 +44,7 @@ class Panel:
     where: Mapping[str, Key | tuple[Key, ...]] = field(default_factory=dict)
     level: Level | None = None
     scale: str = ""
+    limits: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Dots:
                 figure.legend(named.values(), texts, loc="outside lower center", ncols=5, frameon=False)
             own = "a scale for each panel" if len(scales) == len(self.panels) > 1 else ""
             several = "panels of one unit have one scale" if 1 < len(scales) < len(self.panels) else ""
-            say(figure, shown, labels, title, own, several)
+            say(figure, shown, labels, title, own, several, beyond(shown, sideways=True))
             figure.set_layout_engine("constrained")
         return figure
 
@@ -138,4 +140,7 @@ def _draw(axis: "Axes", panel: Panel, findings: Findings, labels: Labels) -> lis
     axis.set_xlabel(panel.label)
     axis.set_yticks(range(len(down)), [labels(panel.down, value).replace(" (", "\n(") for value in down])
     axis.set_ylim(len(down) - 0.5, -0.5)
+    if panel.limits:
+        means = [finding.value.mean for finding in known]
+        axis.set_xlim(min(panel.limits[0], *means), max(panel.limits[1], *means))
     return known

@@ -78,14 +78,15 @@ def _together(comparisons: Sequence[int]) -> str:
     return f" ({some}together over {' or '.join(map(str, several))} claims)"
 
 
-def beyond(panels: Sequence[Shown]) -> str:
-    """What is to be said where intervals reach further up or down than their panel."""
+def beyond(panels: Sequence[Shown], *, sideways: bool = False) -> str:
+    """What is to be said where intervals reach further up or down than their panel, or to the sides."""
+    names = ("left", "right") if sideways else ("lower", "upper")
     edges = {
         edge
         for axis, findings in panels
-        for low, high in [axis.get_ylim()]
+        for low, high in [axis.get_xlim() if sideways else axis.get_ylim()]
         for finding in findings
-        for edge, hidden in (("lower", finding.value.ends[0] < low), ("upper", finding.value.ends[1] > high))
+        for edge, hidden in zip(names, (finding.value.ends[0] < low, finding.value.ends[1] > high), strict=True)
         if hidden
     }
     return f"intervals that reach the {' or '.join(sorted(edges))} edge go on beyond it" if edges else ""
