@@ -10,7 +10,7 @@ import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -61,6 +61,9 @@ _KNOWN = (
     DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, LinearAttentionLayer, DummyLayer,
     LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer,
 )  # fmt: skip
+_PLAIN = (bool, int, float, str, tuple, torch.dtype, partial)
+_NO_SETTINGS = {*vars(nn.Module()), "layer_idx"}
+"""What differs among modules that compute alike."""
 _UNPACKED = re.compile(r"router|shared_expert_gate|altup\.")
 """Matrices that no format packs."""
 
@@ -220,8 +223,8 @@ def _layers(of: Config, model: PreTrainedModel) -> tuple[LayerStore, ...]:
         )
     try:
         config: Any = model.config.get_text_config()
-        past, given = _one_token(model, config)
         kinds = kinds_of(config, config.num_hidden_layers)
+        past, given, alike = _one_token(model, config, kinds)
         own = len(kinds) - (getattr(config, "num_kv_shared_layers", 0) or 0)
         sources = sources_of(config, own)
     except Exception as error:  # a model may fail in any way at sizes that do not fit together
@@ -234,6 +237,8 @@ def _layers(of: Config, model: PreTrainedModel) -> tuple[LayerStore, ...]:
     for number, (layer, kind) in enumerate(zip(past.layers[:own], kinds[:own], strict=True)):
         known = type(layer) in _KNOWN and (kind != "sliding_attention" or getattr(layer, "is_sliding", False))
         store = LayerStore(_attention(layer, config, kind, number in crossing), _state(layer, config, given))
+        if number in alike and store == LayerStore():
+            store = layers[alike[number]]
         if not known or (store == LayerStore() and kind not in ("mlp", "moe")):
             raise UserError(
                 f"Layer {number} of {of.name} ({kind}) stores nothing, or what kvprobe cannot count; choose a causal "
@@ -243,8 +248,9 @@ def _layers(of: Config, model: PreTrainedModel) -> tuple[LayerStore, ...]:
     return (*layers, *(LayerStore(shares=source) for source in sources[own:]))
 
 
-def _one_token(model: PreTrainedModel, config: Any) -> tuple[Any, list[Noted]]:
-    """Transformers' cache after one token, and what the kernels of recurrent layers were given."""
+def _one_token(model: PreTrainedModel, config: Any, kinds: list[str]) -> tuple[Any, list[Noted], dict[int, int]]:
+    """Transformers' cache after one token, what the kernels of recurrent layers were given, and the layers that did
+    not run, each with the one before it that is alike."""
     past, ids = DynamicCache(config=config), torch.zeros(1, 1, dtype=torch.long, device="meta")
     takes = inspect.signature(model.forward).parameters
     for part in model.modules():  # they would look for padding among tokens that have no numbers
@@ -255,9 +261,45 @@ def _one_token(model: PreTrainedModel, config: Any) -> tuple[Any, list[Noted]]:
         beside["position_ids"] = ids
     if "cross_attention_states" in takes:
         beside["cross_attention_states"] = torch.zeros(1, 1, config.hidden_size, device="meta")
+    alike = _skip_alike(model, kinds)
     with torch.no_grad(), _at_most(MOST_MODULES), writes_noted(known_modules(model)) as given:
         model(input_ids=ids, use_cache=True, **beside)
-    return past, given
+    return past, given, alike
+
+
+def _skip_alike(model: nn.Module, kinds: list[str]) -> dict[int, int]:
+    """Let each layer that is built like one before it return what that returned, since their numbers alone differ.
+
+    Returns:
+        These layers, each with the one before it.
+    """
+    stacks = (part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == len(kinds))
+    first: dict[Any, int] = {}
+    returned: dict[int, Any] = {}
+    alike: dict[int, int] = {}
+    for number, (layer, kind) in enumerate(zip(next(stacks, ()), kinds, strict=False)):
+        source = first.setdefault((kind, _built(layer)), number)
+        if source == number:
+            layer.register_forward_hook(lambda _, __, output, number=number: returned.update({number: output}))
+        else:
+            alike[number] = source
+            vars(layer)["forward"] = lambda *_, source=source, **__: returned[source]
+    return alike
+
+
+def _built(module: nn.Module) -> tuple[Any, ...]:
+    """What two modules share that compute alike, but for their weights."""
+    tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    return (
+        type(module),
+        *((name, tensor.shape, tensor.dtype) for name, tensor in tensors),
+        *(
+            (name, repr(value) if isinstance(value, _PLAIN) else id(value))
+            for name, value in vars(module).items()
+            if name not in _NO_SETTINGS
+        ),
+        *((name, _built(part)) for name, part in module.named_children()),
+    )
 
 
 def _attention(layer: Any, config: Any, kind: str, crosses: bool) -> AttentionStore | None:
