@@ -22,7 +22,7 @@ from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.lens import Family
 from kvprobe.models.ports import Port
-from kvprobe.patching.reader import Reader, attention
+from kvprobe.patching.reader import Reader
 from kvprobe.patching.rows import BYTES, ROWS, Rows, forward, joining
 from kvprobe.text.tokens import Tokens
 
@@ -101,7 +101,7 @@ class Suffix:
         recorded: dict[tuple[Family, int], Tensor] = {}
 
         def attend(attending: Attending) -> Tensor:
-            output = self._attention(attending)
+            output = self.reader.attention(attending)
             heads[attending.layer] = output[0]
             return output
 
@@ -150,7 +150,7 @@ class Suffix:
                 present[component.kind, component.layer].append((row, component, replacement.outputs))
 
         def attend(attending: Attending) -> Tensor:
-            output = self._attention(attending)
+            output = self.reader.attention(attending)
             for row, component, other in present.get(("head", attending.layer), []):
                 output[row, component.head] = other.heads[attending.layer, component.head]
             return output
@@ -177,7 +177,3 @@ class Suffix:
             return tensor
 
         return self.ports[BLOCKS[kind], layer], write
-
-    def _attention(self, attending: Attending) -> Float[Tensor, "rows heads queries d_value"]:
-        keys, values = (self.reader.heads[part][attending.layer] for part in ("K", "V"))
-        return attention(attending, keys, values, self.reader.seen[attending.layer])

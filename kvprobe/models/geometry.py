@@ -93,6 +93,11 @@ class Geometry:
         return dict(zip(self.attending, self.sources, strict=True))
 
     @property
+    def readers(self) -> dict[int, tuple[int, ...]]:
+        """Each layer whose K and V are read, with the layers that attend to them."""
+        return {source: tuple(at for at, read in self.reads.items() if read == source) for source in self.sources}
+
+    @property
     def recurrent(self) -> tuple[int, ...]:
         """The layers that keep a state, of which they store what each token wrote."""
         return tuple(number for number, names in enumerate(self.parts) if recurrent(names))

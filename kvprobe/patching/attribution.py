@@ -31,7 +31,7 @@ from kvprobe.patching.grid import LATENT_PARTS, SEEN_IN, Cell, Over
 from kvprobe.patching.maps import PatchMap
 from kvprobe.patching.metrics import KL, LEAST_WAY, UNDEFINED, Metric, kept_by, measured
 from kvprobe.patching.plan import Plan
-from kvprobe.patching.reader import Reader, attention
+from kvprobe.patching.reader import Reader
 from kvprobe.patching.rows import forward
 from kvprobe.patching.run import run
 from kvprobe.text.tokens import Tokens
@@ -173,7 +173,8 @@ class _Slopes:
         self.clean: dict[int, Attending] = {}
         self.outputs: dict[int, Tensor] = {}
         self.keys, self.values = (
-            [tensor.detach().float().requires_grad_() for tensor in reader.heads[part]] for part in KV
+            {layer: tensor.detach().float().requires_grad_() for layer, tensor in reader.heads[part].items()}
+            for part in KV
         )
 
     def back(self, metric: Metric) -> float:
@@ -185,19 +186,22 @@ class _Slopes:
             value = measured(metric, logits)
             if not value.requires_grad:
                 raise UserError("The metric has no gradient; compute it from the logits in torch, without float().")
-            inputs = [*self.outputs.values(), *self.keys, *self.values]
-            slopes = torch.autograd.grad(value, inputs, allow_unused=True)
-        count = len(self.outputs)
-        self.slopes = dict(zip(self.outputs, slopes[:count], strict=True))
-        layers = len(self.keys)
-        self.key_slopes, self.value_slopes = slopes[count : count + layers], slopes[count + layers :]
+            tensors = (self.outputs, self.keys, self.values)
+            slopes = torch.autograd.grad(value, [one for of in tensors for one in of.values()], allow_unused=True)
+        left = iter(slopes)
+        self.slopes, self.key_slopes, self.value_slopes = ({layer: next(left) for layer in of} for of in tensors)
         if all(slope is None or not bool(slope.any()) for slope in slopes):
             raise UserError("The metric is flat at the base, so its gradient is zero; give one that has a slope there.")
         return float(value.detach())
 
     def exact_attention(self, layer: int, cells: Sequence[Cell]) -> Float[np.ndarray, "cells"]:
-        """The change of the layer's attention output, each cell patched, times the slope there."""
-        reader, clean, slope = self.reader, self.clean[layer], self.slopes[layer]
+        """The change of the attention output of all layers that read this one, each cell patched, times the slope
+        there."""
+        layers = self.reader.lanes.geometry.readers[layer]
+        return np.sum([self._exact_attention(at, layer, cells) for at in layers], 0)
+
+    def _exact_attention(self, at: int, layer: int, cells: Sequence[Cell]) -> Float[np.ndarray, "cells"]:
+        reader, clean, slope = self.reader, self.clean[at], self.slopes[at]
         if slope is None:
             return np.zeros(len(cells))
         rows = list(enumerate(cells))
@@ -207,9 +211,8 @@ class _Slopes:
 
         attending = replace(clean, query=repeated(clean.query), key=repeated(clean.key), value=repeated(clean.value))
         swaps = (reader.swaps(layer, rows, "K"), reader.swaps(layer, rows, "V"))
-        base = (reader.heads["K"][layer], reader.heads["V"][layer])
         with torch.no_grad():
-            moved = attention(attending, *base, reader.seen[layer], *swaps) - self.outputs[layer]
+            moved = reader.attention(attending, *swaps) - self.outputs[at]
             return (moved.float() * slope.float()).flatten(1).sum(1).double().cpu().numpy()
 
     def linear(self, layer: int, cells: Sequence[Cell]) -> Float[np.ndarray, "cells"]:
@@ -222,7 +225,7 @@ class _Slopes:
                 effects.append(np.nan)
                 continue
             whole, slots = cell.kv_heads is None or cell.part in LATENT_PARTS, list(cell.slots)
-            heads = list(range(self.reader.kv_heads) if whole else cell.kv_heads or ())
+            heads = list(range(len(self.keys[layer])) if whole else cell.kv_heads or ())
             effects.append(sum(float(tables[name][part][heads][:, slots].sum()) for part in SEEN_IN[cell.part]))
         return np.array(effects)
 
@@ -241,11 +244,11 @@ class _Slopes:
 
     def _attend(self, attending: Attending) -> Tensor:
         """Attention to the base and the suffix at once, in one softmax, which autograd can follow."""
-        reader, layer = self.reader, attending.layer
-        self.clean[layer] = attending
-        keys = torch.cat([self.keys[layer][None], attending.key.float()], 2)
-        values = torch.cat([self.values[layer][None], attending.value.float()], 2)
+        source = self.reader.reads[attending.layer]
+        self.clean[attending.layer] = attending
+        keys = torch.cat([self.keys[source][None], attending.key.float()], 2)
+        values = torch.cat([self.values[source][None], attending.value.float()], 2)
         whole = replace(attending, key=keys, value=values)
-        output = whole.output(reader.seen[layer]).to(attending.query.dtype)
-        self.outputs[layer] = output
+        output = whole.output(self.reader.seen[source]).to(attending.query.dtype)
+        self.outputs[attending.layer] = output
         return output

@@ -14,8 +14,8 @@ from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
 from kvprobe.text.tokens import Tokens
 
-Heads = dict[str, tuple[Float[Tensor, "heads slots d"], ...]]
-"""K and V of each layer."""
+Heads = dict[str, dict[int, Float[Tensor, "heads slots d"]]]
+"""K and V of each layer that has them, by its number."""
 
 
 def heads_of(lanes: Lanes, cache: KVCache, suffix: Tokens) -> Heads:
@@ -25,7 +25,7 @@ def heads_of(lanes: Lanes, cache: KVCache, suffix: Tokens) -> Heads:
         suffix: what can be read after the cache, if only its first token.
     """
     if "latent" not in cache.layers[0]:
-        return {part: tuple(named(layer, part)[0] for layer in cache.layers) for part in KV}
+        return {part: {number: named(layer, part)[0] for number, layer in enumerate(cache.layers)} for part in KV}
     read: dict[int, dict[str, Tensor]] = {}
 
     def observe(attending: Attending) -> None:
@@ -35,4 +35,4 @@ def heads_of(lanes: Lanes, cache: KVCache, suffix: Tokens) -> Heads:
     with warnings.catch_warnings(), torch.no_grad(), lanes.observing_attention(observe):
         warnings.simplefilter("ignore")  # of positions, of which the caller has been warned
         forward_pass(lanes, cache, [suffix[:1]], taps(lanes, cache, store=False), "plain", 1)
-    return {part: tuple(read[layer][part] for layer in sorted(read)) for part in KV}
+    return {part: {layer: read[layer][part] for layer in sorted(read)} for part in KV}

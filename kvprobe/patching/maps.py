@@ -1,7 +1,7 @@
 """The result of a patch sweep: one number for each cell."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -34,6 +34,8 @@ class PatchMap(Brief):
         ledger: of the base's slots.
         reads: who sees what was swapped; see `kvprobe.patching.plan.Reads`.
         tokenizer: that gives tokens their text; None where the model has none.
+        readers: the layers that read each layer's K and V, and so feel what is swapped there: itself alone, or others
+            too where layers share them.
     """
 
     cells: tuple[Cell, ...]
@@ -43,11 +45,15 @@ class PatchMap(Brief):
     ledger: Ledger
     reads: str
     tokenizer: Decoder | None = field(default=None, compare=False, repr=False)
+    readers: Mapping[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def _facts(self) -> Iterable[str]:
         parts = dict.fromkeys(cell.part for cell in self.cells)
         yield f"{len(self.cells)} cells over {' × '.join(self.cells[0].labels)} of {', '.join(parts)}"
         yield f"base={self.base:.4g}, donor={self.donor:.4g}, reads={self.reads!r}"
+        swapped = sorted({layer for cell in self.cells for layer in cell.layers})
+        if felt := {layer: self.readers[layer] for layer in swapped if len(self.readers.get(layer, ())) > 1}:
+            yield "; ".join(f"layer {at} is felt in {', '.join(map(str, layers))}" for at, layers in felt.items())
         if abs(self.donor - self.base) <= LEAST_WAY:
             yield UNDEFINED
         if not np.isnan(self.effect).all():

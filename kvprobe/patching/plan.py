@@ -66,7 +66,8 @@ class Plan:
         metric, suffix = fitted(metric, suffix_after(model, base, suffix), model.tokenizer)
         after_base, after_donor = suffixes(model, base, donor, suffix)
         shape = model.geometry
-        bounds = Bounds(shape.n_layers, shape.n_kv_heads, shape.n_heads, len(after_base))
+        kv_heads = shape.n_kv_heads if "head" in over else 0  # layers may differ in them
+        bounds = Bounds(shape.n_layers, kv_heads, shape.n_heads, len(after_base))
         cells = match.fitted(grid(match.base, bounds, over, parts, contents(along)), align)
         _refuse_unreadable(match.base, cells, reads)
         plan = cls(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvprobe.cache.attention import scores_of
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.parts import LATENT
+from kvprobe.cache.parts import KV, LATENT
 from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import new_slots, warn_of_taken_positions
@@ -28,7 +28,7 @@ from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
 from kvprobe.patching.grid import LATENT_PARTS, SEEN_IN, Cell
 from kvprobe.patching.heads import Heads, heads_of
-from kvprobe.patching.rows import BYTES, ROWS, Rows, cells_by_layer, forward, joining, ordinary_logits
+from kvprobe.patching.rows import BYTES, ROWS, Rows, cells_by_layer, forward, joining, of_all_rows, ordinary_logits
 from kvprobe.text.tokens import Tokens
 
 
@@ -89,17 +89,16 @@ class Reader:
         self.heads = heads_of(lanes, base, suffix)
         self.ledger = base.ledger.append(self.new)
         lanes.refuse_far_positions(self.new.positions)
-        shape, self.kv_heads = lanes.geometry, len(self.heads["K"][0])
-        self.groups = shape.n_heads // self.kv_heads
+        self.reads = lanes.geometry.reads
         self.queries = len(suffix)
-        self.seen = visible_by_layer(self.ledger, self.queries, shape.reaches)
+        self.seen = visible_by_layer(self.ledger, self.queries, lanes.geometry.reaches)
 
     def row_bytes(self, cells: Sequence[Cell]) -> int:
         """What a row takes at its widest: scores, their exponentials and masks, and its share of what is swapped."""
         shape = self.lanes.geometry
         swapped = max((len(cell.slots) for cell in cells), default=0)
         scores = shape.n_heads * self.queries * (self.base.slots + self.queries)
-        d_head = self.heads["K"][0].shape[2]
+        d_head = max(keys.shape[2] for keys in self.heads["K"].values())
         vectors = shape.n_heads * self.queries * d_head
         hidden = self.queries * (12 * shape.d_model + 8 * shape.n_heads * d_head)
         return 4 * (3 * scores + (2 * swapped + 6) * vectors + hidden)
@@ -118,20 +117,21 @@ class Reader:
             self.content(cell)  # now, since the model cannot compute it within the pass
 
         def attend(attending: Attending) -> Float[Tensor, "rows heads queries d_value"]:
-            layer = attending.layer
-            patched = by_layer[layer]
-            return attention(
-                attending,
-                self.heads["K"][layer],
-                self.heads["V"][layer],
-                self.seen[layer],
-                self.swaps(layer, patched, "K"),
-                self.swaps(layer, patched, "V"),
-            )
+            source = self.reads[attending.layer]
+            patched = by_layer[source]
+            return self.attention(attending, self.swaps(source, patched, "K"), self.swaps(source, patched, "V"))
 
         ordinary = self.ordinary(kept)
         with torch.no_grad(), self.lanes.attention_replaced_by(attend), joining(self.lanes.blocks, rows.joining):
             return rows.in_order(forward(self.lanes, self.new.tokens, self.new.positions, ordinary))
+
+    def attention(
+        self, attending: Attending, keys: "Swaps | None" = None, values: "Swaps | None" = None
+    ) -> Float[Tensor, "rows heads queries d_value"]:
+        """Attention of a layer to the base with these swaps, and to the suffix; see `attention`."""
+        source = self.reads[attending.layer]
+        base = (self.heads[part][source] for part in KV)
+        return attention(of_all_rows(attending), *base, self.seen[source], keys, values)
 
     def passes(self, cells: Sequence[Cell], kept: int) -> Iterator[Float[Tensor, "rows kept vocab"]]:
         """What `logits` gives of all cells, as many at once as memory allows: the clean row, then the cells in order.
@@ -159,7 +159,7 @@ class Reader:
         which = torch.tensor([*map(names.index, contents)]).repeat_interleave(lengths).to(device)
         readers = None
         if any({cell.kv_heads, cell.query_heads, cell.queries} != {None} for _, cell in entries):
-            masks = torch.stack([self._readers(cell) for _, cell in entries])
+            masks = torch.stack([self._readers(cell, len(tensors[0])) for _, cell in entries])
             readers = masks.repeat_interleave(lengths, 0).to(device)
         return Swaps(rows, slots, tensors[which, :, slots].float(), readers)
 
@@ -175,15 +175,13 @@ class Reader:
             self.swapped[name] = heads_of(self.lanes, other, self.suffix)
         return name
 
-    def _readers(self, cell: Cell) -> Bool[Tensor, "kv_heads groups queries"]:
-        """Which heads and tokens of the suffix see what a cell swaps."""
-        shape = self.lanes.geometry
-        heads = _mask(shape.n_heads, cell.query_heads)
+    def _readers(self, cell: Cell, count: int) -> Bool[Tensor, "kv_heads groups queries"]:
+        """Which heads and tokens of the suffix see what a cell swaps, in a layer of so many KV heads."""
+        heads = _mask(self.lanes.geometry.n_heads, cell.query_heads)
         queries = _mask(self.queries, cell.queries)
         # All heads read the one latent.
-        kv_heads = _mask(self.kv_heads, None if cell.part in LATENT_PARTS else cell.kv_heads)
-        mask = (heads[:, None] & queries).view(self.kv_heads, self.groups, self.queries)
-        return mask & kv_heads[:, None, None]
+        kv_heads = _mask(count, None if cell.part in LATENT_PARTS else cell.kv_heads)
+        return (heads[:, None] & queries).view(count, -1, self.queries) & kv_heads[:, None, None]
 
 
 def attention(

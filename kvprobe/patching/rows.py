@@ -8,6 +8,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,6 +19,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.capture import editing_hook
 from kvprobe.inference.forward import forward_pass, taps
+from kvprobe.models.attending import Attending
 from kvprobe.models.hooks import hooked
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.rounding import difference
@@ -63,6 +65,16 @@ def cells_by_layer(rows: Rows, cells: Sequence[Cell]) -> defaultdict[int, list[t
     return by_layer
 
 
+def of_all_rows(attending: Attending) -> Attending:
+    """The same where keys and values are those of an earlier layer, after which rows have joined: the first row's."""
+    count = len(attending.query) - len(attending.key)
+
+    def all_rows(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor, tensor[:1].expand(count, -1, -1, -1)])
+
+    return replace(attending, key=all_rows(attending.key), value=all_rows(attending.value)) if count else attending
+
+
 def ordinary_logits(lanes: Lanes, base: KVCache, suffix: Tokens, kept: int) -> Float[Tensor, "kept vocab"]:
     """Logits after the last `kept` tokens of a suffix that is read after a base as every other text is."""
     if not 1 <= kept <= len(suffix):
@@ -90,9 +102,11 @@ def forward(
     name = type(lanes.plain).__name__
     # A 4-D mask is handed down unchanged, and the attention that replaces the model's ignores it.
     mask = torch.zeros(1, 1, 1, 1, dtype=lanes.dtype, device=lanes.device)
+    # By their numbers: of a count of last ones Gemma 4 computes no others in the layers that share.
+    last = torch.arange(ids.shape[1], device=lanes.device)[-len(ordinary) :]
     try:
         logits = lanes.plain(
-            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False, logits_to_keep=len(ordinary)
+            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False, logits_to_keep=last
         ).logits
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
@@ -116,7 +130,9 @@ def joining(blocks: Sequence[nn.Module], counts: Mapping[int, int]) -> Iterator[
     """While this lasts, this many copies of the first row join the batch before each layer."""
 
     def joined(count: int, hidden: Tensor) -> Tensor:
-        return torch.cat([hidden, hidden[:1].expand(count, -1, -1)])
+        rows = hidden.dim() - 3  # streams side by side come first (Gemma 3n)
+        first = hidden.narrow(rows, 0, 1)
+        return torch.cat([hidden, first.expand(*hidden.shape[:rows], count, -1, -1)], rows)
 
     with hooked(editing_hook(blocks[layer], "input", partial(joined, count)) for layer, count in counts.items()):
         yield

@@ -29,7 +29,8 @@ def run(plan: Plan, metric: Metric | KL, rows: int = ROWS, progress: bool = Fals
     donor = Reader(plan.lanes, plan.donor, {}, plan.donor_suffix).logits([], kept)[0]
     ends = float(measured(metric, clean)), float(measured(metric, donor))
     values = _values(runner, plan, metric, kept, rows, progress)
-    return PatchMap(plan.cells, values, *ends, plan.base.ledger, plan.reads, plan.lanes.tokenizer)
+    readers = plan.lanes.geometry.readers
+    return PatchMap(plan.cells, values, *ends, plan.base.ledger, plan.reads, plan.lanes.tokenizer, readers)
 
 
 def _values(

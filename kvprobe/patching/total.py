@@ -26,7 +26,7 @@ from kvprobe.models.lens import Family
 from kvprobe.models.ports import Port
 from kvprobe.patching.grid import ACTIVATIONS, Cell
 from kvprobe.patching.plan import Plan
-from kvprobe.patching.rows import Rows, cells_by_layer, forward, joining, ordinary_logits
+from kvprobe.patching.rows import Rows, cells_by_layer, forward, joining, of_all_rows, ordinary_logits
 
 TOLERANCE, HALF_PRECISION = 1e-3, 0.05
 """How far keys and values that are computed again may lie from those held, relative to the largest: in float32, and in
@@ -112,8 +112,9 @@ class _Pass:
 
     def attend(self, attending: Attending) -> Float[Tensor, "rows heads queries d_value"]:
         """Attention of all rows to the base before `start`, and to their own keys and values with cells swapped."""
-        layer, base = attending.layer, self.total.base
-        self._refuse_changed_base(attending)
+        attending, base = of_all_rows(attending), self.total.base
+        layer = self.total.lanes.geometry.reads[attending.layer]
+        self._refuse_changed_base(layer, attending)
         keys = self._swapped("K", layer, attending.key)
         values = self._swapped("V", layer, attending.value)
         rows, heads = attending.query.shape[:2]
@@ -143,11 +144,10 @@ class _Pass:
             edits.append((port, self._writing(self.total.activations[place], patched)))
         return editing(self.total.lanes, edits)
 
-    def _refuse_changed_base(self, attending: Attending) -> None:
+    def _refuse_changed_base(self, layer: int, attending: Attending) -> None:
         """Refuse a base whose slots from `start` on, read again by the clean row, are not those that it holds."""
         base, start = self.total.base, self.start
         used = ~base.ledger.padding[0, start:]
-        layer = attending.layer
         again = [tensor[0, :, : base.slots - start][:, used] for tensor in (attending.key, attending.value)]
         held = [tensor[0, :, start:][:, used] for tensor in (base.keys[layer], base.values[layer])]
         _refuse_changed("base", layer, list(zip(again, held, strict=True)))

@@ -87,9 +87,9 @@ def test_a_layer_that_attends_by_itself_is_refused(
 
 
 @pytest.mark.parametrize("call", list(CALLS))
-@pytest.mark.parametrize("kind", ["diffllama", "jetmoe", "gpt_bigcode", "gemma3n_text"])
+@pytest.mark.parametrize("kind", ["diffllama", "jetmoe", "gpt_bigcode"])
 def test_architectures_that_cannot_be_patched_are_refused_in_a_sentence(kind: str, call: str):
-    model = kv.load(tiny(kind, **{"num_kv_shared_layers": 0} if kind == "gemma3n_text" else {}))
+    model = kv.load(tiny(kind))
     base, donor = model.prefill(BASE), model.prefill(DONOR)
     refused(lambda: CALLS[call](model, base, donor), type(model.lanes.plain).__name__, "KVCache.patch")
 
