@@ -70,9 +70,14 @@ def save(figure: "Figure", path: Path) -> None:
 
     sns.despine(figure)
     kinds: dict[str, Any] = {"png": {"metadata": {"Software": None}, "dpi": 150}, "svg": {"metadata": {"Date": None}}}
-    for kind, how in kinds.items():
-        with plt.rc_context({"svg.hashsalt": "kvprobe"}), replacing(path.with_name(f"{path.name}.{kind}")) as partial:
-            figure.savefig(partial, format=kind, **how)
+    fixed = {"svg.hashsalt": "kvprobe", "figure.autolayout": False, "figure.constrained_layout.use": False}
+    with plt.rc_context(fixed):
+        if (engine := figure.get_layout_engine()) is not None:
+            engine.execute(figure)
+        figure.set_layout_engine(None)  # else each file would be laid out again, and drawn twice
+        for kind, how in kinds.items():
+            with replacing(path.with_name(f"{path.name}.{kind}")) as partial:
+                figure.savefig(partial, format=kind, **how)
     plt.close(figure)
 
 
