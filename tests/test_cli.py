@@ -35,6 +35,7 @@ def kvprobe(*arguments: str) -> subprocess.CompletedProcess[str]:
         ["train", "memento", "--help"],
         ["ls"],
         ["doctor", "smollm2-135"],
+        ["report", "absent"],
         ["run", "leakage", "--model", "smollm2-135"],
         ["run", "leakage", "--dtype", "float23"],
     ],

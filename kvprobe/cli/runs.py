@@ -10,7 +10,16 @@ from cyclopts import App, Group, Parameter
 from kvprobe.cli.flags import StudyFile, whole, whole_numbers
 from kvprobe.durations import durations, minutes
 from kvprobe.errors import UserError
-from kvprobe.experiments.settings import LAST, Settings, as_mapping, digest_of, folder_of, from_mapping, types_of
+from kvprobe.experiments.settings import (
+    LAST,
+    Settings,
+    as_mapping,
+    digest_of,
+    folder_of,
+    folder_with_run,
+    from_mapping,
+    types_of,
+)
 from kvprobe.extensions import extensions
 from kvprobe.files import PARTIAL, expanded
 from kvprobe.models.catalogue import check_source
@@ -178,9 +187,10 @@ def report(
     study: StudyFile = None,
 ) -> None:
     """Write a run's report.html again, or set two runs of one study side by side."""
+    folder_with_run(run)  # a mistaken path is answered before anything heavy is imported
     from kvprobe.experiments.runs import Run
 
-    finished = Run.load(run)  # a mistaken path is answered before the model library is imported
+    finished = Run.load(run)
     if other is not None:
         second = Run.load(other)
         from kvprobe.experiments.beside import beside
@@ -195,9 +205,10 @@ def report(
 
 def view(run: Path, *, study: StudyFile = None) -> None:
     """Write the interactive views of a run's report as a page of their own."""
+    folder_with_run(run)  # a mistaken path is answered before anything heavy is imported
     from kvprobe.experiments.runs import Run
 
-    finished = Run.load(run)  # a mistaken path is answered before the model library is imported
+    finished = Run.load(run)
     from kvprobe.experiments.page import write_views
 
     print(write_views(study_of(finished, study).declaration, finished))
@@ -217,6 +228,7 @@ def publish(
     name: Annotated[str | None, Parameter(help="Only the probe of this name; all by default.")] = None,
 ) -> None:
     """Publish the probes of a finished run: weights and a card each."""
+    folder_with_run(run)
     from kvprobe.experiments.runs import Run
     from kvprobe.probes.publishing import publish as published
 

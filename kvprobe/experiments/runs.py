@@ -14,11 +14,10 @@ import yaml
 from kvprobe.arguments import checked_arguments
 from kvprobe.environment import environment
 from kvprobe.errors import UserError
-from kvprobe.experiments.settings import Settings, as_mapping, folder_of
+from kvprobe.experiments.settings import Settings, as_mapping, folder_of, folder_with_run
 from kvprobe.files import (
     LOCK,
     PARTIAL,
-    expanded,
     read_json,
     read_table,
     read_yaml,
@@ -104,10 +103,7 @@ class Run:
         Raises:
             UserError: there is no run at `path`.
         """
-        run = cls(expanded(path))
-        if not (run.path / "config.yaml").is_file():
-            raise UserError(f"{run.path} is not a run directory (it has no config.yaml); see `kvprobe run`.")
-        return run
+        return cls(folder_with_run(path))
 
     @property
     def finished(self) -> bool:

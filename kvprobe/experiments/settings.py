@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -11,6 +12,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from kvprobe.checks import require
 from kvprobe.errors import UserError
+from kvprobe.files import expanded
 from kvprobe.models.catalogue import Dtype
 from kvprobe.names import unknown
 from kvprobe.plain_data import Limits, filled
@@ -110,6 +112,18 @@ def folder_of(study: str, config: Settings, root: Path, name: str | None) -> Pat
             f"and choose the folder with --out."
         )
     return root / (name or f"{study}-{digest_of(study, config)}")
+
+
+def folder_with_run(path: str | os.PathLike[str]) -> Path:
+    """The folder of an existing run.
+
+    Raises:
+        UserError: there is no run at `path`.
+    """
+    folder = expanded(path)
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"{folder} is not a run directory (it has no config.yaml); see `kvprobe run`.")
+    return folder
 
 
 def _typed(owner: type[Settings], name: str, kind: Any, value: Any) -> Any:

@@ -98,6 +98,8 @@ def budget(
     given = None if weights is None else bytes_in(weights, "size of the weights")
     plan = SlotPlan() if policy is None else plan_of(policy, context - new)
     cached = None if cache_dtype is None else numbers_named(cache_dtype)
+    if cached is not None and engine != "logical":
+        (hf if engine == "hf" else vllm).check_format(cached)
     chosen = None if dtype is None else plain_named(dtype)
     # Builds models, and so needs torch and transformers, which a mistake in what is asked for does not.
     from kvprobe.memory.unloaded import text_model, unloaded

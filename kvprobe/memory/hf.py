@@ -8,6 +8,7 @@ selects everything.
 
 from kvprobe.errors import UserError
 from kvprobe.memory.caches import STATE_BYTES, AttentionStore, LayerStore, State
+from kvprobe.memory.numbers import Numbers
 from kvprobe.memory.request import Request
 
 GROUP = 64
@@ -103,10 +104,21 @@ def check(layers: tuple[LayerStore, ...], request: Request) -> None:
                     )
 
 
+def check_format(numbers: Numbers) -> None:
+    """Refuse what transformers does not store.
+
+    Raises:
+        UserError: it has no such cache.
+    """
+    if "hf" not in numbers.engines:
+        raise UserError(
+            f"transformers has no cache of {numbers.name}; use a float, fp8, int4 or int2, or engine='vllm'."
+        )
+
+
 def _refuse(layers: tuple[LayerStore, ...], request: Request) -> None:
     name = request.numbers.name
-    if "hf" not in request.numbers.engines:
-        raise UserError(f"transformers has no cache of {name}; use a float, fp8, int4 or int2, or engine='vllm'.")
+    check_format(request.numbers)
     if request.plan.rounds is not None:
         raise UserError(
             f"transformers has no cache like {request.plan.name}; use engine='logical' for its bytes, or "

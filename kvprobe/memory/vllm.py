@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvprobe.errors import UserError
 from kvprobe.memory.caches import AttentionStore, LayerStore, State
+from kvprobe.memory.numbers import Numbers
 from kvprobe.memory.request import Request
 
 BLOCK = 16
@@ -162,12 +163,21 @@ def _state_bytes(state: State, request: Request, engine: Engine) -> int:
     return (state.channels * (state.kernel - 1) * number + state.recurrent * recurrent) // engine.ranks
 
 
+def check_format(numbers: Numbers) -> None:
+    """Refuse what vLLM does not store.
+
+    Raises:
+        UserError: it has no such cache.
+    """
+    if "vllm" not in numbers.engines:
+        raise UserError(
+            f"vLLM has no cache of {numbers.name}; use a float, fp8, int8_per_token_head, int4_per_token_head or nvfp4."
+        )
+
+
 def _refuse(layers: tuple[LayerStore, ...], request: Request, engine: Engine) -> None:
     name = request.numbers.name
-    if "vllm" not in request.numbers.engines:
-        raise UserError(
-            f"vLLM has no cache of {name}; use a float, fp8, int8_per_token_head, int4_per_token_head or nvfp4."
-        )
+    check_format(request.numbers)
     if request.plan.evicts or request.plan.rounds is not None:
         raise UserError(f"vLLM has no policy like {request.plan.name}; use engine='logical' or 'hf'.")
     for layer in layers:

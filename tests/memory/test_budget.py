@@ -123,7 +123,10 @@ def test_a_mistake_is_answered_without_torch():
     done = in_a_fresh_process(
         "import sys\n"
         "from kvprobe.memory.budget import budget\n"
-        "for mistake in ({'memory': '24G'}, {'dtype': 'int3'}, {'cache_dtype': 'fp3'}, {'context': 5, 'new': 5}):\n"
+        "for mistake in ("
+        "    {'memory': '24G'}, {'dtype': 'int3'}, {'cache_dtype': 'fp3'}, {'context': 5, 'new': 5},"
+        "    {'cache_dtype': 'nvfp4'}, {'cache_dtype': 'int4', 'engine': 'vllm'}"
+        "):\n"
         "    try:\n"
         "        budget('Qwen/Qwen3-8B', **mistake)\n"
         "    except ValueError:\n"
