@@ -70,7 +70,7 @@ def save(figure: "Figure", path: Path) -> None:
 
     sns.despine(figure)
     kinds: dict[str, Any] = {"png": {"metadata": {"Software": None}, "dpi": 150}, "svg": {"metadata": {"Date": None}}}
-    fixed = {"svg.hashsalt": "kvprobe", "figure.autolayout": False, "figure.constrained_layout.use": False}
+    fixed: Any = {"svg.hashsalt": "kvprobe", "figure.autolayout": False, "figure.constrained_layout.use": False}
     with plt.rc_context(fixed):
         if (engine := figure.get_layout_engine()) is not None:
             engine.execute(figure)
