@@ -95,6 +95,6 @@ def pytest_runtest_setup():
 
 def pytest_collection_finish():
     """Modules and tests outlive all else: the garbage collector need not walk them again and again."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+    gc.enable()

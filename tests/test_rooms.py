@@ -3,14 +3,19 @@
 import ast
 import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TREES = {
-    path: ast.parse(path.read_text(encoding="utf-8"))
-    for path in sorted((ROOT / "kvprobe").rglob("*.py*"))
-    if path.suffix in (".py", ".pyi")
-}
+
+
+@cache
+def parsed() -> dict[Path, ast.Module]:
+    return {
+        path: ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted((ROOT / "kvprobe").rglob("*.py*"))
+        if path.suffix in (".py", ".pyi")
+    }
 
 
 def dotted(path: Path) -> str:
@@ -59,14 +64,14 @@ def serving_one_study(users: dict[str, set[str]]) -> set[str]:
 
 
 def test_the_name_of_a_class_stands_in_one_module():
-    twice = {name: homes for name, homes in classes(TREES).items() if len(homes) > 1 and name != "Config"}
+    twice = {name: homes for name, homes in classes(parsed()).items() if len(homes) > 1 and name != "Config"}
     assert not twice, twice
 
 
 def test_what_serves_one_study_alone_is_in_its_folder_unless_a_page_offers_it():
     pages = [*ROOT.glob("docs/*/*.md"), *ROOT.glob("notebooks/*.py"), *ROOT.glob("figures/*.py")]
     offered = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    private = {module for module in serving_one_study(importers(TREES)) if module not in offered}
+    private = {module for module in serving_one_study(importers(parsed())) if module not in offered}
     assert not private, private
 
 

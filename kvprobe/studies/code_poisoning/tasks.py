@@ -3,12 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from importlib.resources import files
 from string import Template
 from typing import Any
 
-import yaml
-
+from kvprobe.shipped import shipped_entries
 from kvprobe.studies.code_poisoning.sandboxed import outcomes
 
 KINDS = ("base case", "operator", "off by one")
@@ -88,9 +86,7 @@ def tasks(count: int) -> list[CodeTask]:
 
 @cache
 def all_tasks() -> tuple[CodeTask, ...]:
-    templates = yaml.safe_load(
-        files("kvprobe.studies.code_poisoning").joinpath("tasks.yaml").read_text(encoding="utf-8")
-    )
+    templates = shipped_entries("studies/code_poisoning/tasks")
     most = max(len(template["variants"]) for template in templates)
     return tuple(
         _task(number, template, template["variants"][variant])
