@@ -4,13 +4,13 @@ import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-gc.disable()  # until everything is imported and collected, of which little is garbage
 
 import pytest
 
 from tests.checking import check_annotations
 
 check_annotations("kvprobe")  # before any other module imports it
+gc.disable()  # until everything is imported and collected, of which little is garbage
 
 
 def pytest_configure(config: pytest.Config):
