@@ -23,7 +23,7 @@ from kvprobe.cache.device import pick_device
 from kvprobe.cache.file import load_cache, save_cache
 from kvprobe.cache.indices import indices
 from kvprobe.cache.ledger import Ledger
-from kvprobe.cache.parts import KV, ROTATED, recurrent
+from kvprobe.cache.parts import KV, ROTATED, WRITES, recurrent
 from kvprobe.cache.recurrence import time_moved, timeless
 from kvprobe.errors import UserError
 from kvprobe.files import expanded
@@ -33,6 +33,10 @@ from kvprobe.names import unknown
 PositionMode = Literal["gapped", "contiguous", "naive"]
 """Positions of slots after others were removed: as before, counted anew, or counted anew without rotating keys."""
 
+PatchedPart = Literal[
+    "K", "V", "KV", "latent", "rope", "index", "writes", "key", "value", "decay", "step", "gain", "conv"
+]
+"""What a patch takes from a donor."""
 Slots = Bool[Tensor, "batch slots"] | Int[Tensor, "chosen"] | Sequence[int]
 """Some slots of a cache: a boolean per row and slot, or indices that hold for all rows."""
 
@@ -240,7 +244,7 @@ class KVCache(Contents):
         slots: Slots | None = None,
         layers: Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
-        part: Literal["K", "V", "KV", "latent", "rope", "index", "key", "value", "decay", "step", "conv"] | None = None,
+        part: PatchedPart | None = None,
     ) -> "KVCache":
         """The cache with what these slots hold taken from a donor with the same slots; the ledger stays as it is.
 
@@ -249,14 +253,15 @@ class KVCache(Contents):
         Args:
             segments, slots, layers, heads: which to patch, as for `mask`.
             part: K, V or both; with latent attention latent or rope, and with a sparse index its key; in recurrent
-                layers key, value, decay, step or conv. It means the layers that store it. All by default.
+                layers all that was written (writes), or key, value, decay, step, gain or conv. It means the layers
+                that store it. All by default.
 
         Raises:
             UserError: the donor is of another model, slots or positions of keys (see
                 `kvprobe.cache.alike.refuse_other_slots`), or there is no such segment, layer, head or part.
         """
         chosen = self.chosen(segments, slots)
-        wanted = KV if part == "KV" else (part,)
+        wanted = {"KV": KV, "writes": WRITES}.get(part or "", (part,))
         taken = [{name for name in layer if part is None or name in wanted} for layer in self.layers]
         if not any(taken):
             raise UserError(unknown("part", str(part), [*{name: None for layer in self.layers for name in layer}]))

@@ -101,11 +101,11 @@ def layer_map(
     """
     clean_suffix, damaged_suffix = _suffixes(model, clean, damaged, suffix)
     clean_run, damaged_run = clean_suffix.outputs(kept), damaged_suffix.outputs(kept)
-    shape = model.geometry
-    rows = list(_rows(shape.n_layers, shape.n_heads if heads else 0, bands))
+    components = [one for one in clean_suffix.components if heads or one.kind != "head"]
+    rows = list(_rows(components, clean_suffix.layers, bands))
     groups, labels = [components for components, _ in rows], [label for _, label in rows]
     blocks = [number for number, label in enumerate(labels) if label["kind"] != "head"]
-    drops = [(Component("attn", layer), Component("mlp", layer)) for layer in range(shape.n_layers)]
+    drops = [_blocks(components, [layer]) for layer in clean_suffix.layers]
     kl_from_clean = KL(kept).to(clean_run.logits)
     count = len(groups) + len(blocks) + len(drops)
     with Bar(total=count, desc="Restoring", unit="row", disable=not progress) as bar:
@@ -122,7 +122,8 @@ def layer_map(
         noised = np.full(len(rows), np.nan)
         noised[blocks] = kls(clean_suffix, [groups[number] for number in blocks], damaged_run)
         dropped = kls(clean_suffix, drops, clean_run.silent)
-    parallel = not model.lanes.hooked.fires("resid_mid")
+    own = model.lanes.own_ports
+    parallel = not (model.lanes.hooked.fires("resid_mid") if own is None else any("resid_mid" in port for port in own))
     table = states(clean_run, damaged_run, parallel).assign(drop=dropped)
     damage = float(kl_from_clean(damaged_run.logits))
     return LayerMap(tuple(groups), tuple(labels), damage, restored, noised, table)
@@ -149,17 +150,16 @@ def restored_together(
         UserError: as `layer_map`; a group is empty or names a component that the model does not have; or the source
             reads another number of tokens.
     """
-    shape = model.geometry
-    heads = {"attn": (None,), "mlp": (None,), "head": range(shape.n_heads)}
-    for component in (component for group in groups for component in group):
-        if component.layer not in range(shape.n_layers) or component.head not in heads.get(component.kind, ()):
-            raise UserError(
-                f"There is no {component}; choose 'attn' or 'mlp' of layers 0 to {shape.n_layers - 1}, or 'head' and "
-                f"heads 0 to {shape.n_heads - 1}."
-            )
     if not all(groups):
         raise UserError("A group is empty; give at least one component to restore.")
     clean_suffix, damaged_suffix = _suffixes(model, clean, damaged, suffix)
+    known = {*clean_suffix.components}
+    for component in (component for group in groups for component in group):
+        if component not in known:
+            raise UserError(
+                f"There is no {component}; choose 'attn' or 'mlp' of layers 0 to {clean_suffix.layers[-1]}, or 'head' "
+                f"and heads 0 to {model.geometry.n_heads - 1}, where the layer has them."
+            )
     clean_run = clean_suffix.outputs(kept)
     kl_from_clean = KL(kept).to(clean_run.logits)
     given = clean_run if source is None else _suffixes(model, source[0], *source)[0].outputs(kept)
@@ -211,18 +211,19 @@ def _suffixes(model: Model, clean: KVCache, damaged: KVCache, suffix: Tokens | s
 
 
 def _rows(
-    layers: int, heads: int, bands: Iterable[Sequence[int]] | None
+    components: Sequence[Component], layers: range, bands: Iterable[Sequence[int]] | None
 ) -> Iterable[tuple[tuple[Component, ...], dict[str, int | str]]]:
-    for layer in range(layers):
-        for kind in ("attn", "mlp"):
-            yield (Component(kind, layer),), {"kind": kind, "layer": layer}
-        for head in range(heads):
-            yield (Component("head", layer, head),), {"kind": "head", "layer": layer, "head": head}
-    for band in even_bands(layers) if bands is None else bands:
-        members = tuple(Component(kind, layer) for layer in band for kind in ("attn", "mlp"))
-        if not members or not 0 <= min(band) <= max(band) < layers:
-            raise UserError(f"A band must be a range of layers 0 to {layers - 1}; got {band}.")
-        yield members, {"kind": "band", "band": f"{band[0]}–{band[-1]}"}
+    for one in components:
+        yield (one,), {"kind": one.kind, "layer": one.layer} | ({} if one.head is None else {"head": one.head})
+    for band in even_bands(len(layers)) if bands is None else bands:
+        if not band or not {*band} <= {*layers}:
+            raise UserError(f"A band must be a range of layers 0 to {layers[-1]}; got {band}.")
+        yield _blocks(components, band), {"kind": "band", "band": f"{band[0]}–{band[-1]}"}
+
+
+def _blocks(components: Iterable[Component], layers: Sequence[int]) -> tuple[Component, ...]:
+    """All that these layers add to the stream."""
+    return tuple(one for one in components if one.layer in layers and one.kind != "head")
 
 
 def _name(label: Mapping[str, int | str]) -> str:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Literal, cast
 
 import torch
@@ -28,6 +29,8 @@ from kvprobe.text.tokens import Tokens
 
 Kind = Literal["attn", "mlp", "head"]
 BLOCKS: Mapping[Kind, Family] = {"attn": "attn_out", "mlp": "mlp_out"}
+_BESIDE: Mapping[Family, Family] = {"attn_out": "mlp_out", "mlp_out": "attn_out"}
+"""A layer may have one of the two alone (Nemotron-H)."""
 
 
 @dataclass(frozen=True, order=True)
@@ -45,22 +48,24 @@ class Outputs:
 
     Attributes:
         hidden: the residual stream before each block, and after the last.
-        attn: what each attention block adds to it, after any norm of its own.
+        attn: what each attention block adds to it, or block that keeps a state, after any norm of its own; zeros where
+            there is none.
         mlp: likewise.
-        heads: what each head reads, before W_O.
+        heads: by layer that attends, what each head reads, before W_O.
         logits: after the suffix's last tokens.
     """
 
     hidden: Float[Tensor, "layers_and_last queries d_model"]
     attn: Float[Tensor, "layers queries d_model"]
     mlp: Float[Tensor, "layers queries d_model"]
-    heads: Float[Tensor, "layers heads queries d_value"]
+    heads: Mapping[int, Float[Tensor, "heads queries d_value"]]
     logits: Float[Tensor, "kept vocab"]
 
     @property
     def silent(self) -> "Outputs":
         """The same with components that add nothing."""
-        return replace(self, **{name: torch.zeros_like(getattr(self, name)) for name in ("attn", "mlp", "heads")})
+        heads = {layer: torch.zeros_like(output) for layer, output in self.heads.items()}
+        return replace(self, attn=torch.zeros_like(self.attn), mlp=torch.zeros_like(self.mlp), heads=heads)
 
 
 @dataclass(frozen=True)
@@ -81,22 +86,35 @@ class Suffix:
 
     def __init__(self, lanes: Lanes, cache: KVCache, suffix: Tokens) -> None:
         self.lanes, self.reader = lanes, Reader(lanes, as_seen(lanes, cache), {}, suffix)
+        self.layers, own = range(len(lanes.blocks)), lanes.own_ports
         families: tuple[Family, ...] = ("resid_pre", "resid_post", *BLOCKS.values())
-        self.ports: dict[tuple[Family, int], Port] = {}
-        for (family, layer), port in plain_ports(
-            lanes, dict.fromkeys(families, range(lanes.geometry.n_layers))
-        ).items():
-            if port is None:
+        if own is None:
+            ports = plain_ports(lanes, dict.fromkeys(families, self.layers))
+        else:
+            ports = {place: own.get(place) for place in product(families, self.layers)}
+        for (family, layer), port in ports.items():
+            other = ports.get((_BESIDE[family], layer)) if own and family in _BESIDE else None
+            if port is None and other is None:
                 raise UserError(
                     f"{type(lanes.plain).__name__} has no module whose output is {family!r} of layer {layer} as it is "
                     "added to the residual stream (Granite scales it on the way), so components cannot be restored "
                     "one by one; patch K and V with patch_sweep instead."
                 )
-            self.ports[family, layer] = port
+        self.ports = {place: port for place, port in ports.items() if port is not None}
+
+    @property
+    def components(self) -> list[Component]:
+        """Attention blocks (or blocks that keep a state), MLPs and heads of each layer, as far as it has them."""
+        geometry, components = self.lanes.geometry, list[Component]()
+        for layer in self.layers:
+            components += [Component(kind, layer) for kind, family in BLOCKS.items() if (family, layer) in self.ports]
+            heads = range(geometry.n_heads if layer in geometry.attending else 0)
+            components += [Component("head", layer, head) for head in heads]
+        return components
 
     def outputs(self, kept: int = 1) -> Outputs:
         """Read the suffix, and record what every component adds."""
-        lanes, layers = self.lanes, range(self.lanes.geometry.n_layers)
+        lanes, layers = self.lanes, self.layers
         heads: dict[int, Tensor] = {}
         recorded: dict[tuple[Family, int], Tensor] = {}
 
@@ -111,13 +129,19 @@ class Suffix:
 
         ordinary = self.reader.ordinary(kept)
         records = [(port, partial(record, key)) for key, port in self.ports.items()]
-        with torch.no_grad(), lanes.attention_replaced_by(attend), editing(lanes, records):
-            logits = forward(lanes, self.reader.new.tokens, self.reader.new.positions, ordinary)[0]
+        with (
+            torch.no_grad(),
+            lanes.attention_replaced_by(attend),
+            editing(lanes, records),
+            self.reader.states.given(Rows([]), {}) as memory,
+        ):
+            logits = forward(lanes, self.reader.new.tokens, self.reader.new.positions, ordinary, memory)[0]
         before = [recorded["resid_pre", layer] for layer in layers]
         hidden = torch.stack([*before, recorded["resid_post", layers[-1]]])
-        attn, mlp = (torch.stack([recorded[family, layer] for layer in layers]) for family in BLOCKS.values())
+        none = torch.zeros_like(hidden[0])
+        attn, mlp = (torch.stack([recorded.get((family, at), none) for at in layers]) for family in BLOCKS.values())
         self._refuse_other_sums(hidden, attn + mlp)
-        return Outputs(hidden, attn, mlp, torch.stack([heads[layer] for layer in layers]), logits)
+        return Outputs(hidden, attn, mlp, heads, logits)
 
     def _refuse_other_sums(
         self,
@@ -152,7 +176,7 @@ class Suffix:
         def attend(attending: Attending) -> Tensor:
             output = self.reader.attention(attending)
             for row, component, other in present.get(("head", attending.layer), []):
-                output[row, component.head] = other.heads[attending.layer, component.head]
+                output[row, component.head] = other.heads[attending.layer][component.head]
             return output
 
         ordinary = self.reader.ordinary(kept)
@@ -162,8 +186,9 @@ class Suffix:
             self.lanes.attention_replaced_by(attend),
             joining(self.lanes.blocks, places.joining),
             editing(self.lanes, writes),
+            self.reader.states.given(places, {}) as memory,
         ):
-            logits = forward(self.lanes, self.reader.new.tokens, self.reader.new.positions, ordinary)
+            logits = forward(self.lanes, self.reader.new.tokens, self.reader.new.positions, ordinary, memory)
         return places.in_order(logits)[1:]
 
     def _writing(self, kind: Kind, layer: int, entries: Sequence[tuple[int, Component, Outputs]]) -> tuple[Port, Edit]:

@@ -167,24 +167,43 @@ class StateLayer(LinearAttentionLayer):
             self._before = (past["conv"], live)
             self._show_inputs()
             if "decay" in past:
-                states.recurrent_states[0] = self._folded(past, live, padding)
-                states.is_recurrent_states_initialized[0] = True
+                state: Any = self._folded(past, live, padding)
+                # Mamba-2 has it so, and writes to it in place.
+                self._begin(state.transpose(2, 3).clone() if "gain" in past else state, "gain" in past)
 
     def _folded(
         self, past: Layer, live: Bool[Tensor, "batch slots"], padding: Bool[Tensor, "batch slots"] | None
     ) -> Tensor:
-        """The state after these writes, as the model has it."""
+        """The state after these writes."""
         self._unhidden = int(live.all(0).int().cumprod(0).sum())
         self._states = [state for state in known(past) if state[0] <= self._unhidden]
         if padding is not None:
             past = {**past, "decay": past["decay"].masked_fill(padding[:, None, :, None], 0.0)}
         count, start = self._states[-1] if self._states else (0, None)
-        state: Any = fold({name: tensor[:, :, count:] for name, tensor in past.items()}, start, live[:, count:])
-        self._start = state
-        if "gain" in past:
-            state = state.transpose(2, 3).clone()  # Mamba-2 has it so, and writes to it in place
+        self._start = fold({name: tensor[:, :, count:] for name, tensor in past.items()}, start, live[:, count:])
+        return self._start
+
+    def _begin(self, state: Any, in_place: bool) -> None:
+        """Start from a state as the model has it.
+
+        Args:
+            in_place: whether the model writes to it.
+        """
+        states: Any = self
+        if in_place:
             state.layer = weakref.ref(self)
-        return state
+        states.recurrent_states[0] = state
+        states.is_recurrent_states_initialized[0] = True
+
+    def of_rows(self, other: "StateLayer | None", which: Int[Tensor, "rows"]) -> "StateLayer":
+        """A layer of which each row starts as one of these does: of this layer's rows, and then of the other's."""
+        layers: list[Any] = [self] if other is None else [self, other]
+        inputs: Tensor = torch.cat([layer.conv_states[0] for layer in layers])[which]
+        rows = StateLayer({"conv": inputs.transpose(1, 2)[:, None]})
+        if layers[0].is_recurrent_states_initialized[0]:
+            states: list[Any] = [layer.recurrent_states[0] for layer in layers]
+            rows._begin(torch.cat(states)[which], hasattr(states[0], "layer"))
+        return rows
 
     @property
     def folded(self) -> Float[Tensor, "batch heads d_key d_value"]:

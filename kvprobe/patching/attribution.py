@@ -27,7 +27,7 @@ from kvprobe.inference.model import Model
 from kvprobe.models.attending import Attending
 from kvprobe.patching.along import Along
 from kvprobe.patching.donor import Align
-from kvprobe.patching.grid import LATENT_PARTS, SEEN_IN, Cell, Over
+from kvprobe.patching.grid import LATENT_PARTS, Cell, Over, seen_in
 from kvprobe.patching.maps import PatchMap
 from kvprobe.patching.metrics import KL, LEAST_WAY, UNDEFINED, Metric, kept_by, measured
 from kvprobe.patching.plan import Plan
@@ -134,6 +134,10 @@ def attribute(
     Raises:
         UserError: as `patch_sweep`; or the metric is flat at the base, or `check` is no number of cells.
     """
+    if model.geometry.recurrent:
+        raise UserError(
+            f"{type(model.lanes.plain).__name__} keeps states, of which attribution knows no slopes; use patch_sweep."
+        )
     if isinstance(metric, KL):
         raise UserError(
             "KL from the base is flat at the base, so its gradient is zero; attribute a logit difference or a "
@@ -226,7 +230,7 @@ class _Slopes:
                 continue
             whole, slots = cell.kv_heads is None or cell.part in LATENT_PARTS, list(cell.slots)
             heads = list(range(len(self.keys[layer])) if whole else cell.kv_heads or ())
-            effects.append(sum(float(tables[name][part][heads][:, slots].sum()) for part in SEEN_IN[cell.part]))
+            effects.append(sum(float(tables[name][part][heads][:, slots].sum()) for part in seen_in(cell.part)))
         return np.array(effects)
 
     def _first_order(

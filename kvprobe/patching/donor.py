@@ -11,6 +11,7 @@ from torch import Tensor
 from kvprobe.arguments import checked_arguments
 from kvprobe.cache.alike import refuse_other_model
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.layer import Layer
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import as_seen, refuse_foreign
 from kvprobe.models.lanes import Lanes
@@ -89,10 +90,19 @@ def aligned(lanes: Lanes, base: KVCache, donor: KVCache, align: Align = None) ->
     source, reasons = _sources(base, donor, align)
     have = source >= 0
     moved = donor.take(source.clamp(min=0)[None], ~have[None])
+    moved = replace(moved, layers=tuple(map(_with_time_of, moved.layers, base.layers)))
     here, there = base.ledger.positions, moved.ledger.positions
     ledger = replace(base.ledger, origins=torch.where(have[None], there, here))
     whole = replace(as_seen(lanes, replace(moved, ledger=ledger)), ledger=base.ledger)
     return Aligned(base, donor, base.patch(whole, slots=have[None]), source, reasons)
+
+
+def _with_time_of(donor: Layer, base: Layer) -> Layer:
+    """What the donor's tokens wrote, with the decay where the base's slots were evicted: that is the base's time."""
+    if "decay" not in donor:
+        return donor
+    wrote, passed = donor["decay"].chunk(2, -1)[0], base["decay"].chunk(2, -1)[1]
+    return {**donor, "decay": torch.cat([wrote, passed], -1)}
 
 
 def _refuse_unlike(base: KVCache, donor: KVCache) -> None:

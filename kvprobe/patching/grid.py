@@ -9,7 +9,7 @@ import torch
 
 from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.parts import LATENT
+from kvprobe.cache.parts import KV, LATENT, WRITES
 from kvprobe.checks import is_whole, names_of
 from kvprobe.errors import UserError
 from kvprobe.faults.scope import bands
@@ -19,8 +19,9 @@ from kvprobe.names import unknown
 Part = Literal["K", "V", "KV"]
 LATENT_PARTS = (*LATENT, "latent+rope")
 """What a cell can swap of latent attention: the latent, the rotated key, or both."""
-SEEN_IN = {part: part for part in get_args(Part)} | {"latent": "KV", "rope": "K", "latent+rope": "KV"}
+_SEEN = {"K": "K", "V": "V", "latent": "KV", "rope": "K"}
 """In K of the heads, in V, or in both each part is seen."""
+_SEVERAL = {"KV": KV, "writes": WRITES}
 AXES = ("layer", "band", "slot", "segment", "head", "query_head", "query")
 """Layers one by one or in bands; slots one by one or by segment; KV heads, which hold K and V; query heads and tokens
 of the suffix, which read them. An axis that a grid does not name is taken whole."""
@@ -41,7 +42,7 @@ class Cell(Brief):
     Attributes:
         layers: where K or V (or an activation) is swapped.
         slots: of the base, at which it is swapped.
-        part: what is swapped: K, V, both, one of `LATENT_PARTS`, or an activation of `ACTIVATIONS`.
+        part: what is swapped: one of `parts_of`, or an activation of `ACTIVATIONS`.
         kv_heads: whose K or V is swapped; None for all.
         query_heads: that read what was swapped, while others read the base's; None for all.
         queries: tokens of the suffix that read it; None for all.
@@ -70,16 +71,21 @@ class Bounds:
     queries: int
 
 
-def grid(base: KVCache, bounds: Bounds, over: Over, parts: Sequence[str], contents: Sequence[str]) -> list[Cell]:
+def grid(base: KVCache, bounds: Bounds, over: Over, parts: Sequence[str] | None, contents: Sequence[str]) -> list[Cell]:
     """All cells of the product of these axes, in the order in which they are named, parts innermost.
 
-    Parts that are named by hooks name their layers, which are then the axis `layer`.
+    Parts that are named by hooks name their layers, which are then the axis `layer`. A cell means the layers that store
+    its part; where none does, there is no cell.
+
+    Args:
+        parts: all by default, but not each of those that a token writes.
 
     Raises:
         UserError: an axis, layer, slot, segment, head or part that does not exist; or two axes for the same thing.
     """
     asked: dict[str, Iterable[object] | None] = dict(over) if isinstance(over, Mapping) else dict.fromkeys(over)
     _refuse_axes(asked)
+    parts = [part for part in parts_of(base) if part not in WRITES] if parts is None else parts
     _refuse_parts(parts, base)
     hooked = hooked_parts(parts)
     if hooked is not None:
@@ -97,13 +103,32 @@ def grid(base: KVCache, bounds: Bounds, over: Over, parts: Sequence[str], conten
             _FIELDS[axis]: value for axis, (_, value) in zip(axes, picks, strict=True)
         }
         cells += [
-            Cell(**what, part=part, content=content, labels=labels)
+            Cell(**{**what, "layers": layers}, part=part, content=content, labels=labels)
             for part, content in product(parts, contents)
-            if hooked is None or (*what["layers"], part) in hooked
+            if (layers := storing(base, what["layers"], part)) and (hooked is None or (*layers, part) in hooked)
         ]
     if not cells:
-        raise UserError("The grid has no cell; give each axis at least one value.")
+        raise UserError(
+            f"The grid has no cell; give each axis at least one value, and layers that store {', '.join(parts)}."
+        )
     return cells
+
+
+def stored_parts(part: str) -> tuple[str, ...]:
+    """The parts of a layer that a cell swaps, by their names in a cache."""
+    return tuple(name for one in part.split("+") for name in _SEVERAL.get(one, (one,)))
+
+
+def storing(base: KVCache, layers: Iterable[int], part: str) -> tuple[int, ...]:
+    """Those of these layers that store something of what a cell swaps."""
+    names = stored_parts(part)
+    return tuple(at for at in layers if part in ACTIVATIONS or any(name in base.layers[at] for name in names))
+
+
+def seen_in(part: str) -> str:
+    """In which of K and V of the heads a part is seen; in neither what tokens wrote, which is seen in states."""
+    seen = {letter for name in stored_parts(part) for letter in _SEEN.get(name, "")}
+    return "".join(sorted(seen))
 
 
 def hooked_parts(names: Sequence[str]) -> list[tuple[int, str]] | None:
@@ -138,7 +163,11 @@ def _refuse_axes(asked: Collection[str]) -> None:
 
 def parts_of(base: KVCache) -> tuple[str, ...]:
     """The parts of a cache that a cell can swap."""
-    return LATENT_PARTS if LATENT[0] in base.layers[0] else get_args(Part)
+    stored = dict.fromkeys(name for layer in base.layers for name in layer)
+    slots = LATENT_PARTS if LATENT[0] in stored else get_args(Part) if KV[0] in stored else ()
+    writes = [name for name in WRITES if name in stored]
+    both = [f"{slots[-1]}+writes"] if slots else []
+    return (*slots, "writes", *both, *writes) if writes else slots
 
 
 def _refuse_parts(parts: Sequence[str], base: KVCache) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.layer import named
-from kvprobe.cache.parts import KV
+from kvprobe.cache.parts import KV, attends
 from kvprobe.inference.forward import forward_pass, taps
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
@@ -24,8 +24,9 @@ def heads_of(lanes: Lanes, cache: KVCache, suffix: Tokens) -> Heads:
     Args:
         suffix: what can be read after the cache, if only its first token.
     """
-    if "latent" not in cache.layers[0]:
-        return {part: {number: named(layer, part)[0] for number, layer in enumerate(cache.layers)} for part in KV}
+    if not any("latent" in layer for layer in cache.layers):
+        layers = {number: layer for number, layer in enumerate(cache.layers) if attends(layer)}
+        return {part: {number: named(layer, part)[0] for number, layer in layers.items()} for part in KV}
     read: dict[int, dict[str, Tensor]] = {}
 
     def observe(attending: Attending) -> None:

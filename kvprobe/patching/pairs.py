@@ -83,7 +83,7 @@ def patch_pairs(
     pairs: Sequence[Pair],
     over: Over = ("layer", "segment"),
     *,
-    parts: Sequence[str] = ("K", "V", "KV"),
+    parts: Sequence[str] | None = None,
     reads: Reads = "reader",
     align: Align = None,
     along: Along | None = None,

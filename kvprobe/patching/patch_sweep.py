@@ -26,7 +26,7 @@ def patch_sweep(
     metric: Metric | KL,
     over: Over = ("layer", "segment"),
     *,
-    parts: Sequence[str] = ("K", "V", "KV"),
+    parts: Sequence[str] | None = None,
     reads: Reads = "reader",
     align: Align = None,
     along: Along | None = None,
@@ -47,9 +47,10 @@ def patch_sweep(
         over: axes of the grid, of `layer`, `band`, `slot`, `segment`, `head`, `query_head`, `query`; or for each axis
             the values to go over, None for all (a band is a range of layers). An axis that is not named is taken whole.
         parts: what a cell swaps: K, V, or both (KV); with reads="total" also resid_pre, resid_mid, resid_post,
-            attn_out, mlp_out; with latent attention the latent, the rotated key (rope), or both (latent+rope). Or
-            TransformerLens' names of sites, such as `blocks.3.attn.hook_v`, each of which names its layer: the axis
-            `layer` is then these.
+            attn_out, mlp_out; with latent attention the latent, the rotated key (rope), or both (latent+rope); where
+            layers keep states what tokens wrote (writes), both (KV+writes), or one part of it (key, value …). A cell
+            means the layers that store its part. Or TransformerLens' names of sites, such as `blocks.3.attn.hook_v`,
+            each of which names its layer: the axis `layer` is then these. All of the model by default.
         reads: see `Reads`. `total` reads the prompt again from the first patched slot on.
         align: how segments of unequal length meet: `start`, `end`, or None to refuse them.
         along: a subspace; each cell is then swapped in full, along it, and outside it (see `kvprobe.patching.along`).

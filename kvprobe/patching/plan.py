@@ -8,12 +8,13 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.parts import WRITES, recurrent
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.lanes import Lanes
 from kvprobe.patching.along import Along, contents, split
 from kvprobe.patching.donor import Align, aligned
-from kvprobe.patching.grid import ACTIVATIONS, LATENT_PARTS, Bounds, Cell, Over, grid
+from kvprobe.patching.grid import ACTIVATIONS, LATENT_PARTS, Bounds, Cell, Over, grid, stored_parts
 from kvprobe.patching.metrics import KL, Metric, fitted
 from kvprobe.patching.reader import suffix_after, suffixes
 from kvprobe.text.tokens import Tokens
@@ -55,7 +56,7 @@ class Plan:
         suffix: Tokens | str,
         metric: Metric | KL,
         over: Over,
-        parts: Sequence[str],
+        parts: Sequence[str] | None,
         reads: Reads,
         align: Align,
         along: Along | None,
@@ -100,8 +101,16 @@ def _refuse_unreadable(base: KVCache, cells: Sequence[Cell], reads: Reads) -> No
                 "With reads='total' a cell is swapped in full and for all readers; leave out the axes 'query_head' and "
                 "'query' and the subspace `along`, or use reads='reader'."
             )
-        if reads == "total" and cell.part in LATENT_PARTS:
-            raise UserError(f"With reads='total' {cell.part!r} cannot be swapped; use reads='reader'.")
+        if reads == "total" and (any(map(recurrent, base.layers)) or cell.part in LATENT_PARTS):
+            raise UserError(
+                "With reads='total' no latents can be swapped, and no models read that keep states; use reads='reader'."
+            )
+        apart = (cell.kv_heads, cell.query_heads, cell.queries) != (None, None, None) or cell.content == "along"
+        if apart and not {*stored_parts(cell.part)}.isdisjoint(WRITES):
+            raise UserError(
+                f"What tokens wrote ({cell.part!r}) is in a state that all heads and queries read; leave out the axes "
+                "'head', 'query_head' and 'query' and the subspace `along`, or swap what is attended to alone."
+            )
         if cell.part in ACTIVATIONS and cell.kv_heads is not None:
             raise UserError(f"{cell.part!r} has no KV heads; leave the axis 'head' out.")
     ledger = base.ledger

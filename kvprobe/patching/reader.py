@@ -10,14 +10,13 @@ All cells are rows of one pass over the suffix. Three things make it cheap, and 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvprobe.cache.attention import scores_of
-from kvprobe.cache.cache import KVCache
+from kvprobe.cache.cache import KVCache, PatchedPart
 from kvprobe.cache.parts import KV, LATENT
 from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.errors import UserError
@@ -26,9 +25,10 @@ from kvprobe.inference.model import Model
 from kvprobe.inference.readable import refuse_unreadable
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
-from kvprobe.patching.grid import LATENT_PARTS, SEEN_IN, Cell
+from kvprobe.patching.grid import LATENT_PARTS, Cell, seen_in, stored_parts
 from kvprobe.patching.heads import Heads, heads_of
 from kvprobe.patching.rows import BYTES, ROWS, Rows, cells_by_layer, forward, joining, of_all_rows, ordinary_logits
+from kvprobe.patching.states import States
 from kvprobe.text.tokens import Tokens
 
 
@@ -86,7 +86,7 @@ class Reader:
         self.suffix, self.new = suffix, new_slots([suffix], lanes.device)
         self._ordinary: dict[int, Tensor] = {}
         self.swapped: dict[tuple[str, str], Heads] = {}
-        self.heads = heads_of(lanes, base, suffix)
+        self.heads, self.states = heads_of(lanes, base, suffix), States(lanes, base, contents)
         self.ledger = base.ledger.append(self.new)
         lanes.refuse_far_positions(self.new.positions)
         self.reads = lanes.geometry.reads
@@ -98,10 +98,10 @@ class Reader:
         shape = self.lanes.geometry
         swapped = max((len(cell.slots) for cell in cells), default=0)
         scores = shape.n_heads * self.queries * (self.base.slots + self.queries)
-        d_head = max(keys.shape[2] for keys in self.heads["K"].values())
+        d_head = max((keys.shape[2] for keys in self.heads["K"].values()), default=0)
         vectors = shape.n_heads * self.queries * d_head
         hidden = self.queries * (12 * shape.d_model + 8 * shape.n_heads * d_head)
-        return 4 * (3 * scores + (2 * swapped + 6) * vectors + hidden)
+        return 4 * (3 * scores + (2 * swapped + 6) * vectors + hidden) + self.states.row_bytes
 
     def ordinary(self, kept: int) -> Float[Tensor, "kept vocab"]:
         """See `ordinary_logits`, of this suffix."""
@@ -114,7 +114,8 @@ class Reader:
         rows = Rows([cell.layers[0] for cell in cells])
         by_layer = cells_by_layer(rows, cells)
         for cell in cells:
-            self.content(cell)  # now, since the model cannot compute it within the pass
+            if seen_in(cell.part):
+                self.content(cell)  # now, since the model cannot compute it within the pass
 
         def attend(attending: Attending) -> Float[Tensor, "rows heads queries d_value"]:
             source = self.reads[attending.layer]
@@ -122,16 +123,21 @@ class Reader:
             return self.attention(attending, self.swaps(source, patched, "K"), self.swaps(source, patched, "V"))
 
         ordinary = self.ordinary(kept)
-        with torch.no_grad(), self.lanes.attention_replaced_by(attend), joining(self.lanes.blocks, rows.joining):
-            return rows.in_order(forward(self.lanes, self.new.tokens, self.new.positions, ordinary))
+        with (
+            torch.no_grad(),
+            self.lanes.attention_replaced_by(attend),
+            joining(self.lanes.blocks, rows.joining),
+            self.states.given(rows, by_layer) as memory,
+        ):
+            return rows.in_order(forward(self.lanes, self.new.tokens, self.new.positions, ordinary, memory))
 
     def attention(
         self, attending: Attending, keys: "Swaps | None" = None, values: "Swaps | None" = None
     ) -> Float[Tensor, "rows heads queries d_value"]:
         """Attention of a layer to the base with these swaps, and to the suffix; see `attention`."""
         source = self.reads[attending.layer]
-        base = (self.heads[part][source] for part in KV)
-        return attention(of_all_rows(attending), *base, self.seen[source], keys, values)
+        base_keys, base_values = (self.heads[part][source] for part in KV)
+        return attention(of_all_rows(attending), base_keys, base_values, self.seen[source], keys, values)
 
     def passes(self, cells: Sequence[Cell], kept: int) -> Iterator[Float[Tensor, "rows kept vocab"]]:
         """What `logits` gives of all cells, as many at once as memory allows: the clean row, then the cells in order.
@@ -146,7 +152,7 @@ class Reader:
 
     def swaps(self, layer: int, cells: Sequence[tuple[int, Cell]], part: str) -> Swaps | None:
         """What these rows (by number, with their cells) see at a layer in place of the base's K or V."""
-        entries = [(row, cell) for row, cell in cells if layer in cell.layers and part in SEEN_IN[cell.part]]
+        entries = [(row, cell) for row, cell in cells if layer in cell.layers and part in seen_in(cell.part)]
         if not entries:
             return None
         device = self.lanes.device
@@ -165,13 +171,12 @@ class Reader:
 
     def content(self, cell: Cell) -> tuple[str, str]:
         """Under which name `swapped` has what a cell holds."""
-        latent = cell.part in LATENT
-        name = (cell.content, cell.part if latent else "")
+        latent: list[PatchedPart] = [part for part in LATENT if part in stored_parts(cell.part)]
+        name = (cell.content, latent[0] if len(latent) == 1 else "")
         if name not in self.swapped:
             other = self.contents[cell.content]
-            if latent:
-                slots = ~self.base.ledger.padding
-                other = self.base.patch(other, slots=slots, part=cast(Literal["latent", "rope"], cell.part))
+            if len(latent) == 1:
+                other = self.base.patch(other, slots=~self.base.ledger.padding, part=latent[0])
             self.swapped[name] = heads_of(self.lanes, other, self.suffix)
         return name
 

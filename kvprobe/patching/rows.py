@@ -14,12 +14,14 @@ from functools import partial
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.capture import editing_hook
 from kvprobe.inference.forward import forward_pass, taps
 from kvprobe.models.attending import Attending
+from kvprobe.models.hf_cache import CACHE
 from kvprobe.models.hooks import hooked
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.rounding import difference
@@ -50,6 +52,10 @@ class Rows:
         for row, run in enumerate(order, start=1):
             self.numbers[run] = row
         self.joining: Mapping[int, int] = Counter(first_layers)
+
+    def until(self, layer: int) -> int:
+        """How many rows there are in a layer, the clean one included."""
+        return 1 + sum(count for first, count in self.joining.items() if first <= layer)
 
     def in_order(self, logits: Float[Tensor, "rows kept vocab"]) -> Float[Tensor, "rows kept vocab"]:
         """Rows of a pass as the clean run, then each run in the order in which the runs were given."""
@@ -88,13 +94,18 @@ def ordinary_logits(lanes: Lanes, base: KVCache, suffix: Tokens, kept: int) -> F
 
 
 def forward(
-    lanes: Lanes, ids: Int[Tensor, "1 queries"], positions: Int[Tensor, "1 queries"], ordinary: Tensor
+    lanes: Lanes,
+    ids: Int[Tensor, "1 queries"],
+    positions: Int[Tensor, "1 queries"],
+    ordinary: Tensor,
+    memory: DynamicCache | None = None,
 ) -> Float[Tensor, "rows kept vocab"]:
     """The plain lane over these tokens, with attention and rows replaced (see `Lanes.attention_replaced_by`,
     `joining`).
 
     Args:
         ordinary: `ordinary_logits` of the clean row.
+        memory: what recurrent layers start from; see `kvprobe.patching.states`.
 
     Raises:
         UserError: the clean row computes something else, or the model cannot be run so.
@@ -106,7 +117,12 @@ def forward(
     last = torch.arange(ids.shape[1], device=lanes.device)[-len(ordinary) :]
     try:
         logits = lanes.plain(
-            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False, logits_to_keep=last
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            use_cache=memory is not None,
+            logits_to_keep=last,
+            **{CACHE: memory},
         ).logits
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise

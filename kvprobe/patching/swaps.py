@@ -12,7 +12,7 @@ from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.names import unknown
 from kvprobe.patching.donor import aligned
-from kvprobe.patching.grid import Cell, parts_of
+from kvprobe.patching.grid import Cell, parts_of, storing
 from kvprobe.patching.metrics import KL, Metric, fitted, kept_by, measured
 from kvprobe.patching.reader import Reader, suffix_after, suffixes
 from kvprobe.text.tokens import Tokens
@@ -85,7 +85,7 @@ def _refuse_unknown(model: Model, base: KVCache, queries: int, cells: Sequence[C
     limits = {
         "layers": shape.n_layers,
         "slots": base.slots,
-        "kv_heads": shape.n_kv_heads,
+        "kv_heads": shape.n_kv_heads if any(cell.kv_heads is not None for cell in cells) else 0,
         "query_heads": shape.n_heads,
         "queries": queries,
     }
@@ -96,6 +96,8 @@ def _refuse_unknown(model: Model, base: KVCache, queries: int, cells: Sequence[C
                 raise UserError(f"A cell has {name}={str(chosen)[:40]}; give numbers from 0 to {count - 1}, each once.")
         if list(cell.layers) != sorted(cell.layers):
             raise UserError(f"A cell has layers={str(cell.layers)[:40]}; give them in order.")
+        if cell.part in parts_of(base) and storing(base, cell.layers, cell.part) != tuple(cell.layers):
+            raise UserError(f"Not all layers of a cell ({str(cell.layers)[:40]}) store {cell.part}; leave others out.")
         for kind, given, known in (("part", cell.part, parts_of(base)), ("content", cell.content, ("full", "self"))):
             if given not in known:
                 raise UserError(unknown(kind, given, known))

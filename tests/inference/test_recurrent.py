@@ -307,11 +307,6 @@ def test_what_needs_attention_in_every_layer_is_refused_by_name():
     model, past = held()
     refused(lambda: past.keys, "stores key and value and decay and step and conv, and this needs K")
     refused(lambda: past.mask(slots=[1], heads=[0]), "keep states, whose heads are others")
-    with (
-        pytest.raises(UserError, match="do not attend"),
-        model.lanes.attention_replaced_by(lambda inputs: inputs.query),
-    ):
-        pass
     refused(lambda: model.prefill(IDS, lane="hooked"), "recurrent layers", "lane='plain'")
     refused(lambda: load(tiny("minimax")), "a recurrence that kvprobe knows")
 

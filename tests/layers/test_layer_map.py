@@ -236,7 +236,7 @@ def test_a_head_that_copies_damage_is_poison_and_one_that_takes_it_back_a_filter
 
 
 def outputs(hidden: Tensor, attn: Tensor, mlp: Tensor) -> Outputs:
-    return Outputs(hidden, attn, mlp, torch.zeros(len(attn), 1, attn.shape[1], 1), torch.zeros(1, 4))
+    return Outputs(hidden, attn, mlp, {}, torch.zeros(1, 4))
 
 
 def test_erasure_is_positive_only_where_a_layer_undoes_the_deviation():

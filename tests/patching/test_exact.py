@@ -95,7 +95,7 @@ def test_cells_of_latents_are_what_is_read_after_a_cache_edited_by_hand(kind: st
     assert by_part.min() > 1e-3
     heads = sweep({"layer": [3], "query_head": None}, parts=("latent",)).effect
     assert len(set(heads.round(4))) == len(heads)
-    refused(sweep, "no part called 'K'", "latent+rope")
+    refused(lambda: sweep(parts=("K",)), "no part called 'K'", "latent+rope")
     refused(lambda: sweep(parts=("latent",), reads="total"), "use reads='reader'")
     refused(lambda: sweep(parts=("blocks.1.attn.hook_v",)), "no part called 'V'")
     # A small step towards the donor does what the slope says.

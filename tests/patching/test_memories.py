@@ -1,18 +1,25 @@
-"""Sweeps over memories of other kinds than one K and one V per layer: each cell is what `KVCache.patch` makes of it."""
+"""Patch sweeps and layer maps of memories of other kinds than one K and one V per layer, held to what is done by hand:
+each cell is what `KVCache.patch` makes of it, and each component what a hook does."""
 
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.parts import KV
+from kvprobe.inference.capture import editing_hook
 from kvprobe.inference.model import Model, load
-from kvprobe.patching import PatchMap, aligned, attribute, patch_sweep
+from kvprobe.layers import Component, layer_map
+from kvprobe.layers.suffix import BLOCKS
+from kvprobe.models.hooks import hooked
+from kvprobe.patching import PatchMap, aligned, attribute, patch_sweep, swap_cells
+from kvprobe.patching.grid import Cell, parts_of, stored_parts
 from tests.models import every
 from tests.patching.test_exact import METRIC, SUFFIX_IDS, suffix_of, two
+from tests.refusals import refused
 
 
 @cache
@@ -31,11 +38,14 @@ def swept(model: Model, base: KVCache, donor: KVCache, over: Any = ("layer", "se
 def hold(model: Model, base: KVCache, donor: KVCache, patched: PatchMap) -> None:
     """Hold every cell to the cache that is patched by hand and read on after."""
     base, other = model.as_seen(base), aligned(model.lanes, base, donor).cache
-    for cell, value in zip(patched.cells, patched.values, strict=True):
-        part: Any = cell.part
-        alone = base.patch(other, slots=cell.slots, layers=cell.layers, part=part)
-        expected = float(METRIC(model.extend(alone, suffix_of(base))[1][0]))
-        assert value == pytest.approx(expected, abs=1e-5), cell
+    rows: list[KVCache] = []
+    for cell in patched.cells:
+        row = base
+        for part in {*stored_parts(cell.part)}.intersection(parts_of(base)):
+            row = row.patch(other, slots=cell.slots, layers=cell.layers, part=cast(Any, part))
+        rows.append(row)
+    logits = model.extend(KVCache.join(rows), [suffix_of(base)] * len(rows))[1]
+    assert patched.values == pytest.approx([float(METRIC(row)) for row in logits], abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -79,3 +89,116 @@ def test_attribution_adds_up_what_all_that_read_a_layer_do():
     for score in (small.linear, small.score):
         assert score == pytest.approx(small.checked.effect, rel=0.1, abs=2e-5)
     assert abs(small.linear).max() > 1e-4
+
+
+def edited(model: Model, cache: KVCache) -> KVCache:
+    """Evicted with a gap, so that a decay stands after a slot; and hidden from the states alone, near the end."""
+    return cache.evict(slots=[3, 9]).mask(slots=[10], layers=model.geometry.recurrent[:1])
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear", "falcon_h1", "lfm2"])
+def test_cells_of_states_are_what_is_folded_of_a_cache_that_is_patched_by_hand(kind: str):
+    model = built(kind)
+    base, donor = (edited(model, cache) for cache in two(model))
+    patched = swept(model, base, donor)
+    hold(model, base, donor, patched)
+    slots = "latent+rope" if kind == "kimi_linear" else "KV"
+    assert {"writes", slots, f"{slots}+writes"} < {cell.part for cell in patched.cells}
+    assert {cell.layers[0] for cell in patched.cells if cell.part == "writes"} == {*model.geometry.recurrent}
+    single = swept(model, base, donor, {"slot": [0, 11]}, parts=parts_of(base)[-2:])
+    hold(model, base, donor, single)
+    assert abs(single.effect).max() > 1e-4
+    assert abs(patched.df().groupby("part")["effect"].max()).min() > 1e-5
+    swap = swap_cells(model, base, donor, suffix_of(base), [patched.cells[0]], {"logits": METRIC})
+    assert swap["value"][0] == pytest.approx(patched.values[0], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "nemotron_h"])
+def test_the_state_of_a_single_token_after_a_swap_is_folded_too(kind: str):
+    model = built(kind)
+    base, donor = two(model)
+    one = suffix_of(base)[:1]
+    patched = patch_sweep(model, base, donor, one, METRIC, {"segment": None}, parts=("writes",), progress=False)
+    states = {"layers": model.geometry.recurrent, "part": "writes"}
+    for cell, value in zip(patched.cells, patched.values, strict=True):
+        alone = base.patch(donor, slots=cell.slots, **states)
+        assert value == pytest.approx(float(METRIC(model.extend(alone, one)[1][0])), abs=1e-5)
+    assert abs(patched.effect).max() > 1e-3
+
+
+def test_a_donor_s_time_between_slots_stays_its_own():
+    """Where it was evicted, a decay stands after a slot, which is not what that slot's token wrote."""
+    model = built("qwen3_next")
+    base, donor = two(model)
+    gap = donor.evict(slots=[3, 9])
+    whole = aligned(model.lanes, base.evict(slots=[3, 9]).reindex(), gap).cache
+    closed = gap.reindex()
+    for layer in model.geometry.recurrent:
+        assert torch.equal(whole.layers[layer]["decay"], closed.layers[layer]["decay"])
+    assert not torch.equal(gap.layers[0]["decay"], closed.layers[0]["decay"])
+
+
+def test_what_states_do_not_tell_apart_is_refused():
+    model = built("qwen3_next")
+    base, donor = two(model)
+    refused(lambda: swept(model, base, donor, {"query": [0]}, parts=("writes",)), "all heads and queries read")
+    refused(lambda: swept(model, base, donor, reads="total"), "keep states", "reads='reader'")
+    refused(lambda: swept(model, base, donor, {"layer": [0]}, parts=("K",)), "no cell", "that store K")
+    refused(lambda: swept(model, base, donor, parts=("gain",)), "no part called 'gain'", "'KV+writes', 'key'")
+    refused(lambda: attribute(model, base, donor, suffix_of(base), METRIC), "keeps states")
+    cell = Cell((0, 3), (2,), "V")
+    refused(lambda: swap_cells(model, base, donor, suffix_of(base), [cell], {"a": METRIC}), "store V")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "nemotron_h", "kimi_linear"])
+def test_what_each_layer_adds_is_restored_as_by_hooks_of_one_s_own(kind: str):
+    model = built(kind)
+    clean, damaged = two(model)
+    layers = layer_map(model, clean, damaged, suffix_of(clean), progress=False, bands=[range(4)])
+    blocks = {(one.kind, one.layer) for group in layers.groups[:-1] for one in group if one.kind != "head"}
+    single = {("attn", 0), ("mlp", 1), ("attn", 2), ("mlp", 3)}
+    assert blocks == (single if kind == "nemotron_h" else {(name, at) for name in BLOCKS for at in range(4)})
+    heads = {one.layer for group in layers.groups for one in group if one.kind == "head"}
+    assert heads == {*model.geometry.attending}
+
+    def read(cache: KVCache, component: Component, other: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The logits, and what a component gives, where the other does not stand in its place."""
+        given: list[Tensor] = []
+        ports = model.lanes.own_ports
+        assert ports is not None
+        projected = component.kind == "head"
+        if projected:
+            module: nn.Module = model.lanes.output_projection(component.layer)
+        else:
+            module = model.lanes.plain.get_submodule(ports[BLOCKS[component.kind], component.layer][0])
+
+        def edit(tensor: Tensor) -> Tensor:
+            width = tensor.shape[-1] // (model.geometry.n_heads if projected else 1)
+            columns = slice((component.head or 0) * width, ((component.head or 0) + 1) * width)
+            given.append(tensor[..., columns].clone())
+            if other is not None:
+                tensor = tensor.clone()
+                tensor[..., columns] = other
+            return tensor
+
+        with hooked([editing_hook(module, "input" if projected else "output", edit)]):
+            logits = model.extend(cache, suffix_of(cache))[1][0, -1].log_softmax(-1)
+        return logits, given[-1]
+
+    for (component, *more), value in zip(layers.groups, layers.restored, strict=True):
+        if more or (component.kind == "head" and (kind == "qwen3_next" or component.head)):
+            continue  # Qwen3-Next gates what a head gives
+        target, outputs = read(clean, component, None)
+        logits, _ = read(damaged, component, outputs)
+        assert value == pytest.approx(float((target.exp() * (target - logits)).sum()), abs=1e-5), component
+    assert layers.restored[-1] == pytest.approx(0, abs=1e-5)
+    assert layers.noised[-1] == pytest.approx(layers.damage, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("gemma4_text", "add something else"), ("falcon_h1", "no module"), ("gemma3n_text", "no mod")]
+)
+def test_blocks_that_add_more_than_attention_and_mlp_are_not_mapped(kind: str, reason: str):
+    model = built(kind)
+    clean, damaged = two(model)
+    refused(lambda: layer_map(model, clean, damaged, suffix_of(clean), progress=False), reason, "patch_sweep")
