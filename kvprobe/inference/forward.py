@@ -83,6 +83,14 @@ class TapLayer(CacheLayer):
         self.stored: tuple[Tensor, ...] = ()
         self._unrotated = {number: past[name] for number, name in enumerate(past) if name in rotations}
 
+    @staticmethod
+    def of_index(keys: Float[Tensor, "batch 1 slots d_index"]) -> "TapLayer":
+        """A layer that holds keys of an index and nothing else, and stores nothing."""
+        layer: Any = TapLayer(store=False)
+        layer.lazy_initialization_indexer(keys)
+        layer.indexer_keys = keys[:, 0]
+        return layer
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:

@@ -133,9 +133,9 @@ class Suffix:
             torch.no_grad(),
             lanes.attention_replaced_by(attend),
             editing(lanes, records),
-            self.reader.states.given(Rows([]), {}) as memory,
+            self.reader.memories.given(Rows([]), {}) as memories,
         ):
-            logits = forward(lanes, self.reader.new.tokens, self.reader.new.positions, ordinary, memory)[0]
+            logits = forward(lanes, self.reader.new.tokens, self.reader.new.positions, ordinary, memories)[0]
         before = [recorded["resid_pre", layer] for layer in layers]
         hidden = torch.stack([*before, recorded["resid_post", layers[-1]]])
         none = torch.zeros_like(hidden[0])
@@ -186,9 +186,9 @@ class Suffix:
             self.lanes.attention_replaced_by(attend),
             joining(self.lanes.blocks, places.joining),
             editing(self.lanes, writes),
-            self.reader.states.given(places, {}) as memory,
+            self.reader.memories.given(places, {}) as memories,
         ):
-            logits = forward(self.lanes, self.reader.new.tokens, self.reader.new.positions, ordinary, memory)
+            logits = forward(self.lanes, self.reader.new.tokens, self.reader.new.positions, ordinary, memories)
         return places.in_order(logits)[1:]
 
     def _writing(self, kind: Kind, layer: int, entries: Sequence[tuple[int, Component, Outputs]]) -> tuple[Port, Edit]:

@@ -34,7 +34,8 @@ class Attending:
     Attributes:
         layer: its number in the model.
         query: after norms and rotary embedding.
-        key: likewise, of all slots: those of the cache first, then those being read.
+        key: likewise, of all slots: those of the cache first, then those being read. Where it is another layer's, after
+            which rows have joined (`kvprobe.patching.rows`), it has that one's rows; so have value and chosen.
         value: of the same slots.
         scale: factor of the scores.
         softcap: the value at which scores saturate (Gemma 2); None where they do not.
@@ -44,12 +45,12 @@ class Attending:
 
     layer: int
     query: Float[Tensor, "rows heads queries d_head"]
-    key: Float[Tensor, "rows kv_heads slots d_head"]
-    value: Float[Tensor, "rows kv_heads slots d_value"]
+    key: Float[Tensor, "key_rows kv_heads slots d_head"]
+    value: Float[Tensor, "key_rows kv_heads slots d_value"]
     scale: float
     softcap: float | None = None
     sinks: Float[Tensor, "heads"] | None = None
-    chosen: Bool[Tensor, "rows 1 queries slots"] | None = None
+    chosen: Bool[Tensor, "_ 1 queries all_slots"] | None = None
 
     def at(self, queries: slice | Int[Tensor, "some"]) -> "Attending":
         """The same for some of its queries."""
@@ -163,7 +164,8 @@ def _attend(
     chosen = None
     if indices is not None:
         assert attention_mask is not None  # the index needs it
-        chosen = key.new_zeros(len(key), query.shape[2], key.shape[2], dtype=torch.bool)
+        # Of the mask's slots: of these, the keys may be the last alone (`kvprobe.patching.memories`).
+        chosen = key.new_zeros(len(indices), query.shape[2], attention_mask.shape[3], dtype=torch.bool)
         chosen = chosen.scatter(2, indices.long(), True)[:, None]
         hidden = False if attention_mask.dtype == torch.bool else torch.finfo(attention_mask.dtype).min
         attention_mask = attention_mask.masked_fill(~chosen, hidden)

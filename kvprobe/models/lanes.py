@@ -97,14 +97,8 @@ class Lanes(UnprovedLanes):
         """While this lasts, `attend` is the attention of every layer of the plain lane; it must apply masks itself.
 
         Raises:
-            UserError: the model does not take its attention from transformers' registry, has sinks of its own, or an
-                index.
+            UserError: the model does not take its attention from transformers' registry, or has sinks of its own.
         """
-        if self.geometry.indexed:
-            raise UserError(
-                f"Modules of {type(self.plain).__name__} attend to what an index chooses, which patching cell by cell "
-                "cannot follow; patch with KVCache.patch, one cell at a time."
-            )
 
         def attention(inputs: Attending, usual: Callable[[], Tensor]) -> Tensor:
             if inputs.sinks is not None:

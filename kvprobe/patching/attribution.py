@@ -134,9 +134,10 @@ def attribute(
     Raises:
         UserError: as `patch_sweep`; or the metric is flat at the base, or `check` is no number of cells.
     """
-    if model.geometry.recurrent:
+    if model.geometry.recurrent or model.geometry.indexed:
         raise UserError(
-            f"{type(model.lanes.plain).__name__} keeps states, of which attribution knows no slopes; use patch_sweep."
+            f"{type(model.lanes.plain).__name__} keeps states, or attends to what an index chooses, of which "
+            "attribution knows no slopes; use patch_sweep."
         )
     if isinstance(metric, KL):
         raise UserError(

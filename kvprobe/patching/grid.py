@@ -9,7 +9,7 @@ import torch
 
 from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.parts import KV, LATENT, WRITES
+from kvprobe.cache.parts import INDEX, KV, LATENT, WRITES
 from kvprobe.checks import is_whole, names_of
 from kvprobe.errors import UserError
 from kvprobe.faults.scope import bands
@@ -126,7 +126,7 @@ def storing(base: KVCache, layers: Iterable[int], part: str) -> tuple[int, ...]:
 
 
 def seen_in(part: str) -> str:
-    """In which of K and V of the heads a part is seen; in neither what tokens wrote, which is seen in states."""
+    """In which of K and V of the heads a part is seen; in neither what tokens wrote, or keys of an index."""
     seen = {letter for name in stored_parts(part) for letter in _SEEN.get(name, "")}
     return "".join(sorted(seen))
 
@@ -164,10 +164,12 @@ def _refuse_axes(asked: Collection[str]) -> None:
 def parts_of(base: KVCache) -> tuple[str, ...]:
     """The parts of a cache that a cell can swap."""
     stored = dict.fromkeys(name for layer in base.layers for name in layer)
-    slots = LATENT_PARTS if LATENT[0] in stored else get_args(Part) if KV[0] in stored else ()
+    slots: list[str] = [*(LATENT_PARTS if LATENT[0] in stored else get_args(Part) if KV[0] in stored else ())]
+    if INDEX in stored:
+        slots += [INDEX, f"{slots[-1]}+{INDEX}"]
     writes = [name for name in WRITES if name in stored]
     both = [f"{slots[-1]}+writes"] if slots else []
-    return (*slots, "writes", *both, *writes) if writes else slots
+    return (*slots, "writes", *both, *writes) if writes else tuple(slots)
 
 
 def _refuse_parts(parts: Sequence[str], base: KVCache) -> None:

@@ -8,7 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.parts import WRITES, recurrent
+from kvprobe.cache.parts import INDEX, WRITES, recurrent
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.lanes import Lanes
@@ -101,14 +101,14 @@ def _refuse_unreadable(base: KVCache, cells: Sequence[Cell], reads: Reads) -> No
                 "With reads='total' a cell is swapped in full and for all readers; leave out the axes 'query_head' and "
                 "'query' and the subspace `along`, or use reads='reader'."
             )
-        if reads == "total" and (any(map(recurrent, base.layers)) or cell.part in LATENT_PARTS):
+        if reads == "total" and (any(map(recurrent, base.layers)) or cell.part in LATENT_PARTS or INDEX in cell.part):
             raise UserError(
                 "With reads='total' no latents can be swapped, and no models read that keep states; use reads='reader'."
             )
         apart = (cell.kv_heads, cell.query_heads, cell.queries) != (None, None, None) or cell.content == "along"
-        if apart and not {*stored_parts(cell.part)}.isdisjoint(WRITES):
+        if apart and not {*stored_parts(cell.part)}.isdisjoint((*WRITES, INDEX)):
             raise UserError(
-                f"What tokens wrote ({cell.part!r}) is in a state that all heads and queries read; leave out the axes "
+                f"All heads and queries read {cell.part!r} alike, in a state or by an index; leave out the axes "
                 "'head', 'query_head' and 'query' and the subspace `along`, or swap what is attended to alone."
             )
         if cell.part in ACTIVATIONS and cell.kv_heads is not None:

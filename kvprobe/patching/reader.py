@@ -27,8 +27,8 @@ from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
 from kvprobe.patching.grid import LATENT_PARTS, Cell, seen_in, stored_parts
 from kvprobe.patching.heads import Heads, heads_of
+from kvprobe.patching.memories import Memories
 from kvprobe.patching.rows import BYTES, ROWS, Rows, cells_by_layer, forward, joining, of_all_rows, ordinary_logits
-from kvprobe.patching.states import States
 from kvprobe.text.tokens import Tokens
 
 
@@ -86,8 +86,8 @@ class Reader:
         self.suffix, self.new = suffix, new_slots([suffix], lanes.device)
         self._ordinary: dict[int, Tensor] = {}
         self.swapped: dict[tuple[str, str], Heads] = {}
-        self.heads, self.states = heads_of(lanes, base, suffix), States(lanes, base, contents)
-        self.ledger = base.ledger.append(self.new)
+        self.heads, self.ledger = heads_of(lanes, base, suffix), base.ledger.append(self.new)
+        self.memories = Memories(lanes, base, contents, self.ledger)
         lanes.refuse_far_positions(self.new.positions)
         self.reads = lanes.geometry.reads
         self.queries = len(suffix)
@@ -101,7 +101,7 @@ class Reader:
         d_head = max((keys.shape[2] for keys in self.heads["K"].values()), default=0)
         vectors = shape.n_heads * self.queries * d_head
         hidden = self.queries * (12 * shape.d_model + 8 * shape.n_heads * d_head)
-        return 4 * (3 * scores + (2 * swapped + 6) * vectors + hidden) + self.states.row_bytes
+        return 4 * (3 * scores + (2 * swapped + 6) * vectors + hidden) + self.memories.row_bytes
 
     def ordinary(self, kept: int) -> Float[Tensor, "kept vocab"]:
         """See `ordinary_logits`, of this suffix."""
@@ -127,9 +127,9 @@ class Reader:
             torch.no_grad(),
             self.lanes.attention_replaced_by(attend),
             joining(self.lanes.blocks, rows.joining),
-            self.states.given(rows, by_layer) as memory,
+            self.memories.given(rows, by_layer) as memories,
         ):
-            return rows.in_order(forward(self.lanes, self.new.tokens, self.new.positions, ordinary, memory))
+            return rows.in_order(forward(self.lanes, self.new.tokens, self.new.positions, ordinary, memories))
 
     def attention(
         self, attending: Attending, keys: "Swaps | None" = None, values: "Swaps | None" = None
@@ -207,6 +207,8 @@ def attention(
     past = _scores_of_prefix(query, keys, swapped_keys)
     own_keys, own_values = (tensor.float().transpose(0, 1)[:, :, None] for tensor in (attending.key, attending.value))
     hidden = ~seen[0][:, None, None]
+    if attending.chosen is not None:
+        hidden = hidden | ~attending.chosen[None, :, :]
     past = scores_of(past, attending.scale, attending.softcap, hidden[..., :slots])
     suffix = scores_of(query @ own_keys.transpose(3, 4), attending.scale, attending.softcap, hidden[..., slots:])
 

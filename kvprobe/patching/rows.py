@@ -10,18 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.capture import editing_hook
 from kvprobe.inference.forward import forward_pass, taps
 from kvprobe.models.attending import Attending
-from kvprobe.models.hf_cache import CACHE
 from kvprobe.models.hooks import hooked
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.rounding import difference
@@ -72,13 +71,15 @@ def cells_by_layer(rows: Rows, cells: Sequence[Cell]) -> defaultdict[int, list[t
 
 
 def of_all_rows(attending: Attending) -> Attending:
-    """The same where keys and values are those of an earlier layer, after which rows have joined: the first row's."""
-    count = len(attending.query) - len(attending.key)
+    """The same where keys and values, or what an index chose, are those of an earlier layer, after which rows have
+    joined: the first row's."""
 
     def all_rows(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor, tensor[:1].expand(count, -1, -1, -1)])
+        count = len(attending.query) - len(tensor)
+        return torch.cat([tensor, tensor[:1].expand(count, -1, -1, -1)]) if count else tensor
 
-    return replace(attending, key=all_rows(attending.key), value=all_rows(attending.value)) if count else attending
+    chosen = None if attending.chosen is None else all_rows(attending.chosen)
+    return replace(attending, key=all_rows(attending.key), value=all_rows(attending.value), chosen=chosen)
 
 
 def ordinary_logits(lanes: Lanes, base: KVCache, suffix: Tokens, kept: int) -> Float[Tensor, "kept vocab"]:
@@ -98,14 +99,14 @@ def forward(
     ids: Int[Tensor, "1 queries"],
     positions: Int[Tensor, "1 queries"],
     ordinary: Tensor,
-    memory: DynamicCache | None = None,
+    memories: Mapping[str, Any] | None = None,
 ) -> Float[Tensor, "rows kept vocab"]:
     """The plain lane over these tokens, with attention and rows replaced (see `Lanes.attention_replaced_by`,
     `joining`).
 
     Args:
         ordinary: `ordinary_logits` of the clean row.
-        memory: what recurrent layers start from; see `kvprobe.patching.states`.
+        memories: arguments by which other memories than K and V are read; see `kvprobe.patching.memories`.
 
     Raises:
         UserError: the clean row computes something else, or the model cannot be run so.
@@ -119,10 +120,8 @@ def forward(
         logits = lanes.plain(
             input_ids=ids,
             position_ids=positions,
-            attention_mask=mask,
-            use_cache=memory is not None,
             logits_to_keep=last,
-            **{CACHE: memory},
+            **{"attention_mask": mask, "use_cache": False, **(memories or {})},
         ).logits
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
@@ -145,10 +144,15 @@ def forward(
 def joining(blocks: Sequence[nn.Module], counts: Mapping[int, int]) -> Iterator[None]:
     """While this lasts, this many copies of the first row join the batch before each layer."""
 
-    def joined(count: int, hidden: Tensor) -> Tensor:
-        rows = hidden.dim() - 3  # streams side by side come first (Gemma 3n)
-        first = hidden.narrow(rows, 0, 1)
-        return torch.cat([hidden, first.expand(*hidden.shape[:rows], count, -1, -1)], rows)
+    axis = 0
 
-    with hooked(editing_hook(blocks[layer], "input", partial(joined, count)) for layer, count in counts.items()):
+    def joined(layer: int, hidden: Tensor) -> Tensor:
+        nonlocal axis
+        if layer == 0:
+            axis = hidden.shape.index(1)  # streams may lie side by side before the rows (Gemma 3n)
+        shape = [*hidden.shape]
+        shape[axis] = counts.get(layer, 0)
+        return torch.cat([hidden, hidden.narrow(axis, 0, 1).expand(shape)], axis) if shape[axis] else hidden
+
+    with hooked(editing_hook(blocks[layer], "input", partial(joined, layer)) for layer in {0, *counts}):
         yield

@@ -141,7 +141,7 @@ def test_a_donor_s_time_between_slots_stays_its_own():
 def test_what_states_do_not_tell_apart_is_refused():
     model = built("qwen3_next")
     base, donor = two(model)
-    refused(lambda: swept(model, base, donor, {"query": [0]}, parts=("writes",)), "all heads and queries read")
+    refused(lambda: swept(model, base, donor, {"query": [0]}, parts=("writes",)), "All heads and queries read")
     refused(lambda: swept(model, base, donor, reads="total"), "keep states", "reads='reader'")
     refused(lambda: swept(model, base, donor, {"layer": [0]}, parts=("K",)), "no cell", "that store K")
     refused(lambda: swept(model, base, donor, parts=("gain",)), "no part called 'gain'", "'KV+writes', 'key'")
@@ -150,7 +150,22 @@ def test_what_states_do_not_tell_apart_is_refused():
     refused(lambda: swap_cells(model, base, donor, suffix_of(base), [cell], {"a": METRIC}), "store V")
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "nemotron_h", "kimi_linear"])
+def test_a_swapped_index_key_is_chosen_by_as_in_a_cache_that_is_patched_by_hand():
+    """The index binds: it chooses six slots, and in every row anew."""
+    model = built("glm_moe_dsa")
+    base, donor = (cache.mask(slots=[10], layers=[1]) for cache in two(model))
+    assert model.lanes.plain.config.index_topk < base.slots
+    patched = swept(model, base, donor)
+    hold(model, base, donor, patched)
+    effects = patched.df().groupby("part")["effect"].agg(lambda effect: effect.abs().max())
+    assert [*effects.index] == ["index", "latent", "latent+rope", "latent+rope+index", "rope"]
+    assert effects.min() > 1e-3
+    refused(lambda: swept(model, base, donor, {"query_head": [0]}, parts=("index",)), "All heads and queries read")
+    refused(lambda: swept(model, base, donor, parts=("index",), reads="total"), "reads='reader'")
+    refused(lambda: attribute(model, base, donor, suffix_of(base), METRIC, parts=("latent",)), "an index chooses")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "nemotron_h", "glm_moe_dsa"])
 def test_what_each_layer_adds_is_restored_as_by_hooks_of_one_s_own(kind: str):
     model = built(kind)
     clean, damaged = two(model)
