@@ -97,14 +97,10 @@ class Lanes(UnprovedLanes):
         """While this lasts, `attend` is the attention of every layer of the plain lane; it must apply masks itself.
 
         Raises:
-            UserError: the model does not take its attention from transformers' registry, or has sinks of its own.
+            UserError: the model does not take its attention from transformers' registry.
         """
 
         def attention(inputs: Attending, usual: Callable[[], Tensor]) -> Tensor:
-            if inputs.sinks is not None:
-                raise UserError(
-                    f"{type(self.plain).__name__} has attention sinks of its own, which patching cannot follow."
-                )
             return attend(inputs).transpose(1, 2).contiguous()
 
         self.prove()

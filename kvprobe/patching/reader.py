@@ -215,9 +215,13 @@ def attention(
     top = suffix.amax(-1, keepdim=True)
     if slots:
         torch.maximum(top, past.amax(-1, keepdim=True), out=top)
+    if attending.sinks is not None:
+        top = torch.maximum(top, attending.sinks.float().view(kv_heads, 1, -1, 1, 1))
     past.sub_(top).exp_()
     suffix.sub_(top).exp_()
     total = past.sum(-1, keepdim=True) + suffix.sum(-1, keepdim=True)
+    if attending.sinks is not None:
+        total += (attending.sinks.float().view(kv_heads, 1, -1, 1, 1) - top).exp()
     output = (past.flatten(1, 3) @ values.float()).view(*query.shape[:-1], -1) + suffix @ own_values
     if swapped_values is not None:
         _add_swapped(output, past, values, swapped_values)

@@ -124,7 +124,7 @@ class _Pass:
 
         keys, values = whole(base.keys[layer], keys), whole(base.values[layer], values)
         seen, query = self.seen[layer], attending.query
-        if attending.softcap is not None:
+        if attending.softcap is not None or attending.sinks is not None:
             return replace(attending, key=keys, value=values).output(seen).to(query.dtype)
         keys, values = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (keys, values))
         return scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=attending.scale)
