@@ -19,7 +19,8 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.capture import Edit, editing, plain_ports
 from kvprobe.inference.forward import as_seen
-from kvprobe.models.attending import Attending
+from kvprobe.models.attending import Attend, Attending
+from kvprobe.models.hooks import Hook, hooked
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.lens import Family
 from kvprobe.models.ports import Port
@@ -114,7 +115,7 @@ class Suffix:
 
     def outputs(self, kept: int = 1) -> Outputs:
         """Read the suffix, and record what every component adds."""
-        lanes, layers = self.lanes, self.layers
+        layers = self.layers
         heads: dict[int, Tensor] = {}
         recorded: dict[tuple[Family, int], Tensor] = {}
 
@@ -127,15 +128,8 @@ class Suffix:
             recorded[key] = tensor[0].clone()
             return tensor
 
-        ordinary = self.reader.ordinary(kept)
-        records = [(port, partial(record, key)) for key, port in self.ports.items()]
-        with (
-            torch.no_grad(),
-            lanes.attention_replaced_by(attend),
-            editing(lanes, records),
-            self.reader.memories.given(Rows([]), {}) as memories,
-        ):
-            logits = forward(lanes, self.reader.new.tokens, self.reader.new.positions, ordinary, memories)[0]
+        with editing(self.lanes, [(port, partial(record, key)) for key, port in self.ports.items()]):
+            logits = self._clean(attend, kept)
         before = [recorded["resid_pre", layer] for layer in layers]
         hidden = torch.stack([*before, recorded["resid_post", layers[-1]]])
         none = torch.zeros_like(hidden[0])
@@ -143,19 +137,46 @@ class Suffix:
         self._refuse_other_sums(hidden, attn + mlp)
         return Outputs(hidden, attn, mlp, heads, logits)
 
+    def _clean(self, attend: Attend, kept: int) -> Float[Tensor, "kept vocab"]:
+        """Read the suffix in one row."""
+        ordinary, new = self.reader.ordinary(kept), self.reader.new
+        with (
+            torch.no_grad(),
+            self.lanes.attention_replaced_by(attend),
+            self.reader.memories.given(Rows([]), {}) as memories,
+        ):
+            return forward(self.lanes, new.tokens, new.positions, ordinary, memories)[0]
+
     def _refuse_other_sums(
         self,
         hidden: Float[Tensor, "layers_and_last queries d_model"],
         added: Float[Tensor, "layers queries d_model"],
     ) -> None:
         """Refuse a model whose blocks do not add the sum of their attention's and MLP's outputs to the stream."""
-        off = float((hidden[1:] - hidden[:-1] - added).float().norm() / hidden.float().norm())
-        if not off <= (1e-4 if self.lanes.dtype == torch.float32 else 0.05):
+        sums, allowed = hidden[:-1] + added, 1e-4 if self.lanes.dtype == torch.float32 else 0.05
+        off = float((hidden[1:] - sums).float().norm() / hidden.float().norm())
+        if not off <= allowed and not self._read_within(sums, allowed):
             raise UserError(
                 f"The blocks of {type(self.lanes.plain).__name__} add something else to the residual stream than the "
                 f"outputs of their attention and MLP (off by {off:.1e}), so components cannot be restored one by one; "
                 "patch K and V with patch_sweep instead."
             )
+
+    def _read_within(self, sums: Float[Tensor, "layers queries d_model"], allowed: float) -> bool:
+        """Whether a module of each block reads the sum, as in blocks that then add what they make of it (Gemma 4)."""
+        off = [torch.inf] * len(sums)
+
+        def compare(layer: int, module: object, args: Sequence[object], keywords: Mapping[str, object]) -> None:
+            for read in (*args, *keywords.values()):
+                if isinstance(read, Tensor) and read.shape == sums[layer][None].shape:
+                    apart = (read[0] - sums[layer]).float().norm() / sums[layer].float().norm()
+                    off[layer] = min(off[layer], float(apart))
+
+        blocks = enumerate(self.lanes.blocks)
+        hooks: list[Hook] = [(part, "input", partial(compare, at)) for at, block in blocks for part in block.children()]
+        with hooked(hooks):
+            self._clean(self.reader.attention, 1)
+        return max(off) <= allowed
 
     def replaced(self, rows: Sequence[Replacement], kept: int = 1) -> Iterator[Float[Tensor, "kept vocab"]]:
         """Logits after the suffix's last tokens with each replacement, in order, as they become known."""
