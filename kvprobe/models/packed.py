@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.loading import free_bytes
+from kvprobe.models.products import cpu_name
 from kvprobe.models.unproved import Lane
 from kvprobe.restoring import restoring
 
@@ -67,7 +68,7 @@ def is_worth_packing(plain: nn.Module, rows: int, steps: int) -> bool:
     size = sum(weight.nbytes for weight in weights)
     return (
         {(weight.device.type, weight.dtype) for weight in weights} == {("cpu", torch.float32)}
-        and (torch.backends.cpu.get_cpu_capability() == "AVX2" or _cpu_name().startswith("AMD"))
+        and (torch.backends.cpu.get_cpu_capability() == "AVX2" or cpu_name().startswith("AMD"))
         and torch.backends.mkldnn.is_available()
         and all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
         and multiprocessing.parent_process() is None
@@ -75,12 +76,6 @@ def is_worth_packing(plain: nn.Module, rows: int, steps: int) -> bool:
         and steps >= FEWEST_STEPS
         and FEWEST_BYTES <= size < free_bytes(weights[0].device) / 2
     )
-
-
-def _cpu_name() -> str:
-    """The name of the processor; empty where torch does not tell."""
-    capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)
-    return str(capabilities().get("cpu_name", ""))
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from kvprobe.models.hf_cache import CACHE
 from kvprobe.models.hooks import Hook, claimed, hooked
 from kvprobe.models.lens import Hooked
 from kvprobe.models.masks import masks_given, masks_of
+from kvprobe.models.products import by_onednn, onednn_is_faster, worth
 from kvprobe.models.recurrent import recurrent_modules, writes_noted
 from kvprobe.models.rotaries import rotaries_of
 from kvprobe.models.rounding import few_tokens, rounding_of
@@ -175,7 +176,7 @@ class UnprovedLanes:
         self, ids: Int[Tensor, "batch queries"], logits_to_keep: int | Int[Tensor, "kept"] = 0
     ) -> Float[Tensor, "batch kept_queries vocab"]:
         """Logits as the model's own library computes them, without kvprobe's cache, positions or masks."""
-        with claimed(self.plain):
+        with self._claimed():
             return self.plain(input_ids=ids, use_cache=False, logits_to_keep=logits_to_keep).logits
 
     def unproved(
@@ -205,12 +206,23 @@ class UnprovedLanes:
         # In an unedited cache slot index and position agree, so the library's own (fused) path is right.
         masked = masked or (lane == "plain" and queries == 1 and self._slow_unmasked)
         masks = None if ledger.untouched and not masked else self.masks(ledger, queries)
-        with claimed(self.plain), masks_given(modules, masks), writes_noted(self.recurrent_modules):
+        with self._claimed(), masks_given(modules, masks), writes_noted(self.recurrent_modules):
             if masks is not None:
                 arguments["attention_mask"] = masks[0]
             if lane == "hooked":
                 return self.hooked(ids, **arguments)
             return self.plain(input_ids=ids, **arguments).logits
+
+    @contextmanager
+    def _claimed(self) -> Generator[None]:
+        """`claimed`, with products as fast as they can be."""
+        with claimed(self.plain), by_onednn(self.plain) if self._slow_products else nullcontext():
+            yield
+
+    @cached_property
+    def _slow_products(self) -> bool:
+        """Whether oneDNN is faster than what torch itself takes for some of the model's weights."""
+        return onednn_is_faster() and any(map(worth, self.plain.parameters()))
 
     @property
     def _slow_unmasked(self) -> bool:
