@@ -45,6 +45,10 @@ class Config(Settings):
                 "Policies are tried on tasks: give both, such as --tasks FILE.jsonl --policies 'SnapKV(50%)'; or "
                 "neither, for the catalogue of policies on conversations."
             )
+        if self.policies:  # their module needs torch
+            from kvprobe.policies.written import policies_of
+
+            policies_of(self.policies)
         smallest = self.budgets[0]
         if smallest * self.length < 100 * FEWEST_SLOTS:
             raise UserError(
