@@ -104,6 +104,8 @@ class KVCache(Contents):
     ) -> "KVCache":
         """Make slots invisible to later queries; nothing moves and no position changes. Warns of slot 0, the sink.
 
+        A layer whose K and V others read too (`repr(model)` says which) is masked in all of these.
+
         Args:
             segments: names of segments to mask.
             slots: or the slots to mask: a boolean per row and slot, or a list of indices for all rows.
@@ -247,6 +249,8 @@ class KVCache(Contents):
         part: PatchedPart | None = None,
     ) -> "KVCache":
         """The cache with what these slots hold taken from a donor with the same slots; the ledger stays as it is.
+
+        A layer whose K and V others read too (`repr(model)` says which) is patched for all of these.
 
         Keys are copied as they are stored: see `kvprobe.patching.aligned` for donors of other lengths or positions.
 

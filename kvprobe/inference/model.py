@@ -31,7 +31,7 @@ from kvprobe.memory.needs import EngineName
 from kvprobe.memory.vllm import BLOCK
 from kvprobe.models.adapters import base_of
 from kvprobe.models.files import refuse_not_finite
-from kvprobe.models.geometry import Geometry
+from kvprobe.models.geometry import Geometry, felt
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.lens import Family
 from kvprobe.models.loading import load_folder, pick_dtype, resolve_folder
@@ -114,6 +114,7 @@ class Model(Brief):
         yield repr(self.name)
         yield type(self.lanes.plain).__name__
         yield f"{shape.n_layers} layers of {shape.n_heads} heads over {described(shape.layers)}"
+        yield from felt(shape.readers)
         yield f"{self.dtype} on {self.lanes.device}"
 
     @property

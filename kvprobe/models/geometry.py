@@ -1,5 +1,6 @@
 """The shape of a model's cache: read from its config, then measured on one token, since configs may be wrong."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,6 +180,12 @@ class Geometry:
                 f"{plain.config.model_type} has settings that kvprobe cannot read ({type(error).__name__}: "
                 f"{one_line(error).partition('. ')[0]}); use another model."
             ) from error
+
+
+def felt(readers: Mapping[int, tuple[int, ...]]) -> list[str]:
+    """Which layers are felt in others too, which read their K and V (see `Geometry.readers`), each in words."""
+    shared = {layer: at for layer, at in readers.items() if len(at) > 1}
+    return [f"layer {layer} is felt in {' and '.join(map(str, at))}" for layer, at in shared.items()]
 
 
 def _readable(config: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from typing import Literal, get_args
 
@@ -96,6 +97,7 @@ def grid(base: KVCache, bounds: Bounds, over: Over, parts: Sequence[str] | None,
         parts = list(dict.fromkeys(part for _, part in hooked))
     axes = {axis: _values(axis, chosen, base, bounds) for axis, chosen in asked.items()}
     everywhere = {"layers": tuple(range(bounds.layers)), "slots": _live(base)}
+    stored = {part: storing(base, everywhere["layers"], part) for part in parts}
     cells = []
     for picks in product(*axes.values()):
         labels = {axis: label for axis, (label, _) in zip(axes, picks, strict=True)}
@@ -105,7 +107,8 @@ def grid(base: KVCache, bounds: Bounds, over: Over, parts: Sequence[str] | None,
         cells += [
             Cell(**{**what, "layers": layers}, part=part, content=content, labels=labels)
             for part, content in product(parts, contents)
-            if (layers := storing(base, what["layers"], part)) and (hooked is None or (*layers, part) in hooked)
+            if (layers := tuple(layer for layer in what["layers"] if layer in stored[part]))
+            and (hooked is None or (*layers, part) in hooked)
         ]
     if not cells:
         raise UserError(
@@ -114,6 +117,7 @@ def grid(base: KVCache, bounds: Bounds, over: Over, parts: Sequence[str] | None,
     return cells
 
 
+@cache
 def stored_parts(part: str) -> tuple[str, ...]:
     """The parts of a layer that a cell swaps, by their names in a cache."""
     return tuple(name for one in part.split("+") for name in _SEVERAL.get(one, (one,)))
@@ -125,6 +129,7 @@ def storing(base: KVCache, layers: Iterable[int], part: str) -> tuple[int, ...]:
     return tuple(at for at in layers if part in ACTIVATIONS or any(name in base.layers[at] for name in names))
 
 
+@cache
 def seen_in(part: str) -> str:
     """In which of K and V of the heads a part is seen; in neither what tokens wrote, or keys of an index."""
     seen = {letter for name in stored_parts(part) for letter in _SEEN.get(name, "")}

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from kvprobe.brief import Brief, Table, brief, frame_table
 from kvprobe.cache.ledger import Ledger
 from kvprobe.errors import UserError
+from kvprobe.models.geometry import felt
 from kvprobe.names import unknown
 from kvprobe.patching.grid import Cell
 from kvprobe.patching.metrics import LEAST_WAY, UNDEFINED
@@ -51,9 +52,7 @@ class PatchMap(Brief):
         parts = dict.fromkeys(cell.part for cell in self.cells)
         yield f"{len(self.cells)} cells over {' × '.join(self.cells[0].labels)} of {', '.join(parts)}"
         yield f"base={self.base:.4g}, donor={self.donor:.4g}, reads={self.reads!r}"
-        swapped = sorted({layer for cell in self.cells for layer in cell.layers})
-        if felt := {layer: self.readers[layer] for layer in swapped if len(self.readers.get(layer, ())) > 1}:
-            yield "; ".join(f"layer {at} is felt in {', '.join(map(str, layers))}" for at, layers in felt.items())
+        yield from felt(self.readers)
         if abs(self.donor - self.base) <= LEAST_WAY:
             yield UNDEFINED
         if not np.isnan(self.effect).all():

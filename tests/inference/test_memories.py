@@ -132,6 +132,7 @@ def test_a_layer_that_others_read_is_masked_for_all_of_them():
     model = built("gemma3n_text")
     assert model.geometry.n_layers == 6
     assert set(model.geometry.sources[6:]) == {4, 5}
+    assert "layer 4 is felt in 4 and 9, layer 5 is felt in 5 and 6 and 7 and 8" in repr(model)
     past = model.prefill(IDS)
     assert past.n_layers == 6
     with torch.no_grad():

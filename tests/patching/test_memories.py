@@ -58,7 +58,7 @@ def test_a_swapped_layer_is_felt_by_all_that_read_it(kind: str, readers: dict[in
     assert {cell.layers for cell in patched.cells} == {(layer,) for layer in range(base.n_layers)}
     hold(model, base, donor, patched)
     assert {layer: patched.readers[layer] for layer in readers} == readers
-    assert f"layer {min(readers)} is felt in {', '.join(map(str, readers[min(readers)]))}" in repr(patched)
+    assert f"layer {min(readers)} is felt in {' and '.join(map(str, readers[min(readers)]))}" in repr(patched)
 
 
 @pytest.mark.parametrize(("kind", "module"), [("gemma3n_text", "v_norm"), ("gpt_oss", "v_proj")])
