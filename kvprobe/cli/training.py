@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from kvprobe.cli.flags import Whole
-from kvprobe.training.schedule import Content, Corpus, Provenance, Schedule, Shape, check_view, until_95
+from kvprobe.training.schedule import Content, Corpus, Memory, Provenance, Schedule, Shape, check_view, until_95
 
 train_app = App(name="train", help="Train a small model whose answers are known, or go on with one.")
 
@@ -86,6 +86,26 @@ def lossy(
     recipe = Lossy(design=LossyDesign(asked, slots), provenance=provenance, schedule=lossy_schedule(steps, seed))
     folder = out / recipe.name
     show(train(recipe, folder, device), folder)
+
+
+@train_app.command
+def recall(
+    *,
+    memory: Annotated[
+        Memory,
+        Parameter(help="Attention; the gated delta rule; or that, or Mamba-2, with attention in the last layer."),
+    ] = "hybrid",
+    steps: Annotated[Whole, Parameter(help="Batches of 32 texts.")] = 1200,
+    seed: Annotated[Whole, Parameter(help="Of weights and texts.")] = 0,
+    out: Annotated[Path, Parameter(help="Folder that holds the models.")] = Path("models"),
+) -> None:
+    """A transformer that is asked for digits that it was told; see `kvprobe.training.recall`."""
+    from kvprobe.training.loop import train
+    from kvprobe.training.recall import Recall, recall_schedule
+
+    recipe = Recall(memory=memory, schedule=recall_schedule(steps, seed))
+    folder = out / recipe.name
+    show(train(recipe, folder), folder)
 
 
 def show(record: Mapping[str, Any], folder: Path) -> None:

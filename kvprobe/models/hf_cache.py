@@ -107,8 +107,19 @@ def empty_layers(parts: Iterable[Sequence[str]]) -> list[Any]:
     return layers_of(parts, lambda _: CacheLayer(), lambda _: StateLayer())
 
 
+class StatesAlone(DynamicCache):
+    """A Hugging Face cache of which no layer attends. transformers asks it for the length of one that does, for a mask
+    that kvprobe gives itself."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+
 def past_key_values(layers: Sequence[Any]) -> DynamicCache:
     """A Hugging Face cache made of these layers."""
-    past = DynamicCache()
+    past = DynamicCache() if any(isinstance(layer, CacheLayerMixin) for layer in layers) else StatesAlone()
     past.layers = list(layers)  # pyright: ignore[reportAttributeAccessIssue] - it is a plain list
     return past

@@ -207,7 +207,7 @@ class UnprovedLanes:
         masked = masked or (lane == "plain" and queries == 1 and self._slow_unmasked)
         masks = None if ledger.untouched and not masked else self.masks(ledger, queries)
         with self._claimed(), masks_given(modules, masks), writes_noted(self.recurrent_modules):
-            if masks is not None:
+            if masks:
                 arguments["attention_mask"] = masks[0]
             if lane == "hooked":
                 return self.hooked(ids, **arguments)
@@ -231,8 +231,9 @@ class UnprovedLanes:
         Without one, transformers lets torch group query heads, which on a CPU takes 6 to 13 times as long in half
         precision as the grouping that transformers does itself (torch 2.13, transformers 5.23).
         """
-        kv_heads = min(self.geometry.layers[source][0].heads for source in self.geometry.sources)
-        return self.device.type == "cpu" and self.dtype != torch.float32 and self.geometry.n_heads > kv_heads
+        heads = [self.geometry.layers[source][0].heads for source in self.geometry.sources]
+        half = self.device.type == "cpu" and self.dtype != torch.float32
+        return half and any(self.geometry.n_heads > of_keys for of_keys in heads)
 
     @contextmanager
     def observing_attention_unproved(self, observe: Callable[[Attending, Tensor], None]) -> Generator[None]:

@@ -17,6 +17,9 @@ Content = Literal["sum", "copy"]
 Provenance = Literal["retained", "recomputed"]
 """Of mementos in view, as in `kvprobe.policies.policy`: they saw their block, or were read again without it."""
 
+Memory = Literal["attention", "recurrent", "hybrid", "mamba"]
+"""Attention in all layers; the gated delta rule in all; that, or Mamba-2, in all but the last, which attends."""
+
 
 def check_view(keep: int, provenance: Provenance) -> None:
     """Refuse earlier blocks in view of a training that reads mementos again without any block."""
