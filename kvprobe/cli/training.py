@@ -44,6 +44,10 @@ def memento(
         Provenance, Parameter(help="Later blocks see mementos that saw their block, or ones read again without it.")
     ] = "retained",
     keep: Annotated[Whole, Parameter(help="Blocks before the present one that stay in view.")] = 0,
+    memory: Annotated[
+        Memory | None, Parameter(help="Of the layers, as of `recall`; by default they are those of a Llama.")
+    ] = None,
+    blocks: Annotated[Whole, Parameter(help="Of a trace.")] = 10,
     steps: Annotated[Whole, Parameter(help="Batches of 16 traces, at most.")] = 3000,
     seed: Annotated[Whole, Parameter(help="Of weights and traces.")] = 0,
     out: Annotated[Path, Parameter(help="Folder that holds the models.")] = Path("models"),
@@ -57,7 +61,7 @@ def memento(
     from kvprobe.training.loop import train
     from kvprobe.training.memento import Memento
 
-    recipe = Memento(content=content, provenance=provenance, keep=keep, schedule=schedule)
+    recipe = Memento(content=content, provenance=provenance, keep=keep, memory=memory, blocks=blocks, schedule=schedule)
     folder = out / recipe.name
     show(train(recipe, folder), folder)
 

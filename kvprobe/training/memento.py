@@ -43,7 +43,8 @@ from kvprobe.tasks.mementos import (
 )
 from kvprobe.text.tokens import PREAMBLE, Tokens
 from kvprobe.training.loop import TrainingBatch, loss_of
-from kvprobe.training.schedule import Provenance, Schedule, check_view, until_95
+from kvprobe.training.memories import model_of
+from kvprobe.training.schedule import Memory, Provenance, Schedule, check_view, until_95
 from kvprobe.training.words import word_shape, word_tokenizer
 
 CHAT_TEMPLATE = (
@@ -64,6 +65,8 @@ class Memento:
         content: of mementos.
         provenance: of the mementos in view.
         keep: blocks before the present one that stay in view; only where mementos are retained.
+        memory: of its layers, see `kvprobe.training.memories`; None for those of a Llama. What is hidden is hidden from
+            attention alone, as an engine does that erases slots: a state has read it.
         blocks: of a trace.
         width: of the residual stream.
         inner: width of the MLPs.
@@ -73,6 +76,7 @@ class Memento:
     content: Content = "sum"
     provenance: Provenance = "retained"
     keep: int = 0
+    memory: Memory | None = None
     blocks: int = BLOCKS
     layers: int = 4
     width: int = 128
@@ -86,10 +90,16 @@ class Memento:
         require("keep", self.keep, 0, self.blocks - 1)
         require("tested", self.tested, 1)
         check_view(self.keep, self.provenance)
+        if self.memory and self.provenance == "recomputed":
+            raise UserError(
+                "A state reads each token once, so a model with memory= cannot be trained with recomputed mementos; "
+                "choose retained ones."
+            )
 
     @property
     def name(self) -> str:
-        return f"memento-{self.content}-{self.provenance}-{self.keep}-{self.schedule.seed}"
+        memory = f"{self.memory}-{self.blocks}-" if self.memory else ""
+        return f"memento-{memory}{self.content}-{self.provenance}-{self.keep}-{self.schedule.seed}"
 
     def model(self) -> PreTrainedModel:
         shape = word_shape(
@@ -101,8 +111,9 @@ class Memento:
             longest=256,
             end="<eos>",
         )
-        config = LlamaConfig(intermediate_size=self.inner, **shape)
-        return LlamaForCausalLM(config)
+        if self.memory:
+            return model_of(self.memory, self.inner, shape)
+        return LlamaForCausalLM(LlamaConfig(intermediate_size=self.inner, **shape))
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         return word_tokenizer(vocabulary(), CHAT_TEMPLATE, end="<eos>")

@@ -42,6 +42,7 @@ def model_of(memory: Memory, inner: int, shape: Mapping[str, Any]) -> PreTrained
         "head_dim": size,
         "layer_types": [_RECURS] * recurs + [_ATTENDS] * (layers - recurs),
         "mlp_only_layers": [*range(layers)],
+        "router_aux_loss_coef": 0.0,  # of the experts, of which there are none
         "rope_parameters": {**shape["rope_parameters"], "partial_rotary_factor": 1.0},
     }
     return Qwen3NextForCausalLM(Qwen3NextConfig(intermediate_size=inner, **settings))
