@@ -90,6 +90,7 @@ STUDIES = {
         "lossy_memento",
         "pointers",
         "guard",
+        "ghost_state",
     )
 }
 

@@ -2,14 +2,17 @@
 
     a 3 b 7 c 1        pairs
     K B B F            talk
-    ? b                question    → 7
+    ? b 7              question
+
+Models that were trained on it read it so. To others it is spoken: a user states `a=3, b=7, c=1`, talks of other things,
+and asks.
 
 The digits are uniform and independent, so the text says of a digit nothing but the digit itself: once the pairs are
 hidden, all that a model knows of them it has from what it kept of them.
 """
 
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Int
@@ -22,7 +25,15 @@ ASK = "?"
 """Comes before the name that is asked for."""
 NAMES, WORDS = string.ascii_lowercase[:16], string.ascii_uppercase[:16]
 """Of digits, in the order of every text; and what talk is made of."""
-SEGMENTS = PAIRS, TALK, QUESTION = "pairs", "talk", "question"
+NOUNS = (
+    "river", "table", "garden", "winter", "music", "paper", "bridge", "market", "window", "forest", "letter", "morning",
+    "kitchen", "island", "summer", "road",
+)  # fmt: skip
+"""What spoken talk is made of."""
+PAIRS, TALK, QUESTION = "pairs", "talk", "question"
+"""Segments."""
+ANSWER = "answer"
+"""The part of a question that a model would say."""
 Digits = Int[np.ndarray, "texts pairs"]
 Words = Int[np.ndarray, "texts words"]
 
@@ -43,12 +54,39 @@ def draw_talk(rng: np.random.Generator, count: int, words: int) -> Words:
     return rng.integers(len(WORDS), size=(count, words))
 
 
-def recall_text(digits: Sequence[int], talk: Sequence[int], asked: int) -> Transcript:
-    """Pairs, talk and the question for one of the digits; the segments are `SEGMENTS`. Without talk there are two."""
-    pairs = " ".join(f"{name} {digit}" for name, digit in zip(NAMES, digits, strict=False))
-    texts = pairs, " ".join(WORDS[word] for word in talk), f"{ASK} {NAMES[asked]}"
-    said = {name: text for name, text in zip(SEGMENTS, texts, strict=True) if text}
-    return Transcript.from_messages([{"role": name, "content": text} for name, text in said.items()], list(said))
+def recall_text(
+    digits: Sequence[int], talk: Sequence[int], asked: int, *, told: bool = True, spoken: bool = False
+) -> Transcript:
+    """Pairs, talk and the question for one of the digits, with its answer.
+
+    Args:
+        talk: at least one word.
+        told: whether the pairs are stated.
+        spoken: to a model of language.
+    """
+    stated = zip(NAMES, digits, strict=False)
+    answer = {"text": str(digits[asked]), "name": ANSWER}
+    messages: list[tuple[str, str, str | list[str | Mapping[str, str]]]]
+    if spoken:
+        pairs = ", ".join(f"{name}={digit}" for name, digit in stated)
+        told_so = [("user", PAIRS, f"Keep these in mind: {pairs}."), ("assistant", TALK, "Noted.")]
+        messages = [
+            *(told_so if told else []),
+            ("user", TALK, " ".join(NOUNS[word] for word in talk)),
+            ("assistant", TALK, "I see."),
+            ("user", QUESTION, f"Which digit belongs to {NAMES[asked]}? Answer with the pair."),
+            ("assistant", QUESTION, [f"{NAMES[asked]}=", answer]),
+        ]
+    else:
+        pairs = " ".join(f"{name} {digit}" for name, digit in stated)
+        messages = [
+            *([("user", PAIRS, pairs)] if told else []),
+            ("user", TALK, " ".join(WORDS[word] for word in talk)),
+            ("user", QUESTION, [f"{ASK} {NAMES[asked]} ", answer]),
+        ]
+    return Transcript.from_messages(
+        [{"role": role, "content": text} for role, _, text in messages], [segment for _, segment, _ in messages]
+    )
 
 
 def vocabulary() -> tuple[str, ...]:

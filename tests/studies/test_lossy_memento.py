@@ -17,8 +17,9 @@ from kvprobe.inference.model import Model, load
 from kvprobe.report.findings import Findings
 from kvprobe.stats import Estimate
 from kvprobe.studies import lossy_memento
+from kvprobe.studies.layer_readers import LINEAR, MLP
 from kvprobe.studies.lossy_memento import Config
-from kvprobe.studies.lossy_memento.collect import ANSWERS, LAYERS, LINEAR, MLP, MODEL, PROBES, REACH, probe, read_model
+from kvprobe.studies.lossy_memento.collect import ANSWERS, LAYERS, MODEL, PROBES, REACH, probe, read_model
 from kvprobe.studies.lossy_memento.conclude import conclude, findings_of
 from kvprobe.studies.lossy_memento.reading import OMITTED, RESTART, RETAINED, STAND_IN, STATED, SWAPPED
 from kvprobe.studies.lossy_memento.study import STUDY

@@ -1,6 +1,5 @@
 """Each model reads blocks, is asked for their digits under every arm, and probes read its mementos."""
 
-from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -13,16 +12,14 @@ from kvprobe.errors import UserError
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model, load
-from kvprobe.probing.calibration import calibrated_tasks, fit_temperature
 from kvprobe.progress import Bar
+from kvprobe.studies.layer_readers import read_layers
 from kvprobe.studies.lossy_memento import Config
 from kvprobe.studies.lossy_memento.reading import RESTART, RETAINED, Trained, answers, caches, trained, vectors
-from kvprobe.studies.memento_toy.mlp import mlp_scores
-from kvprobe.tasks.lossy_mementos import BASE, BITS
+from kvprobe.tasks.lossy_mementos import BASE
 from kvprobe.tidy import chosen
 
-LINEAR, MLP, MODEL = "linear probe", "probe with a hidden layer", "the model's answers"
-FOLDS = 4
+MODEL = "the model's answers"
 TABLES = ANSWERS, PROBES, LAYERS, REACH = "answers", "probes", "layers", "reach"
 
 
@@ -81,32 +78,5 @@ def probe(
     features: Tensor, labels: Int[Tensor, "digits traces"], arm: str, config: Config, rng: np.random.Generator
 ) -> pd.DataFrame:
     """What probes read of the omitted digits in the slots of a memento, layer by layer."""
-    traces = np.arange(labels.shape[1])
-    folds = torch.from_numpy(traces % FOLDS)
-    (result,) = calibrated_tasks(features, [labels], folds, BASE)
-    right, bits = result.predicted.eq(labels).double().mean(1), (BITS - result.bits).double().sum(1)
-    tables = [
-        pd.DataFrame({"table": LAYERS, "layer": layer, "trace": traces, "right": right[layer], "bits": bits[layer]})
-        for layer in range(len(features))
-    ]
-    best = result.inner_accuracy.argmax(0)
-    best_layer: Mapping[str, np.ndarray] = {
-        name: of.gather(0, best[folds][None])[0].numpy() for name, of in (("right", right), ("bits", bits))
-    }
-    tables.append(pd.DataFrame({"table": PROBES, "reader": LINEAR, "trace": traces, **best_layer}))
-    if config.mlp:
-        test, inner = folds == 0, folds == 1
-        of_inner, of_test = mlp_scores(features[best[0]], labels, folds, BASE, rng)
-        groups = torch.zeros(int(inner.sum()), dtype=torch.long)
-        divisor = fit_temperature(of_inner[None], torch.zeros_like(of_inner), labels[:, inner], groups)[0]
-        known = (of_test / divisor[..., None]).log_softmax(-1).double()
-        # As for linear probes: nothing is known of what is rarer than one in as many samples as chose the temperature.
-        rare = 1 / (len(groups) + 1)
-        known = torch.logaddexp(known + np.log1p(-rare), torch.full_like(known, np.log(rare / BASE)))
-        surprisal = -known.gather(2, labels[:, test, None])[..., 0] / np.log(2)
-        read = {
-            "right": of_test.argmax(2).eq(labels[:, test]).double().mean(0).numpy(),
-            "bits": (BITS - surprisal).sum(0).numpy(),
-        }
-        tables.append(pd.DataFrame({"table": PROBES, "reader": MLP, "trace": traces[test.numpy()], **read}))
-    return pd.concat(tables, ignore_index=True).assign(arm=arm)
+    read = read_layers(features, labels, BASE, rng if config.mlp else None).rename(columns={"text": "trace"})
+    return read.assign(arm=arm, table=np.where(read["layer"] < 0, PROBES, LAYERS))

@@ -12,8 +12,9 @@ from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
 from kvprobe.stats import DIFFERENCE, SHARE
+from kvprobe.studies.layer_readers import LINEAR, MLP
 from kvprobe.studies.lossy_memento import Config
-from kvprobe.studies.lossy_memento.collect import ANSWERS, LAYERS, LINEAR, MLP, MODEL, PROBES, REACH
+from kvprobe.studies.lossy_memento.collect import ANSWERS, LAYERS, MODEL, PROBES, REACH
 from kvprobe.studies.lossy_memento.reading import OMITTED, RESTART, RETAINED, STAND_IN, STATED, trained
 from kvprobe.tasks.lossy_mementos import BASE, BITS, BLOCK
 from kvprobe.tidy import Rows

@@ -6,8 +6,9 @@ from kvprobe.experiments.study import Claim, Study
 from kvprobe.inference.model import load
 from kvprobe.report.plots.lines import Lines
 from kvprobe.stats import Estimate
+from kvprobe.studies.layer_readers import LINEAR, MLP
 from kvprobe.studies.lossy_memento import Config
-from kvprobe.studies.lossy_memento.collect import LINEAR, MLP, MODEL, collect
+from kvprobe.studies.lossy_memento.collect import MODEL, collect
 from kvprobe.studies.lossy_memento.conclude import conclude
 from kvprobe.studies.lossy_memento.reading import OMITTED, RESTART, RETAINED, STAND_IN, STATED, SWAPPED
 from kvprobe.wording import percent, points, signed

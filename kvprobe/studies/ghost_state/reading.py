@@ -1,0 +1,232 @@
+"""Texts of hidden digits, the ways to hide them, and what is left of them in each kind of memory.
+
+A turn is hidden from attention alone, as an engine does that deletes its slots and keeps the states (*erased*); from
+the states alone, which are folded without it; or from both. That is done *at once*, before anything else is read, or
+*later*, when the talk after it was read in its view.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.recurrence import fold, last_inputs
+from kvprobe.errors import UserError
+from kvprobe.inference.model import Model
+from kvprobe.tasks.recall import (
+    ANSWER,
+    BASE,
+    PAIRS,
+    QUESTION,
+    TALK,
+    Digits,
+    draw_digits,
+    draw_others,
+    draw_talk,
+    recall_text,
+    vocabulary,
+)
+from kvprobe.text.tokens import Tokens
+
+When = Literal["at once", "later"]
+AT_ONCE, LATER = WHENS = ("at once", "later")
+IN_VIEW, ERASED, FOLDED, BOTH, TIMELESS, RESTART = (
+    "in view", "attention alone", "states alone", "both", "both, decay dropped", "restart",
+)  # fmt: skip
+OF_STAND_IN, RIVALS = "states of a stand-in", "states of a stand-in, in view"
+"""The states are those of a text with other digits: with the pairs hidden from attention, or in its view."""
+STATE, WRITES, SLOTS, PAIR_SLOTS = "state", "writes after it", "K and V after it", "its own K and V"
+"""What a reader is given: the state; what the last words of talk wrote to it, or left as K and V; and the K and V of
+the hidden turn itself."""
+LAST = 4
+"""Words of talk whose slots are read."""
+_INPUTS = 3
+"""Of a short convolution that has no state beside it."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts that differ in digits, talk and question.
+
+    Attributes:
+        own, other: their tokens before the answer, and those of stand-ins, whose digits are all others.
+        without: their tokens without the pairs.
+        digits, others: what belongs to each name, in the texts and the stand-ins.
+        asked: the place that each text asks for.
+    """
+
+    own: list[Tokens]
+    other: list[Tokens]
+    without: list[Tokens]
+    digits: Digits
+    others: Digits
+    asked: np.ndarray
+
+    def rows(self, arm: str) -> list[Tokens]:
+        """The tokens as they are read in an arm: without the pairs, the others stand where these were."""
+        return self.without if arm in (TIMELESS, RESTART) else self.own
+
+    def __getitem__(self, rows: slice) -> "Texts":
+        return Texts(**{name: value[rows] for name, value in vars(self).items()})
+
+
+def draw_texts(model: Model, count: int, pairs: int, distance: int, rng: np.random.Generator) -> Texts:
+    """Random texts.
+
+    Raises:
+        UserError: the model does not read each digit as one token.
+    """
+    digits = draw_digits(rng, count, pairs)
+    others, talk = draw_others(rng, digits), draw_talk(rng, count, distance)
+    asked = rng.integers(pairs, size=count)
+    spoken = not trained(model)
+
+    def read(some: Digits, told: bool = True) -> list[Tokens]:
+        texts = [
+            recall_text(*row, told=told, spoken=spoken)
+            for row in zip(some.tolist(), talk.tolist(), asked.tolist(), strict=True)
+        ]
+        return [row[: row.part(ANSWER).start] for row in model.tokens(texts)]
+
+    texts = Texts(read(digits), read(others), read(digits, told=False), digits, others, asked)
+    lengths = {len(row) for row in (*texts.own, *texts.other)}
+    if len(lengths) > 1:
+        raise UserError(
+            f"{model.name} reads texts with the same words as {min(lengths)} to {max(lengths)} tokens; the ghost_state "
+            "study needs a model that reads a digit, and a common noun, as one token."
+        )
+    return texts
+
+
+def trained(model: Model) -> bool:
+    """Whether a model was trained on these texts, rather than on language."""
+    return set(vocabulary()) <= set(model.tokenizer.get_vocab()) and len(model.tokenizer) < 2 * len(vocabulary())
+
+
+def digit_tokens(model: Model) -> list[int]:
+    """The token that answers with each digit.
+
+    Raises:
+        UserError: a digit is no token of its own.
+    """
+    texts = [recall_text([digit], [0], 0, spoken=not trained(model)) for digit in range(BASE)]
+    rows = model.tokens(texts)
+    answers = [row.part(ANSWER) for row in rows]
+    ids = [row.ids[answer.start] for row, answer in zip(rows, answers, strict=True)]
+    if len(set(ids)) < BASE or any(answer.stop - answer.start != 1 for answer in answers):
+        raise UserError(f"{model.name} does not read each digit as one token; the ghost_state study cannot ask it.")
+    return ids
+
+
+def refuse_joined(model: Model) -> None:
+    """Refuse a model whose attention and states are in one layer, so that neither can be hidden alone."""
+    both = set(model.geometry.attending) & set(model.geometry.recurrent)
+    if both:
+        raise UserError(
+            f"{model.name} attends and keeps a state in one layer ({min(both)}), so that a turn cannot be hidden from "
+            "attention alone; give a model whose layers do one of the two."
+        )
+
+
+def arms_of(model: Model) -> list[str]:
+    """The ways to hide a turn that differ in this model, and what they are compared with."""
+    attends, recurs = bool(model.geometry.attending), bool(model.geometry.recurrent)
+    of_states = [OF_STAND_IN, *([FOLDED, RIVALS] if attends else [])] if recurs else []
+    return [IN_VIEW, ERASED, BOTH, TIMELESS, RESTART, *of_states]
+
+
+def hide(model: Model, cache: KVCache, donor: KVCache, arm: str) -> KVCache:
+    """A cache whose first turn is hidden in this way.
+
+    Args:
+        donor: of the stand-ins.
+    """
+    attending, recurring = model.geometry.attending, model.geometry.recurrent
+    if arm in (OF_STAND_IN, RIVALS):
+        cache = cache.patch(donor, slots=range(cache.slots), layers=recurring)
+    if arm in (ERASED, OF_STAND_IN) and attending:
+        return cache.mask(PAIRS, layers=attending)
+    if arm == FOLDED:
+        return cache.mask(PAIRS, layers=recurring)
+    if arm == TIMELESS:
+        return cache.evict(PAIRS).reindex()
+    return cache.mask(PAIRS) if arm == BOTH else cache
+
+
+def caches(model: Model, texts: Texts, when: When, arms: Sequence[str]) -> dict[str, KVCache]:
+    """What a question is read after, by the way in which the pairs were hidden."""
+
+    def read(rows: Sequence[Tokens], first: str, last: str, after: KVCache | None = None) -> KVCache:
+        cut = [row[0 if after is None else row.span(first).start : row.span(last).stop] for row in rows]
+        return model.extend(after, cut)[0]
+
+    until = PAIRS if when == AT_ONCE else TALK
+    whole, donor = (read(rows, PAIRS, until) for rows in (texts.own, texts.other))
+    made = {arm: hide(model, whole, donor, arm) for arm in arms if arm != RESTART}
+    if when == AT_ONCE:
+        made = {arm: read(texts.rows(arm), TALK, TALK, cache) for arm, cache in made.items()}
+    return made | ({RESTART: read(texts.without, TALK, TALK)} if RESTART in arms else {})
+
+
+def answers(model: Model, texts: Texts, cache: KVCache, arm: str) -> pd.DataFrame:
+    """Per text: whether the answer is `right`, whether it `follows` the stand-in, the `bits` that it knows of the
+    digit, and by how many nats the digit is likelier than the stand-in's (`margin`)."""
+    questions = [row[row.span(QUESTION)] for row in texts.rows(arm)]
+    logits = model.extend(cache, questions)[1][:, -1]
+    scores = logits.double()[:, digit_tokens(model)].log_softmax(-1).cpu().numpy()
+    rows = np.arange(len(scores))
+    own, other = (some[rows, texts.asked] for some in (texts.digits, texts.others))
+    likeliest = scores.argmax(1)
+    return pd.DataFrame(
+        {
+            "right": (likeliest == own).astype(float),
+            "follows": (likeliest == other).astype(float),
+            "bits": np.log2(BASE) + scores[rows, own] / np.log(2),
+            "margin": scores[rows, own] - scores[rows, other],
+        }
+    )
+
+
+def parts_of(model: Model, arm: str) -> list[str]:
+    """What readers are given of a cache in which the pairs were hidden in this way."""
+    attends, recurs = model.geometry.attending, model.geometry.recurrent
+    own = [PAIR_SLOTS] if attends and arm == IN_VIEW else []
+    return [*([STATE, WRITES] if recurs else []), *([SLOTS] if attends else []), *own]
+
+
+def layers_of(model: Model, part: str) -> Sequence[int]:
+    """The layers that store such a part."""
+    return model.geometry.recurrent if part in (STATE, WRITES) else model.geometry.attending
+
+
+def vectors(model: Model, cache: KVCache, part: str) -> Float[Tensor, "layers texts numbers"]:
+    """What each layer holds that stores such a part."""
+    layers = layers_of(model, part)
+    if part == STATE:
+        return torch.stack([state_of(cache, layer).flatten(1) for layer in layers])
+    names = ("key", "value") if part == WRITES else ("K", "V")
+    if part == WRITES and "key" not in cache.layers[layers[0]]:
+        names = ("conv",)
+    where = cache.ledger.in_segments([PAIRS])[0] if part == PAIR_SLOTS else slice(cache.slots - LAST, cache.slots)
+    held = ([cache.layers[layer][name][:, :, where].flatten(1) for name in names] for layer in layers)
+    return torch.stack([torch.cat(parts, 1) for parts in held]).float().cpu()
+
+
+def state_of(cache: KVCache, layer: int) -> Float[Tensor, "texts heads d_key d_value"]:
+    """The state of one layer; of a short convolution alone, the inputs that it keeps."""
+    writes, lives = cache.layers[layer], cache.ledger.live
+    live = lives[layer if len(lives) > 1 else 0, :, 0]
+    if "decay" in writes:
+        return fold(writes, keep=live).cpu()
+    return last_inputs(writes["conv"], live, _INPUTS)[:, None].float().cpu()
+
+
+def bytes_of(model: Model, cache: KVCache, part: str) -> int:
+    """What one layer takes for it, of one text."""
+    return vectors(model, cache.rows([0]), part)[0].numel() * 4
