@@ -55,6 +55,7 @@ MODULES = {
     "lossy_memento": "test_lossy_memento",
     "pointers": "test_pointers",
     "guard": "test_guard",
+    "ghost_state": "test_ghost_state",
 }
 """Where each study's tiny run is."""
 AROUND = {

@@ -49,5 +49,6 @@ def follow(
         if recipe.provenance == "recomputed":
             cache = model.apply(RestartInPlace(block_name(number)), cache)
         elif hidden := hidden_blocks(number + 1, recipe.keep):
-            cache = cache.mask(*map(block_name, hidden))
+            # What is hidden from attention alone, a state has read.
+            cache = cache.mask(*map(block_name, hidden), layers=model.geometry.attending if recipe.memory else None)
     return cache, torch.cat(scores, 1)

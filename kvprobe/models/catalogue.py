@@ -112,6 +112,18 @@ def _lossy(provenance: str, trained: str) -> NamedModel:
     return _trained(title, f"lossy/lossy-8-3-{provenance}-0")
 
 
+def _recall(memory: str, title: str, seed: int) -> NamedModel:
+    """A model that is asked for digits that it was told; see `kvprobe.training.recall`."""
+    title = f"a word-level {title} of 4 layers that is asked for digits that it was told; seed {seed}"
+    return _trained(title, f"recall/recall-{memory}-{seed}")
+
+
+_MEMORIES = {
+    "attention": "Qwen3-Next with attention alone",
+    "recurrent": "Qwen3-Next with states alone",
+    "hybrid": "Qwen3-Next with states in 3 layers and attention in the last",
+    "mamba": "Bamba with states in 3 layers and attention in the last",
+}
 NAMED_MODELS = {
     "smollm2-135m": NamedModel(
         title="SmolLM2-135M-Instruct (Llama, 30 layers, 9 heads, 3 KV heads; from Q4_1)",
@@ -217,6 +229,7 @@ NAMED_MODELS = {
     },
     "lossy-8-3-retained-0": _lossy("retained", "to go on from the slots that saw it"),
     "lossy-8-3-recomputed-0": _lossy("recomputed", "with restarts"),
+    **{f"recall-{name}-{seed}": _recall(name, title, seed) for name, title in _MEMORIES.items() for seed in (0, 1)},
 }
 
 

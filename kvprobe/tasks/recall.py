@@ -55,24 +55,24 @@ def draw_talk(rng: np.random.Generator, count: int, words: int) -> Words:
 
 
 def recall_text(
-    digits: Sequence[int], talk: Sequence[int], asked: int, *, told: bool = True, spoken: bool = False
+    digits: Sequence[int], talk: Sequence[int], asked: int, *, told: bool = True, nouns: Sequence[str] | None = None
 ) -> Transcript:
     """Pairs, talk and the question for one of the digits, with its answer.
 
     Args:
         talk: at least one word.
         told: whether the pairs are stated.
-        spoken: to a model of language.
+        nouns: what talk is made of, where a model of language is spoken to.
     """
     stated = zip(NAMES, digits, strict=False)
     answer = {"text": str(digits[asked]), "name": ANSWER}
     messages: list[tuple[str, str, str | list[str | Mapping[str, str]]]]
-    if spoken:
+    if nouns:
         pairs = ", ".join(f"{name}={digit}" for name, digit in stated)
         told_so = [("user", PAIRS, f"Keep these in mind: {pairs}."), ("assistant", TALK, "Noted.")]
         messages = [
             *(told_so if told else []),
-            ("user", TALK, " ".join(NOUNS[word] for word in talk)),
+            ("user", TALK, " ".join(["Words:", *(nouns[word % len(nouns)] for word in talk)])),
             ("assistant", TALK, "I see."),
             ("user", QUESTION, f"Which digit belongs to {NAMES[asked]}? Answer with the pair."),
             ("assistant", QUESTION, [f"{NAMES[asked]}=", answer]),

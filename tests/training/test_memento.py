@@ -17,6 +17,7 @@ from kvprobe.tasks import mementos
 from kvprobe.tasks.mementos import PLACES, Trace, block_name, memento_name
 from kvprobe.training import schedule
 from kvprobe.training.memento import MEMENTOS, TRACES, Memento
+from kvprobe.training.schedule import Memory
 from tests.refusals import refused
 from tests.toy import TINY, follow, toy
 
@@ -52,6 +53,14 @@ def in_one_pass(recipe: Memento, model: Model, traces: Sequence[Trace]) -> torch
 def test_a_training_pass_sees_what_a_cache_sees(recipe: Memento, lane: Lane, at_once: int, model: Model):
     traces = traces_of(recipe)
     _, expected = follow(recipe, model, traces, lane, at_once)
+    torch.testing.assert_close(in_one_pass(recipe, model, traces), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("memory", ["hybrid", "mamba"])
+def test_a_training_pass_hides_blocks_from_attention_alone(memory: Memory):
+    recipe = replace(TINY, memory=memory)
+    model, traces = toy(recipe), traces_of(recipe)
+    _, expected = follow(recipe, model, traces, at_once=9)
     torch.testing.assert_close(in_one_pass(recipe, model, traces), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -210,12 +219,14 @@ def test_the_full_size_is_about_that_of_the_paper():
 
 
 def test_names_tell_variants_apart():
-    names = {replace(recipe, schedule=replace(recipe.schedule, seed=seed)).name for recipe in VIEWS for seed in (0, 1)}
-    assert len(names) == 2 * len(VIEWS)
+    views = [*VIEWS, replace(TINY, memory="hybrid"), replace(TINY, memory="hybrid", blocks=3)]
+    names = {replace(recipe, schedule=replace(recipe.schedule, seed=seed)).name for recipe in views for seed in (0, 1)}
+    assert len(names) == 2 * len(views)
 
 
 def test_settings_that_cannot_be_are_refused():
     refused(lambda: replace(TINY, keep=1, provenance="recomputed"), "'keep' is 1", "leave it 0")
+    refused(lambda: replace(TINY, memory="hybrid", provenance="recomputed"), "reads each token once", "retained")
     refused(lambda: replace(TINY, keep=4), "'keep' is 4", "expected 0 to 3")
     refused(lambda: replace(TINY, blocks=23), "'blocks' is 23")
     refused(lambda: replace(TINY, tested=0), "'tested' is 0")
@@ -232,10 +243,11 @@ def test_the_command_trains_what_its_flags_say(
         return {"accuracy": {"0": {MEMENTOS: 0.0, TRACES: 0.0}, "200": {MEMENTOS: 0.961, TRACES: 0.7}}}
 
     monkeypatch.setattr("kvprobe.training.loop.train", train)
-    command = ["memento", "--content", "copy", "--keep", "2", "--seed", "3", "--steps", "400", "--out", str(tmp_path)]
+    flags = {"content": "copy", "keep": 2, "memory": "hybrid", "blocks": 5, "seed": 3, "steps": 400, "out": tmp_path}
+    command = ["memento", *(f"--{name}={value}" for name, value in flags.items())]
     train_app(command, exit_on_error=False, result_action="return_value")
-    expected = Memento(content="copy", keep=2, schedule=schedule.until_95(400, 3))
-    assert trained == [(expected, tmp_path / "memento-copy-retained-2-3")]
+    expected = Memento(content="copy", keep=2, memory="hybrid", blocks=5, schedule=schedule.until_95(400, 3))
+    assert trained == [(expected, tmp_path / "memento-hybrid-5-copy-retained-2-3")]
     printed = capsys.readouterr().out
     assert "mementos: 96.1% right" in printed
     assert "after 200 steps" in printed

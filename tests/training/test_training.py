@@ -16,9 +16,12 @@ from kvprobe.tasks.steps import Operation, Problem, Step, read_steps
 from kvprobe.training.loop import CHECKPOINT, KEPT, TrainingBatch, TrainingRecipe, loss_of, train
 from kvprobe.training.lossy import Lossy
 from kvprobe.training.memento import MEMENTOS, Memento
+from kvprobe.training.recall import Recall
 from kvprobe.training.schedule import Corpus, Schedule, Shape, UntilRight
 from kvprobe.training.steps import Steps, batch_of, conversation
 from tests.refusals import refused
+
+RECIPES = ["steps", "memento", "lossy", "recall"]
 
 SMALL = Steps(
     shape="moe",
@@ -52,11 +55,16 @@ SMALL_LOSSY = Lossy(
 )
 
 
+SMALL_RECALL = Recall(
+    most=3, layers=2, width=16, heads=2, inner=24, tested=2, schedule=Schedule(steps=7, batch=4, checkpoint=2)
+)
+
+
 class Killed(Exception):
     """Stands for a kill."""
 
 
-@pytest.fixture(scope="module", params=[SMALL, SMALL_MEMENTO, SMALL_LOSSY], ids=["steps", "memento", "lossy"])
+@pytest.fixture(scope="module", params=[SMALL, SMALL_MEMENTO, SMALL_LOSSY, SMALL_RECALL], ids=RECIPES)
 def recipe(request: pytest.FixtureRequest) -> TrainingRecipe:
     return request.param
 

@@ -15,7 +15,7 @@ class Config(Settings):
         model: one that `kvprobe train recall` trained, or a model of language.
         others: models of the same kind, which are asked in the same way.
         toys: models that `kvprobe train memento --memory …` trained, for turns and for mistakes; None for none.
-        texts: of each design, half of them at most for each toy.
+        texts: of each design, and of each toy.
         pairs: digits that are hidden.
         distance: words of talk between them and the question.
         distances: … of which the half-life is told.
@@ -39,7 +39,7 @@ class Config(Settings):
     texts: int = ranged(2000, 80, 100_000)
     pairs: int = ranged(8, 1, 16)
     distance: int = ranged(8, 1, 4096)
-    distances: tuple[int, ...] = (4, 8, 16, 32, 64)
+    distances: tuple[int, ...] = (4, 16, 64, 192)
     capacities: tuple[int, ...] = (2, 4, 8, 16)
     mlp: bool = True
     batch: int = ranged(500, 1)

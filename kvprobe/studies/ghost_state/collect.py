@@ -107,8 +107,7 @@ def read_design(
             for arm, cache in by_arm.items():
                 numbers = np.arange(start, start + len(some.own))
                 yield answers(model, some, cache, arm).assign(table=ANSWERS, when=when, arm=arm, text=numbers)
-                # A turn that is hidden from attention leaves the states as they are.
-                of_states = [STATE] if arm == ERASED and model.geometry.recurrent else []
+                of_states = [STATE] if (when, arm) == (LATER, ERASED) and model.geometry.recurrent else []
                 for part in (parts_of(model, arm) if arm in READ else []) if main else of_states:
                     held.setdefault((when, arm, part), []).append(vectors(model, cache, part))
                     size.setdefault(part, bytes_of(model, cache, part))
@@ -119,7 +118,7 @@ def read_design(
     labels = torch.from_numpy(texts.digits.T.copy())
     for (when, arm, part), parts in held.items():
         features = torch.cat(parts, 1)
-        rows = read_layers(features, labels, BASE, rng if config.mlp and main else None)
+        rows = read_layers(features, labels, BASE, rng if config.mlp and main and when == LATER else None)
         rows["layer"] = rows["layer"].map({-1: -1, **dict(enumerate(layers_of(model, part)))})
         yield rows.assign(table=PROBES, when=when, arm=arm, part=part, bytes=size[part])
         if main and (when, arm, part) == (LATER, ERASED, STATE):
@@ -134,7 +133,7 @@ def _varies(model: Model, texts: Texts, when: str) -> float:
     """How far what must not know the digits moves, beside its size, when these are those of the stand-ins: the whole
     cache where the turn was hidden from everything at once, and after a restart."""
     swapped = Texts(texts.other, texts.own, texts.without, texts.others, texts.digits, texts.asked)
-    arms = [BOTH, RESTART] if when == WHENS[0] else [RESTART]
+    arms = [TIMELESS, RESTART] if when == WHENS[0] else [RESTART]
     one, other = (caches(model, some, when, arms) for some in (texts, swapped))
     pairs = [
         (vectors(model, one[arm], part), vectors(model, other[arm], part))

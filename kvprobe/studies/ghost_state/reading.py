@@ -22,6 +22,7 @@ from kvprobe.inference.model import Model
 from kvprobe.tasks.recall import (
     ANSWER,
     BASE,
+    NOUNS,
     PAIRS,
     QUESTION,
     TALK,
@@ -85,11 +86,11 @@ def draw_texts(model: Model, count: int, pairs: int, distance: int, rng: np.rand
     digits = draw_digits(rng, count, pairs)
     others, talk = draw_others(rng, digits), draw_talk(rng, count, distance)
     asked = rng.integers(pairs, size=count)
-    spoken = not trained(model)
+    nouns = nouns_of(model)
 
     def read(some: Digits, told: bool = True) -> list[Tokens]:
         texts = [
-            recall_text(*row, told=told, spoken=spoken)
+            recall_text(*row, told=told, nouns=nouns)
             for row in zip(some.tolist(), talk.tolist(), asked.tolist(), strict=True)
         ]
         return [row[: row.part(ANSWER).start] for row in model.tokens(texts)]
@@ -98,8 +99,8 @@ def draw_texts(model: Model, count: int, pairs: int, distance: int, rng: np.rand
     lengths = {len(row) for row in (*texts.own, *texts.other)}
     if len(lengths) > 1:
         raise UserError(
-            f"{model.name} reads texts with the same words as {min(lengths)} to {max(lengths)} tokens; the ghost_state "
-            "study needs a model that reads a digit, and a common noun, as one token."
+            f"{model.name} reads texts that differ in digits alone as {min(lengths)} to {max(lengths)} tokens; the "
+            "ghost_state study needs a model that reads each digit as one token."
         )
     return texts
 
@@ -109,13 +110,23 @@ def trained(model: Model) -> bool:
     return set(vocabulary()) <= set(model.tokenizer.get_vocab()) and len(model.tokenizer) < 2 * len(vocabulary())
 
 
+def nouns_of(model: Model) -> list[str] | None:
+    """What talk is made of: the nouns that this model reads as equally many tokens; None for one of these texts."""
+    if trained(model):
+        return None
+    by_length: dict[int, list[str]] = {}
+    for noun in NOUNS:
+        by_length.setdefault(len(model.tokenizer.encode(f" {noun}", add_special_tokens=False)), []).append(noun)
+    return max(by_length.values(), key=len)
+
+
 def digit_tokens(model: Model) -> list[int]:
     """The token that answers with each digit.
 
     Raises:
         UserError: a digit is no token of its own.
     """
-    texts = [recall_text([digit], [0], 0, spoken=not trained(model)) for digit in range(BASE)]
+    texts = [recall_text([digit], [0], 0, nouns=nouns_of(model)) for digit in range(BASE)]
     rows = model.tokens(texts)
     answers = [row.part(ANSWER) for row in rows]
     ids = [row.ids[answer.start] for row, answer in zip(rows, answers, strict=True)]
@@ -196,8 +207,9 @@ def answers(model: Model, texts: Texts, cache: KVCache, arm: str) -> pd.DataFram
 def parts_of(model: Model, arm: str) -> list[str]:
     """What readers are given of a cache in which the pairs were hidden in this way."""
     attends, recurs = model.geometry.attending, model.geometry.recurrent
-    own = [PAIR_SLOTS] if attends and arm == IN_VIEW else []
-    return [*([STATE, WRITES] if recurs else []), *([SLOTS] if attends else []), *own]
+    if arm == IN_VIEW:
+        return [PAIR_SLOTS] if attends else []
+    return [*([STATE, WRITES] if recurs else []), *([SLOTS] if attends else [])]
 
 
 def layers_of(model: Model, part: str) -> Sequence[int]:

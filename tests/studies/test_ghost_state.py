@@ -1,0 +1,331 @@
+"""The ghost_state study: hand-made states, states that are cut off, whole runs on tiny models, made-up tables."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.study import Conclusion
+from kvprobe.inference.model import Model, load
+from kvprobe.report.findings import Findings
+from kvprobe.stats import Estimate
+from kvprobe.studies.ghost_state import Config
+from kvprobe.studies.ghost_state.collect import ANSWERS, HEADS, PROBES, REACH
+from kvprobe.studies.ghost_state.conclude import ANSWERING, conclude, half_life
+from kvprobe.studies.ghost_state.reading import (
+    AT_ONCE,
+    BOTH,
+    ERASED,
+    IN_VIEW,
+    LATER,
+    OF_STAND_IN,
+    RESTART,
+    RIVALS,
+    SLOTS,
+    STATE,
+    TIMELESS,
+    WRITES,
+    Texts,
+    answers,
+    arms_of,
+    caches,
+    draw_texts,
+    parts_of,
+    refuse_joined,
+    vectors,
+)
+from kvprobe.studies.ghost_state.study import STUDY
+from kvprobe.studies.ghost_state.turns import ARMS, BLOCKS, READ, RIGHT, SHIFT, TURNS, read_toy
+from kvprobe.studies.layer_readers import LINEAR, MLP, read_layers
+from kvprobe.tasks.recall import PAIRS
+from kvprobe.training.memento import Memento
+from kvprobe.training.recall import Recall
+from kvprobe.training.schedule import Memory
+from tests.experiments.made_up import answer_of
+from tests.models.every import tiny
+from tests.refusals import refused
+from tests.studies.runs import whole_run
+from tests.toy import toy
+
+SMALL = Config(
+    model="main", others=None, texts=80, pairs=2, distance=6, distances=(5,), capacities=(2,), mlp=False, batch=80
+)
+
+
+def small(memory: Memory = "hybrid") -> Model:
+    return toy(Recall(memory=memory, layers=3, width=16, heads=2, inner=24, tested=4))
+
+
+HYBRID = small()
+
+
+def texts_for(model: Model, distance: int = 8, count: int = 6) -> Texts:
+    return draw_texts(model, count, 3, distance, np.random.default_rng(0))
+
+
+def swapped(texts: Texts) -> Texts:
+    """The stand-ins in place of the texts."""
+    return Texts(texts.other, texts.own, texts.without, texts.others, texts.digits, texts.asked)
+
+
+def moved(model: Model, texts: Texts, when: Any, arm: str, part: str) -> list[float]:
+    """How far each layer of a part varies with the digits."""
+    one, other = (vectors(model, caches(model, some, when, [arm])[arm], part) for some in (texts, swapped(texts)))
+    return [float(layer) for layer in (one - other).abs().amax((1, 2))]
+
+
+@pytest.mark.parametrize("memory", ["hybrid", "mamba", "recurrent", "attention"])
+def test_what_is_hidden_from_everything_at_once_reaches_nothing(memory: Memory):
+    model = HYBRID if memory == "hybrid" else small(memory)
+    texts = texts_for(model)
+    both = caches(model, texts, AT_ONCE, [TIMELESS, RESTART])
+    for part in parts_of(model, TIMELESS):
+        assert max(moved(model, texts, AT_ONCE, TIMELESS, part)) == 0.0
+        torch.testing.assert_close(*(vectors(model, cache, part) for cache in both.values()), atol=1e-5, rtol=1e-5)
+    one, other = (answers(model, texts, cache, arm)["margin"] for arm, cache in both.items())
+    np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def test_the_decay_of_hidden_tokens_tells_of_them_where_it_is_kept():
+    assert max(moved(HYBRID, texts_for(HYBRID), AT_ONCE, BOTH, STATE)) > 1e-6
+
+
+def test_what_was_read_in_view_of_the_turn_carries_it_but_in_the_first_layer():
+    texts = texts_for(HYBRID)
+    in_writes = moved(HYBRID, texts, LATER, TIMELESS, WRITES)
+    assert in_writes[0] == 0.0, "the convolution reaches three tokens back, and eight are between"
+    assert in_writes[1] > 1e-4
+    assert max(moved(HYBRID, texts, LATER, TIMELESS, SLOTS)) > 1e-4
+
+
+def test_an_erase_leaves_the_states_as_they_were_and_takes_the_slots():
+    texts = texts_for(HYBRID)
+    made = caches(HYBRID, texts, LATER, arms_of(HYBRID))
+    torch.testing.assert_close(*(vectors(HYBRID, made[arm], STATE) for arm in (IN_VIEW, ERASED)), atol=0, rtol=0)
+    assert max(moved(HYBRID, texts, LATER, ERASED, STATE)) > 1e-4
+    stand_in = vectors(HYBRID, caches(HYBRID, swapped(texts), LATER, [ERASED])[ERASED], STATE)
+    torch.testing.assert_close(vectors(HYBRID, made[OF_STAND_IN], STATE), stand_in, atol=0, rtol=0)
+
+
+def test_states_that_are_cut_off_are_not_used():
+    """With output projections of zero, what the states hold moves no answer."""
+    model = small()
+    plain: Any = model.lanes.plain
+    for layer in plain.model.layers[:-1]:
+        layer.linear_attn.out_proj.weight.data.zero_()
+    cut = load(plain, tokenizer=model.tokenizer)
+    texts = texts_for(cut)
+    made = caches(cut, texts, LATER, [ERASED, BOTH, OF_STAND_IN])
+    one, folded, of_other = (answers(cut, texts, cache, arm)["margin"] for arm, cache in made.items())
+    np.testing.assert_allclose(one, folded, atol=1e-5)
+    np.testing.assert_allclose(one, of_other, atol=1e-5)
+
+
+def with_digit_in_state(cache: KVCache, digits: np.ndarray) -> KVCache:
+    """The last token of the pairs writes to the first layer whether the first digit is large, and nothing decays."""
+    writes = {name: part.clone() for name, part in cache.layers[0].items()}
+    for name in ("key", "value", "decay", "step"):
+        writes[name].zero_()
+    slot = int(cache.ledger.in_segments([PAIRS])[0].nonzero()[-1])
+    writes["key"][:, 0, slot, 0] = writes["step"][:, 0, slot] = 1.0
+    writes["value"][:, 0, slot, 0] = torch.from_numpy(digits[:, 0] // 5).float()
+    return replace(cache, layers=(writes, *cache.layers[1:]))
+
+
+def test_a_state_that_stores_a_digit_is_read_and_lost_after_a_fold():
+    texts = texts_for(HYBRID, count=200)
+    planted = with_digit_in_state(caches(HYBRID, texts, LATER, [IN_VIEW])[IN_VIEW], texts.digits)
+    labels = torch.from_numpy(texts.digits[:, :1].T.copy()) // 5
+
+    def read(cache: KVCache) -> float:
+        rows = read_layers(vectors(HYBRID, cache, STATE)[:1], labels, 2)
+        return rows[rows["layer"] == 0]["right"].mean()
+
+    assert read(planted) > 0.99
+    assert read(planted.mask(PAIRS, layers=HYBRID.geometry.attending)) > 0.99
+    assert read(planted.mask(PAIRS)) < 0.6
+
+
+def test_attention_and_states_in_one_layer_are_refused():
+    refused(
+        lambda: refuse_joined(load(tiny("falcon_h1"), tokenizer=HYBRID.tokenizer)), "in one layer", "attention alone"
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("toy") / "toy"
+    of_mementos = toy(Memento(memory="hybrid", blocks=BLOCKS, layers=2, width=16, heads=2, inner=24, tested=2))
+    of_mementos.lanes.plain.save_pretrained(folder)
+    of_mementos.tokenizer.save_pretrained(folder)
+    # No tiny model of random weights understands the question.
+    return whole_run(STUDY, replace(SMALL, toys=(str(folder),)), HYBRID, root, [True, True, False])
+
+
+def test_a_run_shows_everything(finished: Run):
+    findings = Conclusion.of(finished.metrics).findings
+    assert {claim.finding for claim in STUDY.claims} <= set(findings.names)
+    assert set(findings.values("answered", "arm")) == set(arms_of(HYBRID))
+    assert {*findings.values("mementos", "arm")} == set(ARMS)
+    assert findings.values("of_block", "turn") == [*range(1, BLOCKS + 1)]
+
+
+def test_models_of_other_texts_are_refused_as_toys():
+    refused(lambda: read_toy(HYBRID, SMALL), "no model of mementos", "'toys'")
+    refused(lambda: Config(others=("recall-hybrid-0",)), "the model itself")
+
+
+def test_a_language_model_is_asked_in_words(smol_tokenizer: Any):
+    """By a hybrid of random weights with the tokenizer of SmolLM2."""
+    model = load(tiny("qwen3_next", vocab_size=len(smol_tokenizer)), tokenizer=smol_tokenizer)
+    texts = texts_for(model, 4)
+    said = model.tokenizer.decode(texts.own[0].ids)
+    assert "Keep these in mind: a=" in said
+    assert said.endswith("=")
+    assert "Keep" not in model.tokenizer.decode(texts.without[0].ids)
+    assert max(moved(model, texts, AT_ONCE, TIMELESS, STATE)) == 0.0
+    assert answers(model, texts, caches(model, texts, LATER, [ERASED])[ERASED], ERASED)["bits"].notna().all()
+
+
+# ---- what is concluded
+
+Number = Callable[[np.ndarray], np.ndarray]
+MODELS = (("hybrid", "attention and states"), ("alone", "attention"))
+
+
+def flat(value: float) -> Number:
+    return lambda texts: np.full(len(texts), value) + 0.02 * (-1.0) ** texts
+
+
+def made_up(
+    varies: float = 0.0, floor: float = 0.1, seen: float = 0.99, models: Any = MODELS, **levels: Number
+) -> dict[str, pd.DataFrame]:
+    """By default the states of the hybrid hold the turn, and are used."""
+    texts = np.arange(24)
+    drawn = {
+        "ghost": flat(0.4),
+        "leak": flat(0.5),
+        "follows": flat(0.6),
+        "rivals": flat(0.0),
+        "time": flat(0.0),
+        "carried_by_writes": flat(0.2),
+        "carried_by_slots": flat(0.2),
+        "poison": flat(1.0),
+        "cure": flat(0.8),
+    } | levels
+    value = {name: number(texts) for name, number in drawn.items()}
+    answered, probes, heads, reach, turns = [], [], [], [], []
+    for name, memory in models:
+        recurs = "states" in memory
+        keys = {"model": name, "memory": memory, "text": texts}
+        arms = {ERASED: 0.1 + recurs * value["ghost"], TIMELESS: 0.1, IN_VIEW: seen, BOTH: 0.1, RESTART: 0.1}
+        arms |= {OF_STAND_IN: 0.1, RIVALS: 0.1} if recurs else {}
+        follows = {OF_STAND_IN: value["follows"], RIVALS: value["rivals"]}
+        for (pairs, distance), (arm, right), when in product(((8, 8), (8, 16), (4, 8)), arms.items(), (AT_ONCE, LATER)):
+            design = {**keys, "pairs": pairs, "distance": distance, "when": when, "arm": arm}
+            taken = follows.get(arm, 0.0) + 0 * texts
+            answered.append({**design, "right": right, "follows": taken, "bits": 3 * right, "margin": 1.0})
+            if arm not in (ERASED, TIMELESS, BOTH, RESTART):
+                continue
+            for part, reader in product((STATE, WRITES, SLOTS) if recurs else (SLOTS,), (LINEAR, MLP)):
+                extra = {
+                    (STATE, ERASED, LATER): value["leak"],
+                    (STATE, BOTH, AT_ONCE): value["time"],
+                    (WRITES, TIMELESS, LATER): value["carried_by_writes"],
+                    (SLOTS, TIMELESS, LATER): value["carried_by_slots"],
+                }.get((part, arm, when), 0.0 if arm == RESTART else 0 * texts)
+                level = flat(floor if arm == RESTART else 0.1)(texts) + extra
+                bits = pairs * (level - 0.1) * (8 / distance)
+                row = {**design, "part": part, "reader": reader, "bytes": 64, "right": level, "bits": bits}
+                probes += [{**row, "layer": layer} for layer in (-1, 0)]
+        if recurs:
+            heads.append({**keys, "pairs": 8, "distance": 8, "layer": 0, "head": 0, "right": 0.5, "bits": 1.0})
+        reach.append({**keys, "when": AT_ONCE, "varies": varies})
+        for arm, turn in product(ARMS, range(1, BLOCKS + 1)):
+            shift = value["poison"] - value["cure"] * (arm == BOTH)
+            kinds = {RIGHT: 0.9, SHIFT: shift, READ: 0.3}
+            turns += [{**keys, "arm": arm, "turn": turn, "kind": kind, "value": of} for kind, of in kinds.items()]
+    named = {ANSWERS: answered, PROBES: probes, HEADS: heads, REACH: reach, TURNS: turns}
+    return {name: pd.concat(map(pd.DataFrame, rows), ignore_index=True) for name, rows in named.items()}
+
+
+SETTINGS = Config(model="hybrid", others=("alone",), distances=(8, 16), capacities=(4, 8))
+
+
+def concluded(**numbers: Any) -> Conclusion:
+    return conclude(made_up(**numbers), SETTINGS, HYBRID)
+
+
+def example() -> tuple[Config, Conclusion]:
+    return SETTINGS, concluded()
+
+
+def noise(rng: np.random.Generator) -> Conclusion:
+    """Nothing is held, used or carried."""
+
+    def normal(mean: float) -> Number:
+        return lambda texts: rng.normal(mean, 0.05, len(texts))
+
+    names = ("ghost", "leak", "rivals", "time", "carried_by_writes", "carried_by_slots", "poison", "cure")
+    quiet = {name: normal(0.0) for name in names}
+    return conclude(made_up(models=MODELS[:1], follows=normal(0.1), **quiet), SETTINGS, HYBRID)
+
+
+def only(findings: Findings, name: str, **keys: Any) -> Estimate:
+    (finding,) = findings.where(name, **keys)
+    return finding.value
+
+
+def test_planted_numbers_are_found():
+    findings = concluded().findings
+    keys = {"model": "hybrid"}
+    assert only(findings, "ghost", **keys).mean == pytest.approx(0.4)
+    assert only(findings, "leak", **keys).mean == pytest.approx(0.5)
+    assert only(findings, "ghost", model="alone").mean == pytest.approx(0.0)
+    assert only(findings, "kept", distance=16, **keys).mean == pytest.approx(0.5)
+    assert only(findings, "held", part=STATE, **keys).mean == pytest.approx(4.0)
+    assert only(findings, "per_byte", part=STATE, **keys).mean == pytest.approx(4 / 64)
+    assert only(findings, "by_pairs", reader=ANSWERING, pairs=4, **keys).mean == pytest.approx(4 * 1.5)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ({}, ("answers more questions from a state", "its states tell digits", "go by the state of the stand-in")),
+        ({}, ("what later words wrote in view of the turn tells its digits", "tells no digit that was detected")),
+        (
+            {"ghost": flat(0.0), "leak": flat(0.0), "follows": flat(0.1)},
+            (
+                "answers no more questions",
+                "nothing of the hidden turn was detected",
+                "do not detectably go by the state",
+            ),
+        ),
+        ({"rivals": flat(0.5), "time": flat(0.3)}, ("even with the turn in view", "decayed tells digits by itself")),
+    ],
+)
+def test_the_answer_follows_the_intervals(numbers: dict[str, Number], expected: tuple[str, ...], tmp_path: Path):
+    said = answer_of(STUDY, SETTINGS, concluded(**numbers), tmp_path).lower()
+    assert [phrase for phrase in expected if phrase not in said] == []
+
+
+def test_half_lives_are_bracketed():
+    assert half_life(concluded(leak=flat(0.6)).findings, "hybrid", [8, 16]) in (
+        "between 8 and 16 words",
+        "beyond 16 words",
+    )
+    assert half_life(concluded(leak=flat(0.0)).findings, "hybrid", [8, 16]) == ""
+
+
+def test_controls_fail_where_something_cannot_be():
+    assert [control.holds for control in concluded().controls] == [True, True, True]
+    bad = concluded(varies=0.1, floor=0.3, seen=0.5)
+    assert [control.holds for control in bad.controls] == [False, False, False]
