@@ -103,7 +103,7 @@ def recall(
     seed: Annotated[Whole, Parameter(help="Of weights and texts.")] = 0,
     out: Annotated[Path, Parameter(help="Folder that holds the models.")] = Path("models"),
 ) -> None:
-    """A transformer that is asked for digits that it was told; see `kvprobe.training.recall`."""
+    """A transformer that is asked for digits that it has read; see `kvprobe.training.recall`."""
     from kvprobe.training.loop import train
     from kvprobe.training.recall import Recall, recall_schedule
 

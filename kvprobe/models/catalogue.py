@@ -113,8 +113,8 @@ def _lossy(provenance: str, trained: str) -> NamedModel:
 
 
 def _recall(memory: str, title: str, seed: int) -> NamedModel:
-    """A model that is asked for digits that it was told; see `kvprobe.training.recall`."""
-    title = f"a word-level {title} of 4 layers that is asked for digits that it was told; seed {seed}"
+    """A model that is asked for digits that it has read; see `kvprobe.training.recall`."""
+    title = f"a word-level {title} of 4 layers that is asked for digits that it has read; seed {seed}"
     return _trained(title, f"recall/recall-{memory}-{seed}")
 
 

@@ -7,8 +7,8 @@
 Models that were trained on it read it so. To others it is spoken: a user states `a=3, b=7, c=1`, talks of other things,
 and asks.
 
-The digits are uniform and independent, so the text says of a digit nothing but the digit itself: once the pairs are
-hidden, all that a model knows of them it has from what it kept of them.
+The digits are uniform and independent, so no other word tells one: once the pairs are hidden, all that a model knows
+of them it has from what it kept.
 """
 
 import string
@@ -55,32 +55,32 @@ def draw_talk(rng: np.random.Generator, count: int, words: int) -> Words:
 
 
 def recall_text(
-    digits: Sequence[int], talk: Sequence[int], asked: int, *, told: bool = True, nouns: Sequence[str] | None = None
+    digits: Sequence[int], talk: Sequence[int], asked: int, *, stated: bool = True, nouns: Sequence[str] | None = None
 ) -> Transcript:
     """Pairs, talk and the question for one of the digits, with its answer.
 
     Args:
         talk: at least one word.
-        told: whether the pairs are stated.
+        stated: whether the pairs are.
         nouns: what talk is made of, where a model of language is spoken to.
     """
-    stated = zip(NAMES, digits, strict=False)
+    known = zip(NAMES, digits, strict=False)
     answer = {"text": str(digits[asked]), "name": ANSWER}
     messages: list[tuple[str, str, str | list[str | Mapping[str, str]]]]
     if nouns:
-        pairs = ", ".join(f"{name}={digit}" for name, digit in stated)
-        told_so = [("user", PAIRS, f"Keep these in mind: {pairs}."), ("assistant", TALK, "Noted.")]
+        pairs = ", ".join(f"{name}={digit}" for name, digit in known)
+        opening = [("user", PAIRS, f"Keep these in mind: {pairs}."), ("assistant", TALK, "Noted.")]
         messages = [
-            *(told_so if told else []),
+            *(opening if stated else []),
             ("user", TALK, " ".join(["Words:", *(nouns[word % len(nouns)] for word in talk)])),
             ("assistant", TALK, "I see."),
             ("user", QUESTION, f"Which digit belongs to {NAMES[asked]}? Answer with the pair."),
             ("assistant", QUESTION, [f"{NAMES[asked]}=", answer]),
         ]
     else:
-        pairs = " ".join(f"{name} {digit}" for name, digit in stated)
+        pairs = " ".join(f"{name} {digit}" for name, digit in known)
         messages = [
-            *([("user", PAIRS, pairs)] if told else []),
+            *([("user", PAIRS, pairs)] if stated else []),
             ("user", TALK, " ".join(WORDS[word] for word in talk)),
             ("user", QUESTION, [f"{ASK} {NAMES[asked]} ", answer]),
         ]

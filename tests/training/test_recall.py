@@ -43,8 +43,8 @@ def test_a_text_ends_with_a_question_as_in_training():
     assert model.tokenizer.decode(tokens.ids) == "<bos> a 3 b 7 A B C ? b 7"
     assert tuple(dict.fromkeys(tokens.segments)) == ("preamble", PAIRS, TALK, QUESTION)
     assert tokens.ids[tokens.part(ANSWER)] == (NUMBER["7"],)
-    (untold,) = model.tokens(recall_text([3, 7], [0, 1, 2], 1, told=False))
-    assert model.tokenizer.decode(untold.ids) == "<bos> A B C ? b 7"
+    (unstated,) = model.tokens(recall_text([3, 7], [0, 1, 2], 1, stated=False))
+    assert model.tokenizer.decode(unstated.ids) == "<bos> A B C ? b 7"
 
 
 @pytest.mark.parametrize("memory", ["attention", "recurrent", "hybrid", "mamba"])

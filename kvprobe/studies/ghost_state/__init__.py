@@ -18,8 +18,8 @@ class Config(Settings):
         texts: of each design, and of each toy.
         pairs: digits that are hidden.
         distance: words of talk between them and the question.
-        distances: … of which the half-life is told.
-        capacities: numbers of pairs of which it is told how much is held.
+        distances: … over which it is measured how long they are kept.
+        capacities: numbers of pairs for which it is measured how much is held.
         mlp: whether a probe with a hidden layer is trained, too.
         batch: texts that are read side by side.
         seed: of texts and probes.

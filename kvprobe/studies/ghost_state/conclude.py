@@ -43,7 +43,7 @@ def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclu
     digits, talk = [(7 * place + 3) % BASE for place in range(config.pairs)], [*range(min(config.distance, 8))]
     facts = {
         "chat": chat_record(recall_text(digits, talk, config.pairs - 1, nouns=nouns_of(model)), masked=(PAIRS,)),
-        "main": {"model": config.model, "memory": next(iter(findings.where("ghost"))).keys["memory"]},
+        "main": config.model,
         "half_lives": {
             name: half_life(findings, name, sorted({*config.distances, config.distance}))
             for name in findings.values("kept", "model")

@@ -88,14 +88,14 @@ def draw_texts(model: Model, count: int, pairs: int, distance: int, rng: np.rand
     asked = rng.integers(pairs, size=count)
     nouns = nouns_of(model)
 
-    def read(some: Digits, told: bool = True) -> list[Tokens]:
+    def read(some: Digits, stated: bool = True) -> list[Tokens]:
         texts = [
-            recall_text(*row, told=told, nouns=nouns)
+            recall_text(*row, stated=stated, nouns=nouns)
             for row in zip(some.tolist(), talk.tolist(), asked.tolist(), strict=True)
         ]
         return [row[: row.part(ANSWER).start] for row in model.tokens(texts)]
 
-    texts = Texts(read(digits), read(others), read(digits, told=False), digits, others, asked)
+    texts = Texts(read(digits), read(others), read(digits, stated=False), digits, others, asked)
     lengths = {len(row) for row in (*texts.own, *texts.other)}
     if len(lengths) > 1:
         raise UserError(
