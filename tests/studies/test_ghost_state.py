@@ -183,16 +183,18 @@ def test_models_of_other_texts_are_refused_as_toys():
     refused(lambda: Config(others=("recall-hybrid-0",)), "the model itself")
 
 
-def test_a_language_model_is_asked_in_words(smol_tokenizer: Any):
-    """By a hybrid of random weights with the tokenizer of SmolLM2."""
-    model = load(tiny("qwen3_next", vocab_size=len(smol_tokenizer)), tokenizer=smol_tokenizer)
-    texts = texts_for(model, 4)
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "granitemoehybrid"])
+def test_a_language_model_is_asked_in_words(kind: str, smol_tokenizer: Any):
+    """By the families of the presets, with random weights and the tokenizer of SmolLM2."""
+    model = load(tiny(kind, vocab_size=len(smol_tokenizer)), tokenizer=smol_tokenizer)
+    texts = texts_for(model, 4, 3)
     said = model.tokenizer.decode(texts.own[0].ids)
     assert "Keep these in mind: a=" in said
     assert said.endswith("=")
     assert "Keep" not in model.tokenizer.decode(texts.without[0].ids)
     assert max(moved(model, texts, AT_ONCE, TIMELESS, STATE)) == 0.0
-    assert answers(model, texts, caches(model, texts, LATER, [ERASED])[ERASED], ERASED)["bits"].notna().all()
+    for arm, cache in caches(model, texts, LATER, arms_of(model)).items():
+        assert answers(model, texts, cache, arm).notna().all(axis=None)
 
 
 # ---- what is concluded

@@ -90,7 +90,16 @@ def test_the_command_trains_what_its_flags_say(
     assert "8 pairs: 96.1% right" in capsys.readouterr().out
 
 
-SHIPPED: dict[str, float] = {}
+SHIPPED = {
+    "recall-attention-0": 1.0,
+    "recall-attention-1": 1.0,
+    "recall-recurrent-0": 0.942,
+    "recall-recurrent-1": 0.998,
+    "recall-hybrid-0": 0.944,
+    "recall-hybrid-1": 0.999,
+    "recall-mamba-0": 1.0,
+    "recall-mamba-1": 1.0,
+}
 """The share of right answers about 16 pairs that the card of each reports."""
 
 
