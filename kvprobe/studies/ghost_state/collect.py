@@ -69,8 +69,11 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
 
 def memory_of(model: Model) -> str:
     """What kinds of memory a model has."""
-    kinds = {"attention": model.geometry.attending, "states": model.geometry.recurrent}
-    return " and ".join(kind for kind, layers in kinds.items() if layers)
+    geometry = model.geometry
+    stored = {name for layer in geometry.recurrent for name in geometry.parts[layer]}
+    rules = {"step": "delta rule", "gain": "Mamba-2", "conv": "convolutions"}
+    states = next((rule for part, rule in rules.items() if part in stored), "")
+    return " and ".join(filter(None, (states, "attention" if geometry.attending else "")))
 
 
 def read_model(model: Model, config: Config) -> pd.DataFrame:

@@ -141,7 +141,8 @@ def of_reach(config: Config) -> Iterator[Estimand]:
     erased: dict[str, Any] = {"when": LATER, "arm": ERASED}
     held: dict[str, Any] = {"cluster": "text", "unit": "bits"}
     readers = {"part": (STATE, ANSWERING), "reader": (LINEAR, ANSWERING)}
-    by = (*MODEL, "reader")
+    # Seeds together; each is listed where the layers are.
+    by = ("memory", "reader")
     yield Mean(
         name="by_distance",
         of="share",
@@ -205,8 +206,7 @@ def half_life(findings: Findings, model: str, distances: Sequence[int]) -> str:
     """Between which distances half of what is read at the shortest is lost; empty where nothing is read there."""
     kept = {distance: findings.where("kept", model=model, distance=distance) for distance in distances}
     means = {distance: found[0].value.mean for distance, found in kept.items() if found}
-    (read,) = findings.where("by_distance", model=model, distance=distances[0], reader=LINEAR)[:1] or (None,)
-    if read is None or not read.value.above():
+    if not any(finding.value.above() for finding in findings.where("leak", model=model)):
         return ""
     after = next((distance for distance in distances if means.get(distance, 1.0) < 0.5), None)
     if after is None:

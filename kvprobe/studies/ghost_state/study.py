@@ -60,9 +60,9 @@ STUDY = Study(
             x_label="words of talk after the hidden turn",
             y_label="bits known of a hidden digit",
             line="reader",
-            panel="model",
+            panel="memory",
             caption="What the states and the answers know of a hidden digit (3.32 bits were all), by words since then. "
-            "Hidden from attention alone, after the talk. Bars: 95 % intervals over texts.",
+            "Hidden from attention alone, after the talk; seeds together. Bars: 95 % intervals over texts.",
         ),
         Lines(
             file="capacity",
@@ -71,7 +71,7 @@ STUDY = Study(
             x_label="digits hidden at once",
             y_label="bits known of all of them",
             line="reader",
-            panel="model",
+            panel="memory",
             caption="The same by digits that are hidden at once: all their bits.",
         ),
     ),
