@@ -100,9 +100,9 @@ def _steps(name: str, architecture: str, learned: str) -> NamedModel:
     return _trained(title, f"steps/{name}")
 
 
-def _memento(name: str, trained: str) -> NamedModel:
+def _memento(name: str, trained: str, kind: str = "Llama of 4 layers") -> NamedModel:
     """A toy of Memento; see `kvprobe.training.memento`."""
-    title = f"a word-level Llama of 4 layers that sums up blocks of digits, which are hidden then; {trained}"
+    title = f"a word-level {kind} that sums up blocks of digits, which are hidden then; {trained}"
     return _trained(title, f"memento/{name}", size=4)
 
 
@@ -112,17 +112,17 @@ def _lossy(provenance: str, trained: str) -> NamedModel:
     return _trained(title, f"lossy/lossy-8-3-{provenance}-0")
 
 
-def _recall(memory: str, title: str, seed: int) -> NamedModel:
+def _recall(memory: str, kind: str, seed: int) -> NamedModel:
     """A model that is asked for digits that it has read; see `kvprobe.training.recall`."""
-    title = f"a word-level {title} of 4 layers that is asked for digits that it has read; seed {seed}"
+    title = f"a word-level {kind} that is asked for digits that it has read; seed {seed}"
     return _trained(title, f"recall/recall-{memory}-{seed}")
 
 
 _MEMORIES = {
-    "attention": "Qwen3-Next with attention alone",
-    "recurrent": "Qwen3-Next with states alone",
-    "hybrid": "Qwen3-Next with states in 3 layers and attention in the last",
-    "mamba": "Bamba with states in 3 layers and attention in the last",
+    "attention": "Qwen3-Next of 4 layers with attention",
+    "recurrent": "Qwen3-Next of 4 layers with states",
+    "hybrid": "Qwen3-Next of 3 layers with states and one with attention",
+    "mamba": "Bamba of 3 layers with states and one with attention",
 }
 NAMED_MODELS = {
     "smollm2-135m": NamedModel(
@@ -226,6 +226,12 @@ NAMED_MODELS = {
             "memento-recomputed": "sums, mementos read again without their blocks",
             "memento-copy": "mementos that copy the first one",
         }.items()
+    },
+    **{
+        f"memento-{name}-{seed}": _memento(f"memento-{name}-{seed}", f"sums of 5 blocks, seed {seed}", kind)
+        for name, kind in _MEMORIES.items()
+        for seed in (0, 1)
+        if name != "mamba"
     },
     "lossy-8-3-retained-0": _lossy("retained", "to go on from the slots that saw it"),
     "lossy-8-3-recomputed-0": _lossy("recomputed", "with restarts"),

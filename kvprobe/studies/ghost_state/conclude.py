@@ -31,6 +31,7 @@ from kvprobe.studies.ghost_state.reading import (
 )
 from kvprobe.studies.ghost_state.turns import READ, RIGHT, SHIFT, TURNS
 from kvprobe.studies.layer_readers import LINEAR
+from kvprobe.tasks.mementos import DIGITS, accuracy_given_sum
 from kvprobe.tasks.recall import BASE, PAIRS, recall_text
 from kvprobe.tidy import Rows, chosen
 
@@ -49,6 +50,7 @@ def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclu
             for name in findings.values("kept", "model")
         },
         "chance": 1 / BASE,
+        "bound": accuracy_given_sum(DIGITS),
     }
     return Conclusion(findings, controls(tables, findings, model), facts)
 

@@ -20,7 +20,6 @@ from kvprobe.tasks.mementos import (
     BASE,
     PLACES,
     Trace,
-    bayes_accuracy,
     block_name,
     draw_changed,
     memento_name,
@@ -99,8 +98,7 @@ def _probe(model: Model, traces: Sequence[Trace], labels: Tensor, config: Config
         for number, parts in enumerate(states):
             read = read_layers(torch.cat(parts, 1), labels, BASE)
             read = read[read["layer"] < 0][["text", "right"]].rename(columns={"right": "value"})
-            bound = bayes_accuracy(1, range(number + 2))
-            yield read.assign(arm=arm, kind=READ, turn=number + 1, bound=bound)
+            yield read.assign(arm=arm, kind=READ, turn=number + 1)
 
 
 def turn_by_turn(model: Model, rows: Sequence[Tokens], arm: str) -> Iterator[tuple[Tensor, KVCache]]:
