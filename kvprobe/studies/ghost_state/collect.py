@@ -39,8 +39,6 @@ from kvprobe.tasks.recall import BASE
 from kvprobe.tidy import chosen
 
 TABLES = ANSWERS, PROBES, HEADS, REACH = "answers", "probes", "heads", "reach"
-FEW = (IN_VIEW, ERASED, BOTH)
-"""The arms that are compared over distances and numbers of pairs."""
 READ = (IN_VIEW, ERASED, BOTH, TIMELESS, RESTART)
 """Those in which probes read."""
 
@@ -97,21 +95,21 @@ def read_design(
     """The tables of texts of one shape.
 
     Args:
-        main: whether all arms are measured and all parts read; else the few that show how far the state reaches.
+        main: whether all arms are measured and all parts read; else how far the state reaches, after an engine's erase.
     """
-    arms = arms_of(model) if main else list(FEW)
+    arms = arms_of(model) if main else [ERASED]
     held: dict[tuple[str, str, str], list[torch.Tensor]] = {}
     size: dict[str, int] = {}
     varies: list[float] = []
-    for when in WHENS:
+    for when in WHENS if main else (LATER,):
         for start in range(0, config.texts, config.batch):
             some = texts[slice(start, start + config.batch)]
             by_arm = caches(model, some, when, arms)
             for arm, cache in by_arm.items():
                 numbers = np.arange(start, start + len(some.own))
                 yield answers(model, some, cache, arm).assign(table=ANSWERS, when=when, arm=arm, text=numbers)
-                of_states = [STATE] if (when, arm) == (LATER, ERASED) and model.geometry.recurrent else []
-                for part in (parts_of(model, arm) if arm in READ else []) if main else of_states:
+                read = parts_of(model, arm) if arm in READ else []
+                for part in read if main else set(read) & {STATE}:
                     held.setdefault((when, arm, part), []).append(vectors(model, cache, part))
                     size.setdefault(part, bytes_of(model, cache, part))
         if main:
