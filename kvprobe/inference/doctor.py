@@ -133,7 +133,12 @@ def _greedy_against_library(model: Model, tokens: Tokens) -> Agreement:
     ours = generate(model.lanes, [tokens], max_new_tokens=16).tokens[0]
     plain: Any = model.lanes.plain  # `generate` is of a mixin that transformers does not type
     settings = GenerationConfig(
-        max_new_tokens=16, do_sample=False, eos_token_id=stop_tokens(model.lanes) or None, pad_token_id=0
+        max_new_tokens=16,
+        do_sample=False,
+        eos_token_id=stop_tokens(model.lanes) or None,
+        pad_token_id=0,
+        # It cannot count what a cache holds of which no layer attends.
+        use_cache=bool(model.geometry.attending),
     )
     defaults = plain.generation_config
     # The library would take settings left open from here, such as a repetition penalty, which greedy decoding lacks.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import QuantizedCache
 
 from kvprobe.arguments import checked_arguments
@@ -24,7 +24,7 @@ from kvprobe.inference.model import Model
 from kvprobe.memory.budget import Budget
 from kvprobe.memory.units import both
 from kvprobe.models.attending import attention_named
-from kvprobe.models.hf_cache import CACHE
+from kvprobe.models.hf_cache import CACHE, library_cache
 from kvprobe.models.loading import free_bytes
 from kvprobe.restoring import restoring
 
@@ -234,7 +234,7 @@ _LAST = "kvprobe: the pass that is measured"
 def _empty_cache(model: PreTrainedModel, budget: Budget) -> Cache:
     name = budget.request.numbers.name
     if budget.request.numbers.is_plain:
-        return DynamicCache(config=model.config)
+        return library_cache(model.config)
     if name == "fp8":
         return QuantizedCache("fp8", model.config)
     return QuantizedCache("quanto", model.config, nbits=budget.request.numbers.bits)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.cache_utils import (
     DummyLayer,
     DynamicIndexedLayer,
@@ -38,7 +38,7 @@ from kvprobe.memory.config import LARGEST, Config
 from kvprobe.memory.forward import Kernel
 from kvprobe.memory.weights import Weights
 from kvprobe.models.geometry import kinds_of, sources_of
-from kvprobe.models.hf_cache import CACHE
+from kvprobe.models.hf_cache import CACHE, library_cache
 from kvprobe.models.recurrent import Noted, known_modules, writes_noted
 from kvprobe.names import one_line, unknown
 
@@ -251,7 +251,7 @@ def _layers(of: Config, model: PreTrainedModel) -> tuple[LayerStore, ...]:
 def _one_token(model: PreTrainedModel, config: Any, kinds: list[str]) -> tuple[Any, list[Noted], dict[int, int]]:
     """Transformers' cache after one token, what the kernels of recurrent layers were given, and the layers that did
     not run, each with the one before it that is alike."""
-    past, ids = DynamicCache(config=config), torch.zeros(1, 1, dtype=torch.long, device="meta")
+    past, ids = library_cache(config), torch.zeros(1, 1, dtype=torch.long, device="meta")
     takes = inspect.signature(model.forward).parameters
     for part in model.modules():  # they would look for padding among tokens that have no numbers
         if isinstance(part, PreTrainedModel):

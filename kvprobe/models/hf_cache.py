@@ -118,6 +118,13 @@ class StatesAlone(DynamicCache):
         return query_length, 0
 
 
+def library_cache(config: Any) -> DynamicCache:
+    """transformers' own cache for a model of this config."""
+    past = DynamicCache(config=config)
+    attends = not past.layers or any(isinstance(layer, CacheLayerMixin) for layer in past.layers)
+    return past if attends else StatesAlone(config=config)
+
+
 def past_key_values(layers: Sequence[Any]) -> DynamicCache:
     """A Hugging Face cache made of these layers."""
     past = DynamicCache() if any(isinstance(layer, CacheLayerMixin) for layer in layers) else StatesAlone()

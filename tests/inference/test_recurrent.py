@@ -18,11 +18,12 @@ from kvprobe.cache.parts import ADDED, CONVOLVED, DELTA, KV
 from kvprobe.cache.recurrence import fold
 from kvprobe.errors import UserError
 from kvprobe.faults import BitFlips, OverlappingKV, PositionShift, Scope, Zeros
+from kvprobe.inference.doctor import examine
 from kvprobe.inference.forward import taps
 from kvprobe.inference.model import Model, load
 from kvprobe.models import recurrent
 from kvprobe.models.geometry import Geometry
-from kvprobe.models.hf_cache import empty_layers, held_by, past_key_values
+from kvprobe.models.hf_cache import CACHE, empty_layers, held_by, library_cache, past_key_values
 from kvprobe.models.recurrent import StateLayer, recurrent_modules, writes_noted
 from kvprobe.report.views.patterns import patterns_view
 from kvprobe.text.tokens import Tokens
@@ -411,3 +412,20 @@ def test_the_gate_sees_a_convolution_that_remembers_hidden_tokens(monkeypatch: p
     monkeypatch.setattr(recurrent, "last_inputs", all_inputs)
     with pytest.raises(UserError):
         load(tiny("qwen3_next")).prefill(IDS)
+
+
+def test_a_model_without_any_attention_is_read_handed_over_budgeted_and_examined():
+    """transformers asks its own cache of such a model for a length that no layer knows."""
+    model = load(tiny("qwen3_next", layer_types=["linear_attention"] * 4))
+    assert (model.geometry.attending, model.geometry.recurrent) == ((), (0, 1, 2, 3))
+    past = model.prefill(IDS)
+    plain = model.lanes.plain
+    with torch.no_grad():
+        output: Any = plain(torch.tensor([NEXT.ids]), **{CACHE: model.to_hf(past)})
+    assert close(output.logits, after(model, past))
+    assert close(after(model, past.mask(slots=[2, 5])), after(model, past.evict(slots=[2, 5])))
+    assert all(check.passed for check in examine(model))
+    library: Any = library_cache(plain.config)
+    plain(torch.tensor([IDS.ids]), **{CACHE: library})
+    kept = [states for layer in library.layers for states in (layer.conv_states, layer.recurrent_states)]
+    assert model.budget(context=len(IDS)).cache == sum(tensor.nbytes for states in kept for tensor in states.values())

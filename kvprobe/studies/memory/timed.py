@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from transformers import DynamicCache
 
 from kvprobe.inference.measured import storage_bytes
 from kvprobe.inference.model import Model
-from kvprobe.models.hf_cache import CACHE
+from kvprobe.models.hf_cache import CACHE, library_cache
 from kvprobe.progress import Clock
 
 
@@ -20,7 +19,7 @@ from kvprobe.progress import Clock
 def growth(model: Model, prompt: int, new: int) -> list[dict[str, int]]:
     """After each of `new` generated tokens: bytes that the cache's tensors hold, and what three views say of them."""
     plain = model.lanes.plain
-    past = DynamicCache(config=plain.config)
+    past = library_cache(plain.config)
     ids = _ids(model, prompt + new)
     held, blocks = (model.budget(context=prompt, engine=engine) for engine in ("hf", "vllm"))
     rows: list[dict[str, int]] = []
@@ -80,7 +79,7 @@ def _next_token(model: Model, ids: torch.Tensor) -> Callable[[], Any]:
     """What reads the last token of each text after the cache of those before it. Called again it reads it once more,
     one slot further on: its time is that of this length."""
     plain = model.lanes.plain
-    past = DynamicCache(config=plain.config)
+    past = library_cache(plain.config)
     plain(ids[:, :-1], use_cache=True, logits_to_keep=1, **{CACHE: past})
     return lambda: plain(ids[:, -1:], use_cache=True, logits_to_keep=1, **{CACHE: past})
 
