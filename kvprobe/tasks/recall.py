@@ -1,7 +1,7 @@
 """Recall: digits that belong to names, words that say nothing, and questions for the digit of a name.
 
     a 3 b 7 c 1        pairs
-    K B B F            talk
+    K B B F            talk: unrelated words
     ? b 7              question
 
 Models that were trained on it read it so. To others it is spoken: a user states `a=3, b=7, c=1`, talks of other things,
@@ -30,8 +30,8 @@ NOUNS = (
     "kitchen", "island", "summer", "road",
 )  # fmt: skip
 """What spoken talk is made of."""
-PAIRS, TALK, QUESTION = "pairs", "talk", "question"
-"""Segments."""
+OPENING, PAIRS, TALK, QUESTION = "opening", "pairs", "talk", "question"
+"""Segments. The opening of spoken texts is never hidden, so that the first slots, which all attend to, stay."""
 ANSWER = "answer"
 """The part of a question that a model would say."""
 Digits = Int[np.ndarray, "texts pairs"]
@@ -57,7 +57,7 @@ def draw_talk(rng: np.random.Generator, count: int, words: int) -> Words:
 def recall_text(
     digits: Sequence[int], talk: Sequence[int], asked: int, *, stated: bool = True, nouns: Sequence[str] | None = None
 ) -> Transcript:
-    """Pairs, talk and the question for one of the digits, with its answer.
+    """Pairs, unrelated words and the question for one of the digits, with its answer.
 
     Args:
         talk: at least one word.
@@ -69,9 +69,10 @@ def recall_text(
     messages: list[tuple[str, str, str | list[str | Mapping[str, str]]]]
     if nouns:
         pairs = ", ".join(f"{name}={digit}" for name, digit in known)
-        opening = [("user", PAIRS, f"Keep these in mind: {pairs}."), ("assistant", TALK, "Noted.")]
+        turn = [("user", PAIRS, f"Keep these in mind: {pairs}."), ("assistant", PAIRS, "Noted.")]
         messages = [
-            *(opening if stated else []),
+            ("system", OPENING, "You answer briefly."),
+            *(turn if stated else []),
             ("user", TALK, " ".join(["Words:", *(nouns[word % len(nouns)] for word in talk)])),
             ("assistant", TALK, "I see."),
             ("user", QUESTION, f"Which digit belongs to {NAMES[asked]}? Answer with the pair."),

@@ -35,7 +35,11 @@ def model_of(memory: Memory, inner: int, shape: Mapping[str, Any]) -> PreTrained
         inner: width of the MLPs.
         shape: what `words.word_shape` gives.
     """
-    model = _built(memory, inner, shape)
+    return slow_to_forget(_built(memory, inner, shape))
+
+
+def slow_to_forget(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, whose states now start with time steps as in the papers."""
     for name, parameter in model.named_parameters():
         if name.endswith("dt_bias"):
             steps = torch.empty_like(parameter).uniform_(math.log(SHORTEST), math.log(LONGEST)).exp()

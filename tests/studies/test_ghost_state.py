@@ -18,8 +18,8 @@ from kvprobe.inference.model import Model, load
 from kvprobe.report.findings import Findings
 from kvprobe.stats import Estimate
 from kvprobe.studies.ghost_state import Config
-from kvprobe.studies.ghost_state.collect import ANSWERS, HEADS, PROBES, REACH
-from kvprobe.studies.ghost_state.conclude import ANSWERING, conclude, half_life
+from kvprobe.studies.ghost_state.collect import ANSWERS, HEADS, PROBES, REACH, RULES, UNTRAINED, read_model
+from kvprobe.studies.ghost_state.conclude import ANSWERING, SEEING, conclude, findings_of, lasting
 from kvprobe.studies.ghost_state.reading import (
     AT_ONCE,
     BOTH,
@@ -27,17 +27,18 @@ from kvprobe.studies.ghost_state.reading import (
     IN_VIEW,
     LATER,
     OF_STAND_IN,
+    OWN_SLOTS,
     RESTART,
     RIVALS,
-    SLOTS,
     STATE,
     TIMELESS,
-    WRITES,
+    WIDEST,
     Texts,
     answers,
     arms_of,
     caches,
     draw_texts,
+    narrowed,
     parts_of,
     refuse_joined,
     vectors,
@@ -45,7 +46,7 @@ from kvprobe.studies.ghost_state.reading import (
 from kvprobe.studies.ghost_state.study import STUDY
 from kvprobe.studies.ghost_state.turns import ARMS, BLOCKS, READ, RIGHT, SHIFT, TURNS, read_toy
 from kvprobe.studies.layer_readers import LINEAR, MLP, read_layers
-from kvprobe.tasks.recall import PAIRS
+from kvprobe.tasks.recall import PAIRS, QUESTION
 from kvprobe.training.memento import Memento
 from kvprobe.training.recall import Recall
 from kvprobe.training.schedule import Memory
@@ -56,7 +57,7 @@ from tests.studies.runs import whole_run
 from tests.toy import toy
 
 SMALL = Config(
-    model="main", others=None, texts=80, pairs=2, distance=6, distances=(5,), capacities=(2,), mlp=False, batch=80
+    model="main", others=None, texts=80, pairs=2, distance=8, distances=(8, 9), capacities=(2,), mlp=False, batch=80
 )
 
 
@@ -65,10 +66,11 @@ def small(memory: Memory = "hybrid") -> Model:
 
 
 HYBRID = small()
+WRITTEN, LATER_V, OWN_V = "values written later", "V of later slots", "its own V"
 
 
 def texts_for(model: Model, distance: int = 8, count: int = 6) -> Texts:
-    return draw_texts(model, count, 3, distance, np.random.default_rng(0))
+    return draw_texts(model, count, 3, distance, 0)
 
 
 def swapped(texts: Texts) -> Texts:
@@ -100,10 +102,10 @@ def test_the_decay_of_hidden_tokens_tells_of_them_where_it_is_kept():
 
 def test_what_was_read_in_view_of_the_turn_carries_it_but_in_the_first_layer():
     texts = texts_for(HYBRID)
-    in_writes = moved(HYBRID, texts, LATER, TIMELESS, WRITES)
+    in_writes = moved(HYBRID, texts, LATER, TIMELESS, WRITTEN)
     assert in_writes[0] == 0.0, "the convolution reaches three tokens back, and eight are between"
     assert in_writes[1] > 1e-4
-    assert max(moved(HYBRID, texts, LATER, TIMELESS, SLOTS)) > 1e-4
+    assert max(moved(HYBRID, texts, LATER, TIMELESS, LATER_V)) > 1e-4
 
 
 def test_an_erase_leaves_the_states_as_they_were_and_takes_the_slots():
@@ -154,6 +156,26 @@ def test_a_state_that_stores_a_digit_is_read_and_lost_after_a_fold():
     assert read(planted.mask(PAIRS)) < 0.6
 
 
+def test_wide_states_are_projected_head_by_head():
+    state = torch.randn(2, 4, 64, 64, generator=torch.Generator().manual_seed(0))
+    one, other = (narrowed(some) for some in (state, state.clone().index_fill_(1, torch.tensor([3]), 0.0)))
+    assert one.flatten(1).shape[1] == WIDEST
+    torch.testing.assert_close(one[:, :3], other[:, :3])
+    assert not other[:, 3].any()
+    lengths = (one.norm(dim=2) / state.flatten(2).norm(dim=2)).flatten()
+    assert ((lengths - 1).abs() < 0.15).all()
+    torch.testing.assert_close(narrowed(state[:, :, :8, :8]), state[:, :, :8, :8].flatten(2))
+
+
+def test_a_model_with_attention_alone_is_read_by_itself():
+    tables = read_model(small("attention"), replace(SMALL, distances=(8,))).assign(
+        model="a", kind="a", memory="attention"
+    )
+    findings = findings_of({name: tables[tables["table"] == name] for name in (ANSWERS, PROBES, REACH)}, SMALL)
+    assert {"answered", "read", "held"} <= set(findings.names)
+    assert not {"ghost", "leak"} & set(findings.names)
+
+
 def test_attention_and_states_in_one_layer_are_refused():
     refused(
         lambda: refuse_joined(load(tiny("falcon_h1"), tokenizer=HYBRID.tokenizer)), "in one layer", "attention alone"
@@ -187,20 +209,23 @@ def test_models_of_other_texts_are_refused_as_toys():
 def test_a_language_model_is_asked_in_words(kind: str, smol_tokenizer: Any):
     """By the families of the presets, with random weights and the tokenizer of SmolLM2."""
     model = load(tiny(kind, vocab_size=len(smol_tokenizer)), tokenizer=smol_tokenizer)
-    texts = texts_for(model, 4, 3)
+    texts = texts_for(model, 8, 3)
     said = model.tokenizer.decode(texts.own[0].ids)
     assert "Keep these in mind: a=" in said
     assert said.endswith("=")
     assert "Keep" not in model.tokenizer.decode(texts.without[0].ids)
-    assert max(moved(model, texts, AT_ONCE, TIMELESS, STATE)) == 0.0
-    for arm, cache in caches(model, texts, LATER, arms_of(model)).items():
+    for arm, cache in caches(model, texts, AT_ONCE, [TIMELESS, RESTART]).items():
+        (row, *_) = texts.rows(arm)
+        assert int(cache.ledger.following[0]) == row.positions[row.span(QUESTION).start]
         assert answers(model, texts, cache, arm).notna().all(axis=None)
+    for part in parts_of(model, TIMELESS):
+        assert max(moved(model, texts, AT_ONCE, TIMELESS, part)) == 0.0
 
 
 # ---- what is concluded
 
 Number = Callable[[np.ndarray], np.ndarray]
-MODELS = (("hybrid", "delta rule and attention"), ("alone", "attention"))
+MODELS = (("hybrid", f"{RULES['step']} and attention"), ("alone", "attention"))
 
 
 def flat(value: float) -> Number:
@@ -215,6 +240,7 @@ def made_up(
     drawn = {
         "ghost": flat(0.4),
         "leak": flat(0.5),
+        "learned": flat(0.3),
         "follows": flat(0.6),
         "rivals": flat(0.0),
         "time": flat(0.0),
@@ -227,34 +253,35 @@ def made_up(
     answered, probes, heads, reach, turns = [], [], [], [], []
     for name, memory in models:
         recurs = "delta" in memory
-        keys = {"model": name, "memory": memory, "text": texts}
-        arms = {ERASED: 0.1 + recurs * value["ghost"], TIMELESS: 0.1, IN_VIEW: seen, BOTH: 0.1, RESTART: 0.1}
+        keys = {"model": name, "kind": name, "memory": memory, "text": texts}
+        arms = {ERASED: 0.1 + recurs * value["ghost"], BOTH: 0.1, TIMELESS: 0.1, IN_VIEW: seen, RESTART: 0.1}
         arms |= {OF_STAND_IN: 0.1, RIVALS: 0.1} if recurs else {}
         follows = {OF_STAND_IN: value["follows"], RIVALS: value["rivals"]}
+        states = (STATE, WRITTEN) if recurs else ()
         for (pairs, distance), (arm, right), when in product(((8, 8), (8, 16), (4, 8)), arms.items(), (AT_ONCE, LATER)):
             design = {**keys, "pairs": pairs, "distance": distance, "when": when, "arm": arm}
-            taken = follows.get(arm, 0.0) + 0 * texts
-            answered.append({**design, "right": right, "follows": taken, "bits": 3 * right, "margin": 1.0})
-            if arm not in (ERASED, TIMELESS, BOTH, RESTART):
+            answered.append({**design, "right": right, "follows": follows.get(arm, 0.0) + 0 * texts, "margin": 1.0})
+            parts = (*OWN_SLOTS,) if arm == IN_VIEW else (*states, LATER_V)
+            if arm not in (IN_VIEW, ERASED, TIMELESS, BOTH, RESTART):
                 continue
-            for part, reader in product((STATE, WRITES, SLOTS) if recurs else (SLOTS,), (LINEAR, MLP)):
+            for part, reader in product(parts, (LINEAR, MLP, *([UNTRAINED] if arm == ERASED else []))):
                 extra = {
-                    (STATE, ERASED, LATER): value["leak"],
+                    (STATE, ERASED, LATER): value["leak"] - (reader == UNTRAINED) * value["learned"],
                     (STATE, BOTH, AT_ONCE): value["time"],
-                    (WRITES, TIMELESS, LATER): value["carried_by_writes"],
-                    (SLOTS, TIMELESS, LATER): value["carried_by_slots"],
-                }.get((part, arm, when), 0.0 if arm == RESTART else 0 * texts)
+                    (WRITTEN, TIMELESS, LATER): value["carried_by_writes"],
+                    (LATER_V, TIMELESS, LATER): value["carried_by_slots"],
+                }.get((part, arm, when), 0 * texts)
                 level = flat(floor if arm == RESTART else 0.1)(texts) + extra
                 bits = pairs * (level - 0.1) * (8 / distance)
                 row = {**design, "part": part, "reader": reader, "bytes": 64, "right": level, "bits": bits}
                 probes += [{**row, "layer": layer} for layer in (-1, 0)]
         if recurs:
             heads.append({**keys, "pairs": 8, "distance": 8, "layer": 0, "head": 0, "right": 0.5, "bits": 1.0})
-        reach.append({**keys, "when": AT_ONCE, "varies": varies})
+        reach.append({**keys, "varies": varies})
         for arm, turn in product(ARMS, range(1, BLOCKS + 1)):
             shift = value["poison"] - value["cure"] * (arm == BOTH)
-            kinds = {RIGHT: 0.9, SHIFT: shift, READ: 0.3}
-            turns += [{**keys, "arm": arm, "turn": turn, "kind": kind, "value": of} for kind, of in kinds.items()]
+            outcomes = {RIGHT: 0.9, SHIFT: shift, READ: 0.3}
+            turns += [{**keys, "arm": arm, "turn": turn, "outcome": kind, "value": of} for kind, of in outcomes.items()]
     named = {ANSWERS: answered, PROBES: probes, HEADS: heads, REACH: reach, TURNS: turns}
     return {name: pd.concat(map(pd.DataFrame, rows), ignore_index=True) for name, rows in named.items()}
 
@@ -276,7 +303,7 @@ def noise(rng: np.random.Generator) -> Conclusion:
     def normal(mean: float) -> Number:
         return lambda texts: rng.normal(mean, 0.05, len(texts))
 
-    names = ("ghost", "leak", "rivals", "time", "carried_by_writes", "carried_by_slots", "poison", "cure")
+    names = ("ghost", "leak", "learned", "rivals", "time", "carried_by_writes", "carried_by_slots", "poison", "cure")
     quiet = {name: normal(0.0) for name in names}
     return conclude(made_up(models=MODELS[:1], follows=normal(0.1), **quiet), SETTINGS, HYBRID)
 
@@ -291,27 +318,28 @@ def test_planted_numbers_are_found():
     keys = {"model": "hybrid"}
     assert only(findings, "ghost", **keys).mean == pytest.approx(0.4)
     assert only(findings, "leak", **keys).mean == pytest.approx(0.5)
-    assert only(findings, "ghost", model="alone").mean == pytest.approx(0.0)
+    assert only(findings, "learned", **keys).mean == pytest.approx(0.3)
+    assert [finding.keys["model"] for finding in findings.where("ghost")] == ["hybrid"], "the other has no states"
     assert only(findings, "kept", distance=16, **keys).mean == pytest.approx(0.5)
-    assert only(findings, "held", part=STATE, **keys).mean == pytest.approx(4.0)
-    assert only(findings, "per_byte", part=STATE, **keys).mean == pytest.approx(4 / 64)
-    assert only(findings, "by_pairs", reader=ANSWERING, pairs=4, memory=MODELS[0][1]).mean == pytest.approx(4 * 1.5)
+    assert only(findings, "held", part=STATE, bytes=64, **keys).mean == pytest.approx(4.0, abs=0.01)
+    for reader, share in ((ANSWERING, 0.5), (SEEING, 0.99), (UNTRAINED, 0.3)):
+        assert only(findings, "by_pairs", reader=reader, pairs=4, kind="hybrid").mean == pytest.approx(share)
 
 
 @pytest.mark.parametrize(
     ("numbers", "expected"),
     [
-        ({}, ("answers more questions from a state", "its states tell digits", "go by the state of the stand-in")),
-        ({}, ("what later words wrote in view of the turn tells its digits", "tells no digit that was detected")),
+        ({}, ("answers more questions because", "can be read from its states", "go by the states of the stand-in")),
+        ({}, ("from what later words wrote in view", "how far a state decayed", "those of an untrained model")),
         (
             {"ghost": flat(0.0), "leak": flat(0.0), "follows": flat(0.1)},
             (
-                "answers no more questions",
+                "no effect of what its states",
                 "nothing of the hidden turn was detected",
                 "do not detectably go by the state",
             ),
         ),
-        ({"rivals": flat(0.5), "time": flat(0.3)}, ("even with the turn in view", "decayed tells digits by itself")),
+        ({"rivals": flat(0.5), "time": flat(0.3)}, ("even with the turn in view", "can be read from how far")),
     ],
 )
 def test_the_answer_follows_the_intervals(numbers: dict[str, Number], expected: tuple[str, ...], tmp_path: Path):
@@ -319,12 +347,11 @@ def test_the_answer_follows_the_intervals(numbers: dict[str, Number], expected: 
     assert [phrase for phrase in expected if phrase not in said] == []
 
 
-def test_half_lives_are_bracketed():
-    assert half_life(concluded(leak=flat(0.6)).findings, "hybrid", [8, 16]) in (
-        "between 8 and 16 words",
-        "beyond 16 words",
+def test_how_long_half_of_it_lasts_is_bracketed():
+    assert lasting(concluded().findings, "hybrid", [8, 16]) == "beyond 8 words", (
+        "16 words keep half, not detectably less"
     )
-    assert half_life(concluded(leak=flat(0.0)).findings, "hybrid", [8, 16]) == ""
+    assert lasting(concluded(leak=flat(0.0)).findings, "hybrid", [8, 16]) == ""
 
 
 def test_controls_fail_where_something_cannot_be():

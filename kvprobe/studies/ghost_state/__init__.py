@@ -17,9 +17,10 @@ class Config(Settings):
         toys: models that `kvprobe train memento --memory …` trained, for turns and for mistakes; None for none.
         texts: of each design, and of each toy.
         pairs: digits that are hidden.
-        distance: words of talk between them and the question.
+        distance: unrelated words between them and the question.
         distances: … over which it is measured how long they are kept.
         capacities: numbers of pairs for which it is measured how much is held.
+        untrained: whether states of a model with random weights are read, too.
         mlp: whether a probe with a hidden layer is trained, too.
         batch: texts that are read side by side.
         seed: of texts and probes.
@@ -38,9 +39,10 @@ class Config(Settings):
     toys: tuple[str, ...] | None = None
     texts: int = ranged(2000, 80, 100_000)
     pairs: int = ranged(8, 1, 16)
-    distance: int = ranged(8, 1, 4096)
-    distances: tuple[int, ...] = (4, 16, 64, 192)
+    distance: int = ranged(8, 8, 4096)
+    distances: tuple[int, ...] = (8, 16, 64, 192)
     capacities: tuple[int, ...] = (2, 4, 8, 16)
+    untrained: bool = True
     mlp: bool = True
     batch: int = ranged(500, 1)
 

@@ -1,22 +1,28 @@
 """Each model reads texts and is asked under every way of hiding, and probes read what is left."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor
 
+from kvprobe.cache.cache import KVCache
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model, load
+from kvprobe.probing.controls import random_model
 from kvprobe.progress import Bar
 from kvprobe.studies.ghost_state import Config
 from kvprobe.studies.ghost_state.reading import (
+    AT_ONCE,
     BOTH,
     ERASED,
     IN_VIEW,
     LATER,
+    OWN_SLOTS,
     RESTART,
     STATE,
     TIMELESS,
@@ -31,114 +37,127 @@ from kvprobe.studies.ghost_state.reading import (
     parts_of,
     refuse_joined,
     state_of,
+    trained,
     vectors,
 )
 from kvprobe.studies.ghost_state.turns import TURNS, read_toy
-from kvprobe.studies.layer_readers import read_layers
+from kvprobe.studies.layer_readers import LINEAR, read_layers
 from kvprobe.tasks.recall import BASE
 from kvprobe.tidy import chosen
+from kvprobe.training.memories import slow_to_forget
 
-TABLES = ANSWERS, PROBES, HEADS, REACH = "answers", "probes", "heads", "reach"
+ANSWERS, PROBES, HEADS, REACH = "answers", "probes", "heads", "reach"
+UNTRAINED = f"{LINEAR}, untrained model"
+RULES = {"step": "delta rule", "gain": "Mamba-2", "conv": "convolutions"}
+"""What states are called, by the first part of a layer that tells them."""
 READ = (IN_VIEW, ERASED, BOTH, TIMELESS, RESTART)
-"""Those in which probes read."""
+"""The arms in which probes read."""
 
 
 def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
-    """Tables with columns `model` and `memory`, `pairs` and `distance`: `answers`, see `reading.answers`, by `arm` and
-    `when`; `probes`, what each `reader` reads of all digits in a `part`, in each `layer` and (−1) in the one that the
-    inner fold chose; `heads`, the same of each head's state; `reach`, how far a restart and a state without the hidden
-    turn vary with its digits; and `turns`, see `kvprobe.studies.ghost_state.turns`.
+    """Tables with columns `model`, `kind` and `memory`, `pairs` and `distance`: `answers`, see `reading.answers`, by
+    `arm` and `when`; `probes`, what each `reader` reads of all digits in a `part`, in each `layer` and (−1) in the one
+    that the inner fold chose; `heads`, the same of each head's state; `reach`, how far what must not know the hidden
+    turn varies with it, see `_reach`; and `turns`, see `kvprobe.studies.ghost_state.turns`.
     """
     known = {config.model: lambda: model} | {
         name: partial(load, name, device=config.device, dtype=config.dtype)
         for name in (*(config.others or ()), *(config.toys or ()))
     }
-    toys = set(config.toys or ())
 
     def read(name: str) -> pd.DataFrame:
         given = known[name]()
-        rows = read_toy(given, config) if name in toys else read_model(given, config)
-        return rows.assign(model=name, memory=memory_of(given))
+        rows = read_toy(given, config) if name in (config.toys or ()) else read_model(given, config)
+        # Models whose names differ in a seed alone are of one kind.
+        return rows.assign(model=name, kind=re.sub(r"-\d+$", "", name), memory=memory_of(given))
 
     rows = table_of_parts(run, list(known), "model", read, doing="Reading models", unit="model")
-    names = (*TABLES, *([TURNS] if toys else []))
-    return {name: chosen(rows, {"table": name}).dropna(axis=1, how="all") for name in names}
+    tables = {name: chosen(rows, {"table": name}) for name in (ANSWERS, PROBES, HEADS, REACH, TURNS)}
+    return {name: table.dropna(axis=1, how="all") for name, table in tables.items() if len(table)}
 
 
 def memory_of(model: Model) -> str:
     """What kinds of memory a model has."""
     geometry = model.geometry
     stored = {name for layer in geometry.recurrent for name in geometry.parts[layer]}
-    rules = {"step": "delta rule", "gain": "Mamba-2", "conv": "convolutions"}
-    states = next((rule for part, rule in rules.items() if part in stored), "")
+    states = next((rule for part, rule in RULES.items() if part in stored), "")
     return " and ".join(filter(None, (states, "attention" if geometry.attending else "")))
 
 
 def read_model(model: Model, config: Config) -> pd.DataFrame:
     """All tables of one model, one below the other."""
     refuse_joined(model)
+    blank = untrained(model, config.seed) if config.untrained and model.geometry.recurrent else None
     designs = {(config.pairs, distance) for distance in (config.distance, *config.distances)}
     designs |= {(pairs, config.distance) for pairs in config.capacities}
     tables: list[pd.DataFrame] = []
     for pairs, distance in Bar(sorted(designs), desc=f"Asking {model.name}", unit="design"):
-        rng = np.random.default_rng([config.seed, pairs, distance])
-        texts = draw_texts(model, config.texts, pairs, distance, rng)
+        texts = draw_texts(model, config.texts, pairs, distance, config.seed)
         main = (pairs, distance) == (config.pairs, config.distance)
-        rows = pd.concat(read_design(model, texts, main, config, rng), ignore_index=True)
-        tables.append(rows.assign(pairs=pairs, distance=distance))
+        rows = [*read_design(model, texts, main, config)]
+        if blank is not None:
+            read = pd.concat(read_design(blank, texts, False, config), ignore_index=True)
+            rows.append(read[(read["table"] == PROBES) & (read["part"] == STATE)].assign(reader=UNTRAINED))
+        tables.append(pd.concat(rows, ignore_index=True).assign(pairs=pairs, distance=distance))
     return pd.concat(tables, ignore_index=True)
 
 
-def read_design(
-    model: Model, texts: Texts, main: bool, config: Config, rng: np.random.Generator
-) -> Iterator[pd.DataFrame]:
+def untrained(model: Model, seed: int) -> Model:
+    """The same model with random weights; one of these texts starts as it started in training."""
+    blank = random_model(model, seed)
+    if trained(model):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            slow_to_forget(blank.lanes.plain)
+    return blank
+
+
+def read_design(model: Model, texts: Texts, main: bool, config: Config) -> Iterator[pd.DataFrame]:
     """The tables of texts of one shape.
 
     Args:
-        main: whether all arms are measured and all parts read; else how far the state reaches, after an engine's erase.
+        main: whether all arms are measured and all parts read; else what the turn in view gives, and an engine's erase.
     """
-    arms = arms_of(model) if main else [ERASED]
-    held: dict[tuple[str, str, str], list[torch.Tensor]] = {}
+    arms = arms_of(model) if main else [IN_VIEW, ERASED]
+    held: dict[tuple[str, str, str], list[Tensor]] = {}
     size: dict[str, int] = {}
-    varies: list[float] = []
     for when in WHENS if main else (LATER,):
         for start in range(0, config.texts, config.batch):
             some = texts[slice(start, start + config.batch)]
-            by_arm = caches(model, some, when, arms)
-            for arm, cache in by_arm.items():
+            for arm, cache in (by_arm := caches(model, some, when, arms)).items():
                 numbers = np.arange(start, start + len(some.own))
                 yield answers(model, some, cache, arm).assign(table=ANSWERS, when=when, arm=arm, text=numbers)
-                read = parts_of(model, arm) if arm in READ else []
-                for part in read if main else set(read) & {STATE}:
-                    held.setdefault((when, arm, part), []).append(vectors(model, cache, part))
-                    size.setdefault(part, bytes_of(model, cache, part))
-        if main:
-            varies.append(_varies(model, texts[: config.batch], when))
-    if main:
-        yield pd.DataFrame({"table": [REACH] * len(varies), "when": WHENS, "varies": varies})
+                for part in parts_of(model, arm) if arm in READ else ():
+                    if main or part in (STATE, *OWN_SLOTS):
+                        held.setdefault((when, arm, part), []).append(vectors(model, cache, part))
+                        size.setdefault(part, bytes_of(model, cache, part))
+            if main and when == AT_ONCE and start == 0:
+                yield _reach(model, some, by_arm)
     labels = torch.from_numpy(texts.digits.T.copy())
-    for (when, arm, part), parts in held.items():
-        features = torch.cat(parts, 1)
+    rng = np.random.default_rng([config.seed, 1])
+    for when, arm, part in [*held]:
+        features, numbers = torch.cat(held.pop((when, arm, part)), 1), layers_of(model, part)
         rows = read_layers(features, labels, BASE, rng if config.mlp and main and when == LATER else None)
-        rows["layer"] = rows["layer"].map({-1: -1, **dict(enumerate(layers_of(model, part)))})
+        rows["layer"] = rows["layer"].map({-1: -1, **dict(enumerate(numbers))})
         yield rows.assign(table=PROBES, when=when, arm=arm, part=part, bytes=size[part])
         if main and (when, arm, part) == (LATER, ERASED, STATE):
-            heads = state_of(caches(model, texts[:1], when, [arm])[arm], model.geometry.recurrent[0]).shape[1]
-            for number, of_heads in enumerate(features.unflatten(2, (heads, -1)).unbind(0)):
-                of_head = read_layers(of_heads.transpose(0, 1).contiguous(), labels, BASE)
-                of_head = of_head[of_head["layer"] >= 0].rename(columns={"layer": "head"})
-                yield of_head.assign(table=HEADS, layer=model.geometry.recurrent[number])
+            heads = state_of(model, caches(model, texts[:1], when, [arm])[arm], numbers[0]).shape[1]
+            for layer, of_heads in zip(numbers, features.unflatten(2, (heads, -1)), strict=True):
+                rows = read_layers(of_heads.transpose(0, 1).contiguous(), labels, BASE)
+                rows = rows[rows["layer"] >= 0].rename(columns={"layer": "head"})
+                yield rows.assign(table=HEADS, layer=layer)
 
 
-def _varies(model: Model, texts: Texts, when: str) -> float:
-    """How far what must not know the digits moves, beside its size, when these are those of the stand-ins: the whole
-    cache where the turn was hidden from everything at once, and after a restart."""
+def _reach(model: Model, texts: Texts, made: Mapping[str, KVCache]) -> pd.DataFrame:
+    """By layer, how far what was hidden from everything at once, without decay, is from a restart, and how far it moves
+    when the digits are those of the stand-ins; beside its size."""
     swapped = Texts(texts.other, texts.own, texts.without, texts.others, texts.digits, texts.asked)
-    arms = [TIMELESS, RESTART] if when == WHENS[0] else [RESTART]
-    one, other = (caches(model, some, when, arms) for some in (texts, swapped))
-    pairs = [
-        (vectors(model, one[arm], part), vectors(model, other[arm], part))
-        for arm in arms
-        for part in parts_of(model, arm)
+    other = caches(model, swapped, AT_ONCE, [TIMELESS])[TIMELESS]
+    rows = [
+        {"varies": float(max((hidden - again).abs().max(), (hidden - moved).abs().max()) / again.abs().max())}
+        for part in parts_of(model, TIMELESS)
+        for hidden, again, moved in zip(
+            *(vectors(model, cache, part) for cache in (made[TIMELESS], made[RESTART], other)), strict=True
+        )
     ]
-    return max(float((left - right).abs().max() / left.abs().max()) for left, right in pairs)
+    return pd.DataFrame(rows).assign(table=REACH)

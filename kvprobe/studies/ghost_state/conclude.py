@@ -12,7 +12,7 @@ from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
 from kvprobe.stats import DIFFERENCE, SHARE
 from kvprobe.studies.ghost_state import Config
-from kvprobe.studies.ghost_state.collect import ANSWERS, HEADS, PROBES, REACH
+from kvprobe.studies.ghost_state.collect import ANSWERS, HEADS, PROBES, REACH, RULES, UNTRAINED
 from kvprobe.studies.ghost_state.reading import (
     AT_ONCE,
     BOTH,
@@ -20,13 +20,11 @@ from kvprobe.studies.ghost_state.reading import (
     IN_VIEW,
     LATER,
     OF_STAND_IN,
-    PAIR_SLOTS,
+    OWN_SLOTS,
     RESTART,
     RIVALS,
-    SLOTS,
     STATE,
     TIMELESS,
-    WRITES,
     nouns_of,
 )
 from kvprobe.studies.ghost_state.turns import READ, RIGHT, SHIFT, TURNS
@@ -35,8 +33,8 @@ from kvprobe.tasks.mementos import DIGITS, accuracy_given_sum
 from kvprobe.tasks.recall import BASE, PAIRS, recall_text
 from kvprobe.tidy import Rows, chosen
 
-MODEL = ("model", "memory")
-ANSWERING = "the model's answers"
+MODEL = ("model", "kind", "memory")
+ANSWERING, SEEING = "answers after an engine's erase", "answers with the turn in view"
 
 
 def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:
@@ -45,8 +43,8 @@ def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclu
     facts = {
         "chat": chat_record(recall_text(digits, talk, config.pairs - 1, nouns=nouns_of(model)), masked=(PAIRS,)),
         "main": config.model,
-        "half_lives": {
-            name: half_life(findings, name, sorted({*config.distances, config.distance}))
+        "lasting": {
+            name: lasting(findings, name, sorted({*config.distances, config.distance}))
             for name in findings.values("kept", "model")
         },
         "chance": 1 / BASE,
@@ -62,50 +60,44 @@ def findings_of(tables: Mapping[str, Rows], config: Config) -> Findings:
         for table in (tables[ANSWERS], tables[PROBES])
     )
     best = probes[probes["layer"] < 0]
-    # The answers know one digit of each text, a probe reads all.
-    asked = answers.assign(bits=answers["bits"] * answers["pairs"], reader=ANSWERING, part=ANSWERING)
-    known = pd.concat([best, asked], ignore_index=True)
-    known = known.assign(per_byte=known["bits"] / known["bytes"], share=known["bits"] / known["pairs"])
-    first = chosen(best, {"distance": min({*config.distances, config.distance}), "pairs": config.pairs})
-    keys = [*MODEL, "when", "arm", "part", "reader", "text"]
-    beside = chosen(best, {"pairs": config.pairs}).merge(
+    asked = answers.assign(part=STATE, reader=answers["arm"].map({ERASED: ANSWERING, IN_VIEW: SEEING}))
+    asked = asked[asked["reader"].notna() & (asked["when"] == LATER)].assign(arm=ERASED)
+    of_state = chosen(best, {"part": STATE, "arm": ERASED, "when": LATER})
+    first = chosen(of_state, {"distance": min({*config.distances, config.distance}), "pairs": config.pairs})
+    keys = [*MODEL, "reader", "text"]
+    beside = chosen(of_state, {"pairs": config.pairs}).merge(
         first[[*keys, "bits"]].rename(columns={"bits": "first"}), on=keys
     )
-    toys = tables.get(TURNS, pd.DataFrame(columns=["kind", "arm", "turn", "text", "value", *MODEL]))
+    nothing = pd.DataFrame(columns=["outcome", "arm", "turn", "text", "value", "layer", "head", "right", *MODEL])
     return measure(
         answers,
         of_answers(),
-        (best, of_probes()),
-        (known, of_reach(config)),
+        (best, of_probes(config)),
+        (pd.concat([of_state, asked], ignore_index=True), of_reach(config)),
         (beside, [_kept()]),
         (probes[probes["layer"] >= 0], [_by_layer()]),
-        (tables.get(HEADS, probes[:0]), [_by_head()]),
-        (toys, of_turns()),
+        (tables.get(HEADS, nothing), [_by_head()]),
+        (tables.get(TURNS, nothing), of_turns()),
     )
 
 
 def of_answers() -> Iterator[Estimand]:
-    """Of answers to questions."""
+    """Of answers to questions. Where all layers keep states, nothing is hidden by hiding from attention, and where none
+    does nothing is left, so claims are of models that have both."""
     claimed: dict[str, Any] = {"by": MODEL, "cluster": "text", **HEADLINE}
     keys, main = (*MODEL, "when", "arm"), {"main": True}
-    erased, closed = ({**main, "when": LATER, "arm": arm} for arm in (ERASED, TIMELESS))
+    both: dict[str, Any] = {**main, "when": LATER, "memory": tuple(f"{rule} and attention" for rule in RULES.values())}
     yield Mean(name="answered", of="right", by=keys, where=main, cluster="text", within=SHARE)
     yield Mean(name="taken", of="follows", by=keys, where=main, cluster="text", within=SHARE)
     yield Mean(name="margin", of="margin", by=keys, where=main, cluster="text", unit="nats")
-    yield Difference(name="ghost", of="right", where=erased, less=closed, within=DIFFERENCE, **claimed)
-    swapped = {**main, "when": LATER, "arm": OF_STAND_IN}
-    yield Mean(name="follows", of="follows", where=swapped, within=SHARE, **claimed)
-    yield Difference(
-        name="rivals",
-        of="follows",
-        where={**swapped, "arm": RIVALS},
-        less={**main, "when": LATER, "arm": IN_VIEW},
-        within=DIFFERENCE,
-        **claimed,
-    )
+    erased, folded = ({**both, "arm": arm} for arm in (ERASED, BOTH))
+    yield Difference(name="ghost", of="right", where=erased, less=folded, within=DIFFERENCE, **claimed)
+    yield Mean(name="follows", of="follows", where={**both, "arm": OF_STAND_IN}, within=SHARE, **claimed)
+    own = {**both, "arm": IN_VIEW}
+    yield Difference(name="rivals", of="follows", where={**both, "arm": RIVALS}, less=own, within=DIFFERENCE, **claimed)
 
 
-def of_probes() -> Iterator[Estimand]:
+def of_probes(config: Config) -> Iterator[Estimand]:
     """Of what probes read in the layer that the inner fold chose."""
     claimed: dict[str, Any] = {"by": MODEL, "cluster": "text", "of": "right", "within": DIFFERENCE, **HEADLINE}
     linear = {"main": True, "reader": LINEAR}
@@ -115,69 +107,46 @@ def of_probes() -> Iterator[Estimand]:
         less = {**there, "when": LATER, "arm": RESTART}
         return Difference(name=name, where={**there, "when": when, "arm": arm}, less=less, **claimed)
 
-    yield HeldOut(
-        name="read",
-        of="right",
-        by=(*MODEL, "when", "arm", "part", "reader"),
-        where={"main": True},
-        cluster="text",
-        within=SHARE,
-    )
-    yield HeldOut(
-        name="floor",
-        of="right",
-        by=(*MODEL, "part", "reader"),
-        where={"main": True, "when": LATER, "arm": RESTART},
-        cluster="text",
-        within=SHARE,
-        together=(),
-    )
+    read: dict[str, Any] = {"of": "right", "cluster": "text", "within": SHARE}
+    yield HeldOut(name="read", by=(*MODEL, "when", "arm", "part", "reader"), where={"main": True}, **read)
+    floor = {"main": True, "when": LATER, "arm": RESTART}
+    yield HeldOut(name="floor", by=(*MODEL, "part", "reader"), where=floor, together=(), **read)
     yield leak("leak", STATE, ERASED, LATER)
+    state = {"main": True, "part": STATE, "when": LATER, "arm": ERASED}
+    yield Difference(name="learned", where={**state, "reader": LINEAR}, less={**state, "reader": UNTRAINED}, **claimed)
     yield leak("time", STATE, BOTH, AT_ONCE)
-    yield leak("carried_by_writes", WRITES, TIMELESS, LATER)
-    yield leak("carried_by_slots", SLOTS, TIMELESS, LATER)
+    yield leak("carried_by_writes", "values written later", TIMELESS, LATER)
+    yield leak("carried_by_slots", "V of later slots", TIMELESS, LATER)
+    most = {"pairs": max((config.pairs, *config.capacities)), "distance": config.distance, "when": LATER}
+    parts = ((ERASED, STATE), *((IN_VIEW, part) for part in OWN_SLOTS))
+    for arm, part in parts:
+        where = {**most, "reader": LINEAR, "arm": arm, "part": part}
+        yield Mean(name="held", of="bits", by=(*MODEL, "part", "bytes"), where=where, cluster="text", unit="bits")
 
 
 def of_reach(config: Config) -> Iterator[Estimand]:
-    """How much is held, over distances and numbers of pairs; and beside the memory that it takes."""
-    erased: dict[str, Any] = {"when": LATER, "arm": ERASED}
-    held: dict[str, Any] = {"cluster": "text", "unit": "bits"}
-    readers = {"part": (STATE, ANSWERING), "reader": (LINEAR, ANSWERING)}
-    # Seeds together; each is listed where the layers are.
-    by = ("memory", "reader")
-    yield Mean(
-        name="by_distance",
-        of="share",
-        by=(*by, "distance"),
-        where={**erased, **readers, "pairs": config.pairs},
-        **held,
-    )
-    yield Mean(
-        name="by_pairs", of="bits", by=(*by, "pairs"), where={**erased, **readers, "distance": config.distance}, **held
-    )
-    for arm, part in ((ERASED, STATE), (IN_VIEW, PAIR_SLOTS)):
-        where = {"main": True, "when": LATER, "arm": arm, "part": part, "reader": LINEAR}
-        yield Mean(name="held", of="bits", by=(*MODEL, "part"), where=where, **held)
-        yield Mean(
-            name="per_byte",
-            of="per_byte",
-            by=(*MODEL, "part", "bytes"),
-            where=where,
-            cluster="text",
-            unit="bits per byte",
-        )
+    """How much is known after an engine's erase, over distances and numbers of pairs. Models of one kind together; each
+    is listed by itself where the layers are."""
+    known: dict[str, Any] = {"of": "right", "cluster": "text", "within": SHARE}
+    yield HeldOut(name="by_distance", by=("kind", "reader", "distance"), where={"pairs": config.pairs}, **known)
+    yield HeldOut(name="by_pairs", by=("kind", "reader", "pairs"), where={"distance": config.distance}, **known)
 
 
 def _kept() -> Estimand:
     """The share of the bits at the shortest distance."""
-    where = {"when": LATER, "arm": ERASED, "part": STATE, "reader": LINEAR}
+    where = {"reader": LINEAR}
     return Ratio(name="kept", of="bits", over="first", by=(*MODEL, "distance"), where=where, cluster="text")
 
 
 def _by_layer() -> Estimand:
-    where = {"main": True, "reader": LINEAR, "when": LATER}
+    where = {"main": True, "reader": (LINEAR, UNTRAINED), "when": LATER}
     return HeldOut(
-        name="by_layer", of="right", by=(*MODEL, "arm", "part", "layer"), where=where, cluster="text", within=SHARE
+        name="by_layer",
+        of="right",
+        by=(*MODEL, "arm", "part", "reader", "layer"),
+        where=where,
+        cluster="text",
+        within=SHARE,
     )
 
 
@@ -188,44 +157,36 @@ def _by_head() -> Estimand:
 def of_turns() -> Iterator[Estimand]:
     """Of the toys."""
     keys = (*MODEL, "arm", "turn")
-    claimed: dict[str, Any] = {"by": MODEL, "cluster": "text", **HEADLINE}
-    yield Mean(name="mementos", of="value", by=keys, where={"kind": RIGHT}, cluster="text", within=SHARE)
-    yield Mean(name="shift", of="value", by=keys, where={"kind": SHIFT}, cluster="text", unit="nats")
-    yield HeldOut(name="of_block", of="value", by=keys, where={"kind": READ}, cluster="text", within=SHARE)
-    second = {"kind": SHIFT, "turn": 2}
-    yield Mean(name="poison", of="value", where={**second, "arm": ERASED}, unit="nats", **claimed)
-    yield Difference(
-        name="cure",
-        of="value",
-        where={**second, "arm": ERASED},
-        less={**second, "arm": BOTH},
-        unit="nats",
-        **claimed,
-    )
+    claimed: dict[str, Any] = {"by": MODEL, "cluster": "text", "of": "value", "unit": "nats", **HEADLINE}
+    yield Mean(name="mementos", of="value", by=keys, where={"outcome": RIGHT}, cluster="text", within=SHARE)
+    yield Mean(name="shift", of="value", by=keys, where={"outcome": SHIFT}, cluster="text", unit="nats")
+    yield HeldOut(name="of_block", of="value", by=keys, where={"outcome": READ}, cluster="text", within=SHARE)
+    second = {"outcome": SHIFT, "turn": 2}
+    yield Mean(name="poison", where={**second, "arm": ERASED}, **claimed)
+    yield Difference(name="cure", where={**second, "arm": ERASED}, less={**second, "arm": BOTH}, **claimed)
 
 
-def half_life(findings: Findings, model: str, distances: Sequence[int]) -> str:
-    """Between which distances half of what is read at the shortest is lost; empty where nothing is read there."""
-    kept = {distance: findings.where("kept", model=model, distance=distance) for distance in distances}
-    means = {distance: found[0].value.mean for distance, found in kept.items() if found}
+def lasting(findings: Findings, model: str, distances: Sequence[int]) -> str:
+    """Between which distances half of what is read at the shortest is lost, by the intervals; empty where nothing is
+    read."""
     if not any(finding.value.above() for finding in findings.where("leak", model=model)):
         return ""
-    after = next((distance for distance in distances if means.get(distance, 1.0) < 0.5), None)
-    if after is None:
-        return f"beyond {distances[-1]} words"
-    return f"between {distances[distances.index(after) - 1]} and {after} words"
+    kept = {distance: findings.where("kept", model=model, distance=distance) for distance in distances}
+    known = {distance: found[0].value for distance, found in kept.items() if found}
+    more = max(distance for distance in known if distance == distances[0] or known[distance].above(0.5))
+    less = min((distance for distance in known if known[distance].below(0.5)), default=None)
+    return f"beyond {more} words" if less is None else f"between {more} and {less} words"
 
 
 def controls(tables: Mapping[str, Rows], findings: Findings, model: Model) -> list[Control]:
-    """What cannot know the digits does not, and who is asked knows them in full view."""
+    """What cannot know the digits does not, and the model knows them in view."""
     varies = float(tables[REACH]["varies"].max())
     floor = [finding.value for finding in findings.where("floor")]
     worst = min(finding.value.mean for finding in findings.where("answered", arm=IN_VIEW))
     return [
         Control(
-            "Where the pairs were hidden from everything at once, without decay, and after a restart, states, writes, "
-            f"K and V are the same whatever the digits are, to {varies:.1e} of their size (allowed for round-off: "
-            f"{model.round_off:.1e}).",
+            "Where the pairs were hidden from everything at once, without decay, each layer holds what a restart does, "
+            f"whatever the digits are, to {varies:.1e} of its size (allowed for round-off: {model.round_off:.1e}).",
             varies <= model.round_off,
         ),
         Control(
@@ -234,7 +195,7 @@ def controls(tables: Mapping[str, Rows], findings: Findings, model: Model) -> li
         ),
         Control(
             f"With the pairs in view, {worst:.1%} of the questions are answered right at the least (90 % wanted): what "
-            "is not answered once they are hidden is not for want of understanding the question.",
+            "is not answered once they are hidden is not because the question was not understood.",
             worst >= 0.9,
         ),
     ]

@@ -7,7 +7,7 @@ the states alone, which are folded without it; or from both. That is done *at on
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -42,13 +42,16 @@ IN_VIEW, ERASED, FOLDED, BOTH, TIMELESS, RESTART = (
 )  # fmt: skip
 OF_STAND_IN, RIVALS = "states of a stand-in", "states of a stand-in, in view"
 """The states are those of a text with other digits: with the pairs hidden from attention, or in its view."""
-STATE, WRITES, SLOTS, PAIR_SLOTS = "state", "writes after it", "K and V after it", "its own K and V"
-"""What a reader is given: the state; what the last words of talk wrote to it, or left as K and V; and the K and V of
-the hidden turn itself."""
+STATE = "state"
+LATER_WRITES = {"keys written later": "key", "values written later": "value", "inputs kept later": "conv"}
+LATER_SLOTS = {"K of later slots": "K", "V of later slots": "V"}
+OWN_SLOTS = {"its own K": "K", "its own V": "V"}
+"""What a reader is given beside the state: what the last slots before the question wrote to it, or hold as K and V; and
+K and V of the hidden turn itself."""
 LAST = 4
-"""Words of talk whose slots are read."""
-_INPUTS = 3
-"""Of a short convolution that has no state beside it."""
+"""Slots before the question that are read."""
+WIDEST = 4096
+"""Numbers of a state that are read; a wider one is projected at random, each head by itself."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +80,16 @@ class Texts:
         return Texts(**{name: value[rows] for name, value in vars(self).items()})
 
 
-def draw_texts(model: Model, count: int, pairs: int, distance: int, rng: np.random.Generator) -> Texts:
-    """Random texts.
+def draw_texts(model: Model, count: int, pairs: int, distance: int, seed: int) -> Texts:
+    """Random texts. Those of as many pairs have the same digits and questions at every distance.
 
     Raises:
         UserError: the model does not read each digit as one token.
     """
+    rng = np.random.default_rng([seed, pairs])
     digits = draw_digits(rng, count, pairs)
-    others, talk = draw_others(rng, digits), draw_talk(rng, count, distance)
-    asked = rng.integers(pairs, size=count)
+    others, asked = draw_others(rng, digits), rng.integers(pairs, size=count)
+    talk = draw_talk(np.random.default_rng([seed, pairs, distance]), count, distance)
     nouns = nouns_of(model)
 
     def read(some: Digits, stated: bool = True) -> list[Tokens]:
@@ -101,6 +105,12 @@ def draw_texts(model: Model, count: int, pairs: int, distance: int, rng: np.rand
         raise UserError(
             f"{model.name} reads texts that differ in digits alone as {min(lengths)} to {max(lengths)} tokens; the "
             "ghost_state study needs a model that reads each digit as one token."
+        )
+    after, alone = (row.ids[row.span(TALK).start :] for row in (texts.own[0], texts.without[0]))
+    if after != alone:
+        raise UserError(
+            f"The chat template of {model.name} writes a turn otherwise when the turn before it is gone, so that a "
+            "restart would read another text; the ghost_state study cannot use it."
         )
     return texts
 
@@ -186,8 +196,8 @@ def caches(model: Model, texts: Texts, when: When, arms: Sequence[str]) -> dict[
 
 
 def answers(model: Model, texts: Texts, cache: KVCache, arm: str) -> pd.DataFrame:
-    """Per text: whether the answer is `right`, whether it `follows` the stand-in, the `bits` that it knows of the
-    digit, and by how many nats the digit is likelier than the stand-in's (`margin`)."""
+    """Per text: whether the answer is `right`, whether it `follows` the stand-in, and by how many nats the digit is
+    likelier than the stand-in's (`margin`)."""
     questions = [row[row.span(QUESTION)] for row in texts.rows(arm)]
     logits = model.extend(cache, questions)[1][:, -1]
     scores = logits.double()[:, digit_tokens(model)].log_softmax(-1).cpu().numpy()
@@ -198,7 +208,6 @@ def answers(model: Model, texts: Texts, cache: KVCache, arm: str) -> pd.DataFram
         {
             "right": (likeliest == own).astype(float),
             "follows": (likeliest == other).astype(float),
-            "bits": np.log2(BASE) + scores[rows, own] / np.log(2),
             "margin": scores[rows, own] - scores[rows, other],
         }
     )
@@ -208,37 +217,52 @@ def parts_of(model: Model, arm: str) -> list[str]:
     """What readers are given of a cache in which the pairs were hidden in this way."""
     attends, recurs = model.geometry.attending, model.geometry.recurrent
     if arm == IN_VIEW:
-        return [PAIR_SLOTS] if attends else []
-    return [*([STATE, WRITES] if recurs else []), *([SLOTS] if attends else [])]
+        return [*OWN_SLOTS] if attends else []
+    stored = model.geometry.parts[recurs[0]] if recurs else ()
+    # What a convolution sees is in the keys and values that it makes, where there are some.
+    writes = [part for part, name in LATER_WRITES.items() if name in stored and (name != "conv" or "key" not in stored)]
+    return [*([STATE] if recurs else []), *writes, *(LATER_SLOTS if attends else ())]
 
 
 def layers_of(model: Model, part: str) -> Sequence[int]:
     """The layers that store such a part."""
-    return model.geometry.recurrent if part in (STATE, WRITES) else model.geometry.attending
+    return model.geometry.recurrent if part in (STATE, *LATER_WRITES) else model.geometry.attending
 
 
 def vectors(model: Model, cache: KVCache, part: str) -> Float[Tensor, "layers texts numbers"]:
     """What each layer holds that stores such a part."""
     layers = layers_of(model, part)
     if part == STATE:
-        return torch.stack([state_of(cache, layer).flatten(1) for layer in layers])
-    names = ("key", "value") if part == WRITES else ("K", "V")
-    if part == WRITES and "key" not in cache.layers[layers[0]]:
-        names = ("conv",)
-    where = cache.ledger.in_segments([PAIRS])[0] if part == PAIR_SLOTS else slice(cache.slots - LAST, cache.slots)
-    held = ([cache.layers[layer][name][:, :, where].flatten(1) for name in names] for layer in layers)
-    return torch.stack([torch.cat(parts, 1) for parts in held]).float().cpu()
+        return torch.stack([narrowed(state_of(model, cache, layer)).flatten(1) for layer in layers])
+    name = (LATER_WRITES | LATER_SLOTS | OWN_SLOTS)[part]
+    where = cache.ledger.in_segments([PAIRS])[0] if part in OWN_SLOTS else slice(cache.slots - LAST, cache.slots)
+    return torch.stack([cache.layers[layer][name][:, :, where].flatten(1).float().cpu() for layer in layers])
 
 
-def state_of(cache: KVCache, layer: int) -> Float[Tensor, "texts heads d_key d_value"]:
+def state_of(model: Model, cache: KVCache, layer: int) -> Float[Tensor, "texts heads d_key d_value"]:
     """The state of one layer; of a short convolution alone, the inputs that it keeps."""
     writes, lives = cache.layers[layer], cache.ledger.live
     live = lives[layer if len(lives) > 1 else 0, :, 0]
     if "decay" in writes:
         return fold(writes, keep=live).cpu()
-    return last_inputs(writes["conv"], live, _INPUTS)[:, None].float().cpu()
+    config: Any = model.lanes.plain.config
+    return last_inputs(writes["conv"], live, config.get_text_config().conv_L_cache - 1)[:, None].float().cpu()
+
+
+def narrowed(state: Float[Tensor, "texts heads d_key d_value"]) -> Float[Tensor, "texts heads numbers"]:
+    """The numbers of each head, or as many random projections of them as probes can be trained on."""
+    numbers, most = state.flatten(2), WIDEST // state.shape[1]
+    if numbers.shape[2] <= most:
+        return numbers
+    onto = torch.randn(numbers.shape[2], most, generator=torch.Generator().manual_seed(0))
+    return numbers @ (onto / most**0.5)
 
 
 def bytes_of(model: Model, cache: KVCache, part: str) -> int:
-    """What one layer takes for it, of one text."""
-    return vectors(model, cache.rows([0]), part)[0].numel() * 4
+    """What one layer takes for it, of one text. A state is kept in float32."""
+    layer = layers_of(model, part)[0]
+    if part == STATE:
+        return state_of(model, cache.rows([0]), layer).nbytes
+    stored = cache.layers[layer][(LATER_WRITES | LATER_SLOTS | OWN_SLOTS)[part]]
+    slots = cache.ledger.in_segments([PAIRS])[0].sum() if part in OWN_SLOTS else LAST
+    return stored[0, :, 0].nbytes * int(slots)

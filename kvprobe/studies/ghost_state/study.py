@@ -35,11 +35,6 @@ def bits(value: Estimate) -> str:
     return "undefined" if value.unknown else f"{value.mean:.2f} ({value.ends[0]:.2f} to {value.ends[1]:.2f})"
 
 
-def density(value: Estimate) -> str:
-    """Bits of a thousand bytes."""
-    return f"{1000 * value.mean:.2f} ({1000 * value.ends[0]:.2f} to {1000 * value.ends[1]:.2f})"
-
-
 STUDY = Study(
     name="ghost_state",
     title="What a state still knows of a hidden turn",
@@ -57,67 +52,76 @@ STUDY = Study(
             file="reach",
             finding="by_distance",
             x="distance",
-            x_label="words of talk after the hidden turn",
-            y_label="bits known of a hidden digit",
+            x_label="unrelated words after the hidden turn",
+            y_label="digits of the hidden turn",
             line="reader",
-            panel="memory",
-            caption="What the states and the answers know of a hidden digit (3.32 bits were all), by words since then. "
-            "Hidden from attention alone, after the talk; seeds together. Bars: 95 % intervals over texts.",
+            panel="kind",
+            limits=(0.0, 1.0),
+            caption="Hidden digits that are answered, and that linear probes read in the states, by words since "
+            "then. The turn is hidden from attention alone, after the words; models of one kind together. Bars: "
+            "95 % intervals over texts.",
         ),
         Lines(
             file="capacity",
             finding="by_pairs",
             x="pairs",
             x_label="digits hidden at once",
-            y_label="bits known of all of them",
+            y_label="digits of the hidden turn",
             line="reader",
-            panel="memory",
-            caption="The same by digits that are hidden at once: all their bits.",
+            panel="kind",
+            limits=(0.0, 1.0),
+            caption="The same by digits that are hidden at once.",
         ),
     ),
     claims=(
         Claim(
             "ghost",
-            above="answers more questions from a state that has read the turn than from one without it",
-            below="answers fewer questions from a state that has read the turn than from one without it",
-            unclear="answers no more questions from a state that has read the turn, that was detected",
+            above="answers more questions because its states have read the turn",
+            below="answers fewer questions because its states have read the turn",
+            unclear="no effect of what its states have read on its answers was detected",
         ),
         Claim(
             "leak",
-            above="its states tell digits of the hidden turn",
-            below="its states tell less of the hidden turn than a restart, which cannot be: doubt the run",
+            above="digits of the hidden turn can be read from its states",
+            below="less can be read from its states than after a restart, which cannot be: doubt the run",
             unclear="nothing of the hidden turn was detected in its states",
         ),
         Claim(
+            "learned",
+            above="more than from those of an untrained model",
+            below="less than from those of an untrained model",
+            unclear="no more was detected than in those of an untrained model",
+        ),
+        Claim(
             "follows",
-            above="its answers go by the state of the stand-in",
-            below="its answers avoid what the state of the stand-in holds",
-            unclear="its answers do not detectably go by the state of the stand-in",
+            above="its answers go by the states of the stand-in",
+            below="its answers avoid what the states of the stand-in hold",
+            unclear="its answers do not detectably go by the states of the stand-in",
             against=0.1,
         ),
         Claim(
             "rivals",
             above="its answers go by the states even with the turn in view",
-            below="its answers avoid what the states say while the turn is in view, which cannot be: doubt the run",
+            below="its answers avoid what the states say while the turn is in view",
             unclear="with the turn in view its answers do not detectably go by the states",
         ),
         Claim(
             "time",
-            above="how far a state decayed tells digits by itself",
-            below="how far a state decayed tells less than nothing, which cannot be: doubt the run",
-            unclear="how far a state decayed tells no digit that was detected",
+            above="digits can be read from how far a state decayed",
+            below="less than nothing can be read from how far a state decayed, which cannot be: doubt the run",
+            unclear="nothing was detected in how far a state decayed",
         ),
         Claim(
             "carried_by_writes",
-            above="what later words wrote in view of the turn tells its digits",
-            below="what later words wrote tells less than a restart, which cannot be: doubt the run",
-            unclear="what later words wrote in view of the turn tells no digit that was detected",
+            above="digits can be read from what later words wrote in view of the turn",
+            below="less can be read from what later words wrote than after a restart, which cannot be: doubt the run",
+            unclear="nothing was detected in what later words wrote in view of the turn",
         ),
         Claim(
             "carried_by_slots",
-            above="K and V of later words tell its digits",
-            below="K and V of later words tell less than a restart, which cannot be: doubt the run",
-            unclear="K and V of later words tell no digit that was detected",
+            above="digits can be read from V of later words",
+            below="less can be read from V of later words than after a restart, which cannot be: doubt the run",
+            unclear="nothing was detected in V of later words",
         ),
         Claim(
             "poison",
@@ -127,9 +131,9 @@ STUDY = Study(
         ),
         Claim(
             "cure",
-            above="folding the states without the block weakens that",
-            below="folding the states without the block makes that worse",
-            unclear="no effect of folding the states was detected on that",
+            above="folding the states without the block weakens the effect of the mistake",
+            below="folding the states without the block strengthens the effect of the mistake",
+            unclear="no change of the effect of the mistake by folding was detected",
         ),
     ),
     labels={
@@ -149,16 +153,31 @@ STUDY = Study(
         "pairs": lambda pairs: f"{pairs} digits",
         "layer": lambda layer: f"layer {layer}",
         "head": lambda head: f"head {head}",
+        "bytes": "{:,} bytes".format,
         "turn": lambda turn: f"memento {turn}",
     },
     written={
         **dict.fromkeys(
-            ("answered", "taken", "read", "floor", "follows", "by_layer", "by_head", "mementos", "of_block", "kept"),
+            (
+                "answered",
+                "taken",
+                "read",
+                "floor",
+                "follows",
+                "by_layer",
+                "by_head",
+                "mementos",
+                "of_block",
+                "kept",
+                "by_distance",
+                "by_pairs",
+            ),
             percent,
         ),
-        **dict.fromkeys(("ghost", "rivals", "leak", "time", "carried_by_writes", "carried_by_slots"), points),
-        **dict.fromkeys(("by_distance", "by_pairs", "held"), bits),
-        "per_byte": density,
+        **dict.fromkeys(
+            ("ghost", "rivals", "leak", "learned", "time", "carried_by_writes", "carried_by_slots"), points
+        ),
+        "held": bits,
         **dict.fromkeys(("margin", "shift", "poison", "cure"), signed),
     },
 )

@@ -14,7 +14,7 @@ from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.progress import Bar
 from kvprobe.studies.ghost_state import Config
-from kvprobe.studies.ghost_state.reading import BOTH, ERASED, IN_VIEW, STATE, vectors
+from kvprobe.studies.ghost_state.reading import BOTH, ERASED, IN_VIEW, RESTART, STATE, vectors
 from kvprobe.studies.layer_readers import read_layers
 from kvprobe.tasks.mementos import (
     BASE,
@@ -29,16 +29,17 @@ from kvprobe.text.tokens import Tokens
 
 TURNS = "turns"
 RIGHT, SHIFT, READ = "mementos right", "shift by a mistake", "read from the state"
-"""Of `value`, by `kind`: whether a memento is right, given those before it; by how many nats a hidden block of other
-digits moves the memento towards the sum that these would give; the share of the first block's digits that a linear
-probe reads."""
-ARMS = (IN_VIEW, ERASED, BOTH)
+"""What `value` is, by `outcome`: whether a memento is right, given those before it; by how many nats a hidden block of
+other digits moves the memento towards the sum that these would give; the share of the first block's digits that a
+linear probe reads."""
+ARMS = (IN_VIEW, ERASED, BOTH, RESTART)
+"""After a restart each block is read after the mementos before it alone, at the positions that they had."""
 BLOCKS = 5
 """Of a trace, as in `kvprobe train memento --blocks 5`."""
 
 
 def read_toy(model: Model, config: Config) -> pd.DataFrame:
-    """Per `arm`, `kind`, `turn` and `text` the `value`; see `READ`.
+    """Per `arm`, `outcome`, `turn` and `text` the `value`; see `READ`.
 
     Raises:
         UserError: it is no model of mementos.
@@ -64,8 +65,8 @@ def read_toy(model: Model, config: Config) -> pd.DataFrame:
 
 def _read(model: Model, traces: Sequence[Trace], wrong: Sequence[Trace], start: int) -> Iterator[pd.DataFrame]:
     """Of some traces, whether mementos are right, and how far a mistake in the first block moves them."""
-    clean, other = (model.tokens([trace.conversation() for trace in some]) for some in (traces, wrong))
-    poisoned = [_with_block(*pair) for pair in zip(clean, other, strict=True)]
+    clean, mistaken = (model.tokens([trace.conversation() for trace in some]) for some in (traces, wrong))
+    poisoned = [_with_block(*pair) for pair in zip(clean, mistaken, strict=True)]
     texts = np.arange(start, start + len(traces))
     places = _first_difference(traces, wrong)
     for arm in ARMS:
@@ -81,24 +82,26 @@ def _read(model: Model, traces: Sequence[Trace], wrong: Sequence[Trace], start: 
         shift = (margins[0] - margins[1]).numpy()
         for turn in range(1, BLOCKS + 1):
             keys = {"arm": arm, "turn": turn, "text": texts}
-            yield pd.DataFrame({**keys, "kind": RIGHT, "value": right[:, turn - 1]})
+            yield pd.DataFrame({**keys, "outcome": RIGHT, "value": right[:, turn - 1]})
             # Memento 1 is stated beside the mistake; what follows should go by what it says.
             if turn > 1:
-                yield pd.DataFrame({**keys, "kind": SHIFT, "value": shift[:, turn - 1]})
+                yield pd.DataFrame({**keys, "outcome": SHIFT, "value": shift[:, turn - 1]})
 
 
 def _probe(model: Model, traces: Sequence[Trace], labels: Tensor, config: Config) -> Iterator[pd.DataFrame]:
     """What a linear probe reads of the first block in the states, after each memento."""
-    for arm in (ERASED, BOTH):
+    for arm in (ERASED, BOTH, RESTART):
         states: list[list[Tensor]] = [[] for _ in range(BLOCKS)]
         for start in range(0, len(traces), config.batch):
             rows = model.tokens([trace.conversation() for trace in traces[start : start + config.batch]])
             for number, (_, cache) in enumerate(turn_by_turn(model, rows, arm)):
                 states[number].append(vectors(model, cache, STATE))
         for number, parts in enumerate(states):
+            if arm == RESTART and number == 0:
+                continue  # the block itself was just read
             read = read_layers(torch.cat(parts, 1), labels, BASE)
             read = read[read["layer"] < 0][["text", "right"]].rename(columns={"right": "value"})
-            yield read.assign(arm=arm, kind=READ, turn=number + 1)
+            yield read.assign(arm=arm, outcome=READ, turn=number + 1)
 
 
 def turn_by_turn(model: Model, rows: Sequence[Tokens], arm: str) -> Iterator[tuple[Tensor, KVCache]]:
@@ -108,6 +111,10 @@ def turn_by_turn(model: Model, rows: Sequence[Tokens], arm: str) -> Iterator[tup
     cache, first = None, 0
     for number in range(1, BLOCKS + 1):
         end = rows[0].span(memento_name(number)).stop
+        if arm == RESTART and number > 1:
+            blocks = {block_name(before) for before in range(1, number)}
+            alone = [place for place in range(first) if rows[0].segments[place] not in blocks]
+            cache = model.prefill([row.at(alone) for row in rows])
         cache, logits = model.extend(cache, [row[first:end] for row in rows], logits=PLACES + 1)
         first = end
         if arm == BOTH:
