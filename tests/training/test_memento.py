@@ -271,6 +271,17 @@ SHIPPED = {
 """The share of mementos that the card of each reports."""
 
 
+WITH_STATES = {"hybrid-0": 0.965, "hybrid-1": 0.959, "recurrent-0": 0.971, "attention-0": 0.961, "attention-1": 0.97}
+
+
+@pytest.mark.parametrize("name", WITH_STATES)
+def test_models_with_other_memories_are_as_right_as_their_card_says(name: str):
+    recipe = Memento(blocks=5)
+    traces = recipe.draw(100, np.random.default_rng(1))
+    right = recipe.right(load(f"memento-{name}").lanes.plain, traces)
+    assert right.double().mean().item() == pytest.approx(WITH_STATES[name], abs=0.04)
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_models_that_ship_are_as_right_as_their_card_says_on_both_lanes(name: str):
     recipe, share = SHIPPED[name]
