@@ -271,7 +271,14 @@ SHIPPED = {
 """The share of mementos that the card of each reports."""
 
 
-WITH_STATES = {"hybrid-0": 0.965, "hybrid-1": 0.959, "recurrent-0": 0.971, "attention-0": 0.961, "attention-1": 0.97}
+WITH_STATES = {
+    "hybrid-0": 0.965,
+    "hybrid-1": 0.959,
+    "recurrent-0": 0.971,
+    "recurrent-1": 0.978,
+    "attention-0": 0.961,
+    "attention-1": 0.97,
+}
 
 
 @pytest.mark.parametrize("name", WITH_STATES)
