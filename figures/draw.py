@@ -72,6 +72,8 @@ FIGURES: dict[str, tuple[str, str | Figure]] = {
     "leakage_scaling": ("leakage_scaling", "by_conversations"),
     "leakage_by_amount": ("leakage_scaling", "for_ridge"),
     "code_poisoning": ("code_poisoning-qwen1.5b", "code_poisoning"),
+    "ghost_state": ("ghost_state", "reach"),
+    "ghost_state_capacity": ("ghost_state", "capacity"),
     "memento": ("memento_toy-seeds", "by_distance"),
     "memento_layers": ("memento_toy-seeds", "by_layer"),
     "memento_training": ("memento_toy-seeds", "by_training"),

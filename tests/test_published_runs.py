@@ -367,6 +367,28 @@ def test_the_table_of_lossy_mementos_is_that_of_its_run(row: str):
             assert 100 * value == pytest.approx(float(number), abs=0.51 * 10 ** -len(number.partition(".")[2])), cell
 
 
+LATER_ARMS = ("in view", "attention alone", "states alone", "both")
+"""The columns of the table of answers, of models whose turn was hidden after the talk."""
+STATES = {"attention alone": "later", "both": "later", "both, at once": "at once", "restart": "later"}
+
+
+@pytest.mark.parametrize("row", [f"recall-{kind}-{seed}" for kind in ("hybrid", "mamba") for seed in (0, 1)])
+def test_the_tables_of_ghost_states_are_those_of_their_run(row: str):
+    findings, cells = findings_and_cells("ghost_state", f"`{row}`", "ghost-state")
+
+    def written_of(name: str, **keys: str) -> str:
+        (finding,) = findings.where(name, model=row, **keys)
+        return percent(finding.value)
+
+    swapped = [written_of("taken", when="later", arm="states of a stand-in" + more) for more in ("", ", in view")]
+    assert cells == [*(written_of("answered", when="later", arm=arm) for arm in LATER_ARMS), *swapped]
+    _, cells = findings_and_cells("ghost_state", f"states of `{row}`", "ghost-state")
+    linear = {"part": "state", "reader": "linear probe"}
+    read = [written_of("read", arm=arm.split(",")[0], when=when, **linear) for arm, when in STATES.items()]
+    blank = {**linear, "reader": "linear probe, untrained model"}
+    assert cells == [*read, written_of("read", arm="attention alone", when="later", **blank)]
+
+
 POINTERS = {
     r"turned by a donor whose list is in another order \(address\)": ("address", {}),
     r"turned by a donor whose things have changed places \(content\)": ("content", {}),
