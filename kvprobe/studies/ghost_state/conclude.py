@@ -128,8 +128,9 @@ def of_reach(config: Config) -> Iterator[Estimand]:
     """How much is known after an engine's erase, over distances and numbers of pairs. Models of one kind together; each
     is listed by itself where the layers are."""
     known: dict[str, Any] = {"of": "right", "cluster": "text", "within": SHARE}
-    yield HeldOut(name="by_distance", by=("kind", "reader", "distance"), where={"pairs": config.pairs}, **known)
-    yield HeldOut(name="by_pairs", by=("kind", "reader", "pairs"), where={"distance": config.distance}, **known)
+    for name, by, same in (("by_distance", "distance", "pairs"), ("by_pairs", "pairs", "distance")):
+        where = {same: getattr(config, same), "reader": (SEEING, ANSWERING, LINEAR, UNTRAINED)}
+        yield HeldOut(name=name, by=("kind", "reader", by), where=where, **known)
 
 
 def _kept() -> Estimand:

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.inference.model import load
-from kvprobe.report.plots.lines import Lines
+from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
 from kvprobe.studies.ghost_state import Config
-from kvprobe.studies.ghost_state.collect import collect
-from kvprobe.studies.ghost_state.conclude import conclude
+from kvprobe.studies.ghost_state.collect import UNTRAINED, collect
+from kvprobe.studies.ghost_state.conclude import ANSWERING, SEEING, conclude
 from kvprobe.studies.ghost_state.reading import (
     AT_ONCE,
     BOTH,
@@ -21,6 +21,7 @@ from kvprobe.studies.ghost_state.reading import (
     RIVALS,
     TIMELESS,
 )
+from kvprobe.studies.layer_readers import LINEAR
 from kvprobe.wording import percent, points, signed
 
 
@@ -34,6 +35,13 @@ def bits(value: Estimate) -> str:
     """To a hundredth."""
     return "undefined" if value.unknown else f"{value.mean:.2f} ({value.ends[0]:.2f} to {value.ends[1]:.2f})"
 
+
+STYLES = {
+    SEEING: Style("#7f7f7f", "v"),
+    ANSWERING: Style("#d55e00"),
+    LINEAR: Style("#0072b2", "s"),
+    UNTRAINED: Style("#56b4e9", "D", "--"),
+}
 
 STUDY = Study(
     name="ghost_state",
@@ -56,7 +64,8 @@ STUDY = Study(
             y_label="digits of the hidden turn",
             line="reader",
             panel="kind",
-            limits=(0.0, 1.0),
+            styles=STYLES,
+            limits=(0.0, 1.04),
             caption="Hidden digits that are answered, and that linear probes read in the states, by words since "
             "then. The turn is hidden from attention alone, after the words; models of one kind together. Bars: "
             "95 % intervals over texts.",
@@ -69,7 +78,8 @@ STUDY = Study(
             y_label="digits of the hidden turn",
             line="reader",
             panel="kind",
-            limits=(0.0, 1.0),
+            styles=STYLES,
+            limits=(0.0, 1.04),
             caption="The same by digits that are hidden at once.",
         ),
     ),
