@@ -34,6 +34,7 @@ from kvprobe.tasks.recall import BASE, PAIRS, recall_text
 from kvprobe.tidy import Rows, chosen
 
 MODEL = ("model", "kind", "memory")
+TWO_KINDS = {"memory": tuple(f"{rule} and attention" for rule in RULES.values())}
 ANSWERING, SEEING = "answers after an engine's erase", "answers with the turn in view"
 
 
@@ -86,7 +87,7 @@ def of_answers() -> Iterator[Estimand]:
     does nothing is left, so claims are of models that have both."""
     claimed: dict[str, Any] = {"by": MODEL, "cluster": "text", **HEADLINE}
     keys, main = (*MODEL, "when", "arm"), {"main": True}
-    both: dict[str, Any] = {**main, "when": LATER, "memory": tuple(f"{rule} and attention" for rule in RULES.values())}
+    both: dict[str, Any] = {**main, "when": LATER, **TWO_KINDS}
     yield Mean(name="answered", of="right", by=keys, where=main, cluster="text", within=SHARE)
     yield Mean(name="taken", of="follows", by=keys, where=main, cluster="text", within=SHARE)
     yield Mean(name="margin", of="margin", by=keys, where=main, cluster="text", unit="nats")
@@ -162,7 +163,7 @@ def of_turns() -> Iterator[Estimand]:
     yield Mean(name="mementos", of="value", by=keys, where={"outcome": RIGHT}, cluster="text", within=SHARE)
     yield Mean(name="shift", of="value", by=keys, where={"outcome": SHIFT}, cluster="text", unit="nats")
     yield HeldOut(name="of_block", of="value", by=keys, where={"outcome": READ}, cluster="text", within=SHARE)
-    second = {"outcome": SHIFT, "turn": 2}
+    second: dict[str, Any] = {"outcome": SHIFT, "turn": 2, **TWO_KINDS}
     yield Mean(name="poison", where={**second, "arm": ERASED}, **claimed)
     yield Difference(name="cure", where={**second, "arm": ERASED}, less={**second, "arm": BOTH}, **claimed)
 
