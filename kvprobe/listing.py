@@ -168,6 +168,16 @@ def overview() -> Iterator[str]:
     yield "\nA second word chooses by name (kvprobe ls presets gemma); --json prints all that is known."
 
 
+def _seeds_together(entries: Entries) -> Entries:
+    """Entries whose names differ in the number at their end alone, as one."""
+    together: Entries = []
+    for _, alike in groupby(entries, lambda entry: entry["name"].rstrip("0123456789")):
+        first, *others = alike
+        numbers = [other["name"].rsplit("-", 1)[-1] for other in others]
+        together.append({**first, "name": ", ".join([first["name"], *numbers])})
+    return together
+
+
 def lines(kind: str, entries: Entries) -> Iterator[str]:
     """All of one kind, a line each; one alone is written out, and many presets stand beside their study."""
     if kind == "presets" and len(entries) > SCREEN:
@@ -181,6 +191,8 @@ def lines(kind: str, entries: Entries) -> Iterator[str]:
         yield from wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
         yield "\nkvprobe run STUDY-ENDING runs one; kvprobe ls presets STUDY: what each sets and how long it takes."
         return
+    if kind == "models" and len(entries) > SCREEN:
+        entries = _seeds_together(entries)
     width = max((len(entry["name"]) for entry in entries), default=0)
     for entry in entries:
         line = f"{entry['name']:{width}}  {KINDS[kind].about(entry)}"

@@ -126,6 +126,13 @@ def unloaded(config: Config) -> Unloaded:
     return _unloaded(config.name, json.dumps(dict(config.fields), sort_keys=True, default=repr))
 
 
+def _decoded(value: Any) -> Any:
+    """What JSON says, with infinite numbers as transformers writes them."""
+    if isinstance(value, dict):
+        return float(value["__float__"]) if set(value) == {"__float__"} else {k: _decoded(v) for k, v in value.items()}
+    return [_decoded(entry) for entry in value] if isinstance(value, list) else value
+
+
 @lru_cache(64)
 def _unloaded(name: str, document: str) -> Unloaded:
     config = Config(name, json.loads(document))
@@ -137,7 +144,9 @@ def _unloaded(name: str, document: str) -> Unloaded:
     kernel: Kernel = "sdpa" if build._supports_sdpa else "eager"
     try:
         with torch.device("meta"), _at_most(MOST_MODULES):
-            model = build._from_config(made(**fields), attn_implementation=kernel, experts_implementation="batched_mm")
+            model = build._from_config(
+                made(**_decoded(fields)), attn_implementation=kernel, experts_implementation="batched_mm"
+            )
     except UserError:
         raise
     except Exception as error:  # each family checks its fields in its own way, or not at all

@@ -19,6 +19,7 @@ from kvprobe.memory.numbers import FORMATS
 from kvprobe.memory.request import Request
 from kvprobe.memory.unloaded import text_model, unloaded
 from kvprobe.models.geometry import Geometry
+from kvprobe.models.hf_cache import library_cache
 from tests.every_model import UNBUILT
 from tests.memory.families import TINY, tiny
 from tests.models import every
@@ -102,7 +103,7 @@ def test_every_model_stores_what_its_config_says_or_has_no_budget(kind: str):
         assert built.weights.total == sum(parameter.numel() for parameter in model.parameters())
     if kind not in ("cpmant", "dory"):  # which transformers cannot read a second token into
         float32 = FORMATS["float32"]
-        past = lived(model, DynamicCache(config=model.config.get_text_config()), 7, 2, 1)
+        past = lived(model, library_cache(model.config.get_text_config()), 7, 2, 1)
         held = hf.held(built.layers, Request(7, 2, 1, 0, float32, float32))
         assert storage_bytes(past) == held[: len(past.layers)]
         assert not any(held[len(past.layers) :])

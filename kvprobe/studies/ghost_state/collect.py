@@ -28,6 +28,7 @@ from kvprobe.studies.ghost_state.reading import (
     TIMELESS,
     WHENS,
     Texts,
+    When,
     answers,
     arms_of,
     bytes_of,
@@ -119,7 +120,7 @@ def read_design(model: Model, texts: Texts, main: bool, config: Config) -> Itera
         main: whether all arms are measured and all parts read; else what the turn in view gives, and an engine's erase.
     """
     arms = arms_of(model) if main else [IN_VIEW, ERASED]
-    held: dict[tuple[str, str, str], list[Tensor]] = {}
+    held: dict[tuple[When, str, str], list[Tensor]] = {}
     size: dict[str, int] = {}
     for when in WHENS if main else (LATER,):
         for start in range(0, config.texts, config.batch):
@@ -138,14 +139,14 @@ def read_design(model: Model, texts: Texts, main: bool, config: Config) -> Itera
     for when, arm, part in [*held]:
         features, numbers = torch.cat(held.pop((when, arm, part)), 1), layers_of(model, part)
         rows = read_layers(features, labels, BASE, rng if config.mlp and main and when == LATER else None)
-        rows["layer"] = rows["layer"].map({-1: -1, **dict(enumerate(numbers))})
-        yield rows.assign(table=PROBES, when=when, arm=arm, part=part, bytes=size[part])
+        of_layer = [-1 if layer < 0 else numbers[layer] for layer in rows["layer"].to_list()]
+        yield rows.assign(layer=of_layer, table=PROBES, when=when, arm=arm, part=part, bytes=size[part])
         if main and (when, arm, part) == (LATER, ERASED, STATE):
             heads = state_of(model, caches(model, texts[:1], when, [arm])[arm], numbers[0]).shape[1]
             for layer, of_heads in zip(numbers, features.unflatten(2, (heads, -1)), strict=True):
                 rows = read_layers(of_heads.transpose(0, 1).contiguous(), labels, BASE)
-                rows = rows[rows["layer"] >= 0].rename(columns={"layer": "head"})
-                yield rows.assign(table=HEADS, layer=layer)
+                rows = rows.loc[rows["layer"] >= 0]
+                yield rows.assign(head=rows["layer"], layer=layer, table=HEADS)
 
 
 def _reach(model: Model, texts: Texts, made: Mapping[str, KVCache]) -> pd.DataFrame:

@@ -45,7 +45,7 @@ def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclu
         "chat": chat_record(recall_text(digits, talk, config.pairs - 1, nouns=nouns_of(model)), masked=(PAIRS,)),
         "main": config.model,
         "lasting": {
-            name: lasting(findings, name, sorted({*config.distances, config.distance}))
+            str(name): lasting(findings, str(name), sorted({*config.distances, config.distance}))
             for name in findings.values("kept", "model")
         },
         "chance": 1 / BASE,

@@ -36,7 +36,9 @@ from kvprobe.tasks.recall import (
 from kvprobe.text.tokens import Tokens
 
 When = Literal["at once", "later"]
-AT_ONCE, LATER = WHENS = ("at once", "later")
+AT_ONCE: When = "at once"
+LATER: When = "later"
+WHENS: tuple[When, ...] = (AT_ONCE, LATER)
 IN_VIEW, ERASED, FOLDED, BOTH, TIMELESS, RESTART = (
     "in view", "attention alone", "states alone", "both", "both, decay dropped", "restart",
 )  # fmt: skip

@@ -55,7 +55,7 @@ def read_toy(model: Model, config: Config) -> pd.DataFrame:
     tables = [
         table
         for start in Bar(range(0, config.texts, config.batch), desc=f"Reading {model.name}", unit="batch")
-        for table in _read(model, *(some[start : start + config.batch] for some in (traces, wrong)), start)
+        for table in _read(model, traces[start : start + config.batch], wrong[start : start + config.batch], start)
     ]
     labels = torch.tensor([trace.blocks[0] for trace in traces]).T
     if model.geometry.recurrent:
@@ -68,18 +68,18 @@ def _read(model: Model, traces: Sequence[Trace], wrong: Sequence[Trace], start: 
     clean, mistaken = (model.tokens([trace.conversation() for trace in some]) for some in (traces, wrong))
     poisoned = [_with_block(*pair) for pair in zip(clean, mistaken, strict=True)]
     texts = np.arange(start, start + len(traces))
-    places = _first_difference(traces, wrong)
+    places = _first_difference(traces, wrong)[..., None]
+    stated, injected = (
+        torch.tensor([[_digits(memento) for memento in trace.mementos[1:]] for trace in some])[..., None]
+        for some in (traces, wrong)
+    )
     for arm in ARMS:
-        margins: list[Tensor] = []
-        for rows in (clean, poisoned):
-            scores = torch.stack([scores for scores, _ in turn_by_turn(model, rows, arm)], 1)
-            stated = torch.tensor([[_digits(memento) for memento in trace.mementos[1:]] for trace in traces])
-            injected = torch.tensor([[_digits(memento) for memento in trace.mementos[1:]] for trace in wrong])
-            if rows is clean:
-                right = scores.argmax(3).eq(stated).all(2).double().numpy()
-            own, other = (scores.gather(3, digits[..., None])[..., 0] for digits in (stated, injected))
-            margins.append((own - other).gather(2, places[..., None])[..., 0])
-        shift = (margins[0] - margins[1]).numpy()
+        scores, moved = (
+            torch.stack([scores for scores, _ in turn_by_turn(model, rows, arm)], 1) for rows in (clean, poisoned)
+        )
+        right = scores.argmax(3).eq(stated[..., 0]).all(2).double().numpy()
+        margins = [(of.gather(3, stated) - of.gather(3, injected))[..., 0].gather(2, places) for of in (scores, moved)]
+        shift = (margins[0] - margins[1])[..., 0].numpy()
         for turn in range(1, BLOCKS + 1):
             keys = {"arm": arm, "turn": turn, "text": texts}
             yield pd.DataFrame({**keys, "outcome": RIGHT, "value": right[:, turn - 1]})
@@ -100,8 +100,9 @@ def _probe(model: Model, traces: Sequence[Trace], labels: Tensor, config: Config
             if arm == RESTART and number == 0:
                 continue  # the block itself was just read
             read = read_layers(torch.cat(parts, 1), labels, BASE)
-            read = read[read["layer"] < 0][["text", "right"]].rename(columns={"right": "value"})
-            yield read.assign(arm=arm, outcome=READ, turn=number + 1)
+            read = read.loc[read["layer"] < 0]
+            known = {"text": read["text"], "value": read["right"]}
+            yield pd.DataFrame({**known, "arm": arm, "outcome": READ, "turn": number + 1})
 
 
 def turn_by_turn(model: Model, rows: Sequence[Tokens], arm: str) -> Iterator[tuple[Tensor, KVCache]]:
