@@ -105,8 +105,12 @@ def test_ls_shows_every_kind_and_the_names_of_one_as_programs_get_them(
     for kind, entries in named.items():
         list_names(kind, out=tmp_path)
         shown = capsys.readouterr().out.splitlines()
+        names = [entry["name"] for entry in entries]
+        if kind == "models":  # those that differ in a seed alone share a line
+            stems = [name.rstrip("0123456789") for name in names]
+            names = [name for place, name in enumerate(names) if stems.index(stems[place]) == place]
         if kind != "presets":
-            assert [line.split()[0] for line in shown] == [entry["name"] for entry in entries] != []
+            assert [line.split()[0].rstrip(",") for line in shown] == names != []
         list_names(kind, entries[-1]["name"], json=True, out=tmp_path)
         assert entries[-1] in json.loads(capsys.readouterr().out)[kind]
     list_names("presets", out=tmp_path)
