@@ -33,7 +33,7 @@ from kvprobe.tasks.mementos import DIGITS, accuracy_given_sum
 from kvprobe.tasks.recall import BASE, PAIRS, recall_text
 from kvprobe.tidy import Rows, chosen
 
-MODEL = ("model", "kind", "memory")
+MODEL = ("model", "memory")
 TWO_KINDS = {"memory": tuple(f"{rule} and attention" for rule in RULES.values())}
 ANSWERING, SEEING = "answers after an engine's erase", "answers with the turn in view"
 
