@@ -27,8 +27,6 @@ from kvprobe.training.loop import TrainingBatch, train
 from kvprobe.training.schedule import Schedule
 from kvprobe.training.words import word_tokenizer
 
-CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ ' ' + message['content'] }}{% endfor %}"
-
 
 @dataclass(frozen=True)
 class Ordinal:
@@ -50,7 +48,7 @@ class Ordinal:
         return LlamaForCausalLM(config_of(self))
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        return word_tokenizer(vocabulary(), CHAT_TEMPLATE, end="<eos>")
+        return word_tokenizer(vocabulary())
 
     def loss(self, model: PreTrainedModel, rng: np.random.Generator) -> Float[Tensor, ""]:
         return answer_loss(model, batch_of(draw_examples("train", self.schedule.batch, rng)))

@@ -28,7 +28,6 @@ from kvprobe.training.loop import TrainingBatch, loss_of
 from kvprobe.training.schedule import Provenance, Schedule
 from kvprobe.training.words import word_shape, word_tokenizer
 
-CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ ' ' + message['content'] }}{% endfor %}"
 STATED, OMITTED = "stated digits", "omitted digits"
 """Kinds of right answers."""
 NUMBER = {word: index for index, word in enumerate(vocabulary())}
@@ -67,22 +66,14 @@ class Lossy:
         return f"lossy-{self.design.asked}-{self.design.slots}-{self.provenance}-{self.schedule.seed}"
 
     def model(self) -> PreTrainedModel:
-        shape = word_shape(
-            vocabulary(),
-            layers=self.layers,
-            width=self.width,
-            heads=self.heads,
-            kv_heads=self.heads,
-            longest=256,
-            end="<eos>",
-        )
+        shape = word_shape(vocabulary(), self.layers, self.width, self.heads)
         config = LlamaConfig(intermediate_size=self.inner, **shape)
         # So that a study knows what a folder was trained for.
         config.update({"lossy": {**asdict(self.design), "provenance": self.provenance, "seed": self.schedule.seed}})
         return LlamaForCausalLM(config)
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        return word_tokenizer(vocabulary(), CHAT_TEMPLATE, end="<eos>")
+        return word_tokenizer(vocabulary())
 
     def loss(self, model: PreTrainedModel, rng: np.random.Generator) -> Float[Tensor, ""]:
         return loss_of(model, [self.batch(self.design.draw(self.schedule.batch, rng))])

@@ -102,21 +102,13 @@ class Memento:
         return f"memento-{memory}{self.content}-{self.provenance}-{self.keep}-{self.schedule.seed}"
 
     def model(self) -> PreTrainedModel:
-        shape = word_shape(
-            vocabulary(),
-            layers=self.layers,
-            width=self.width,
-            heads=self.heads,
-            kv_heads=self.heads,
-            longest=256,
-            end="<eos>",
-        )
+        shape = word_shape(vocabulary(), self.layers, self.width, self.heads)
         if self.memory:
             return model_of(self.memory, self.inner, shape)
         return LlamaForCausalLM(LlamaConfig(intermediate_size=self.inner, **shape))
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        return word_tokenizer(vocabulary(), CHAT_TEMPLATE, end="<eos>")
+        return word_tokenizer(vocabulary(), CHAT_TEMPLATE)
 
     def loss(self, model: PreTrainedModel, rng: np.random.Generator) -> Float[Tensor, ""]:
         return loss_of(model, [self.batch(self.draw(self.schedule.batch, rng))])

@@ -22,7 +22,6 @@ from kvprobe.training.memories import model_of
 from kvprobe.training.schedule import Memory, Schedule
 from kvprobe.training.words import word_shape, word_tokenizer
 
-CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ ' ' + message['content'] }}{% endfor %}"
 NUMBER = {word: index for index, word in enumerate(vocabulary())}
 
 
@@ -67,19 +66,11 @@ class Recall:
         return f"recall-{self.memory}-{self.schedule.seed}"
 
     def model(self) -> PreTrainedModel:
-        shape = word_shape(
-            vocabulary(),
-            layers=self.layers,
-            width=self.width,
-            heads=self.heads,
-            kv_heads=self.heads,
-            longest=256,
-            end="<eos>",
-        )
+        shape = word_shape(vocabulary(), self.layers, self.width, self.heads)
         return model_of(self.memory, self.inner, shape)
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        return word_tokenizer(vocabulary(), CHAT_TEMPLATE, end="<eos>")
+        return word_tokenizer(vocabulary())
 
     def loss(self, model: PreTrainedModel, rng: np.random.Generator) -> Float[Tensor, ""]:
         pairs = int(rng.integers(1, self.most + 1))

@@ -75,13 +75,7 @@ class Steps:
 
     def model(self) -> PreTrainedModel:
         shape = word_shape(
-            vocabulary(),
-            layers=self.layers,
-            width=self.width,
-            heads=self.heads,
-            kv_heads=self.heads // 2,
-            longest=512,
-            end="<end>",
+            vocabulary(), self.layers, self.width, self.heads, kv_heads=self.heads // 2, longest=512, end="<end>"
         )
         if self.shape == "moe":
             experts = {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "router_aux_loss_coef": 0.01}

@@ -6,9 +6,12 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+JOINED = "{{ bos_token }}{% for message in messages %}{{ ' ' + message['content'] }}{% endfor %}"
+"""A chat template that writes messages one after the other."""
+
 
 def word_tokenizer(
-    words: Sequence[str], chat_template: str, *, end: str, special: Sequence[str] = ()
+    words: Sequence[str], chat_template: str = JOINED, *, end: str = "<eos>", special: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
     """A tokenizer that splits at white space; `<unk>` and `<bos>` are among the words.
 
@@ -32,11 +35,19 @@ def word_tokenizer(
 
 
 def word_shape(
-    words: Sequence[str], *, layers: int, width: int, heads: int, kv_heads: int, longest: int, end: str
+    words: Sequence[str],
+    layers: int,
+    width: int,
+    heads: int,
+    *,
+    kv_heads: int | None = None,
+    longest: int = 256,
+    end: str = "<eos>",
 ) -> dict[str, Any]:
     """Settings of a small transformer over such words, whatever its blocks are.
 
     Args:
+        kv_heads: as many as heads by default.
         longest: text, in words.
         end: the word that ends a turn.
     """
@@ -45,7 +56,7 @@ def word_shape(
         "hidden_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
+        "num_key_value_heads": kv_heads or heads,
         "max_position_embeddings": longest,
         # Texts are short: with the usual 10,000 most frequencies would hardly rotate keys.
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},

@@ -44,8 +44,9 @@ from kvprobe.studies.ghost_state.reading import (
     vectors,
 )
 from kvprobe.studies.ghost_state.study import STUDY
-from kvprobe.studies.ghost_state.turns import ARMS, BLOCKS, READ, RIGHT, SHIFT, TURNS, read_toy
+from kvprobe.studies.ghost_state.turns import ARMS, BLOCKS, READ, RIGHT, SHIFT, TURNS, read_mementos, read_toy
 from kvprobe.studies.layer_readers import LINEAR, MLP, read_layers
+from kvprobe.tasks.mementos import draw_changed
 from kvprobe.tasks.recall import PAIRS, QUESTION
 from kvprobe.training.memento import Memento
 from kvprobe.training.recall import Recall
@@ -66,6 +67,7 @@ def small(memory: Memory = "hybrid") -> Model:
 
 
 HYBRID = small()
+OF_MEMENTOS = Memento(memory="hybrid", blocks=BLOCKS, layers=2, width=16, heads=2, inner=24, tested=2)
 WRITTEN, LATER_V, OWN_V = "values written later", "V of later slots", "its own V"
 
 
@@ -73,14 +75,9 @@ def texts_for(model: Model, distance: int = 8, count: int = 6) -> Texts:
     return draw_texts(model, count, 3, distance, 0)
 
 
-def swapped(texts: Texts) -> Texts:
-    """The stand-ins in place of the texts."""
-    return Texts(texts.other, texts.own, texts.without, texts.others, texts.digits, texts.asked)
-
-
 def moved(model: Model, texts: Texts, when: Any, arm: str, part: str) -> list[float]:
     """How far each layer of a part varies with the digits."""
-    one, other = (vectors(model, caches(model, some, when, [arm])[arm], part) for some in (texts, swapped(texts)))
+    one, other = (vectors(model, caches(model, some, when, [arm])[arm], part) for some in (texts, texts.swapped))
     return [float(layer) for layer in (one - other).abs().amax((1, 2))]
 
 
@@ -113,7 +110,7 @@ def test_an_erase_leaves_the_states_as_they_were_and_takes_the_slots():
     made = caches(HYBRID, texts, LATER, arms_of(HYBRID))
     torch.testing.assert_close(*(vectors(HYBRID, made[arm], STATE) for arm in (IN_VIEW, ERASED)), atol=0, rtol=0)
     assert max(moved(HYBRID, texts, LATER, ERASED, STATE)) > 1e-4
-    stand_in = vectors(HYBRID, caches(HYBRID, swapped(texts), LATER, [ERASED])[ERASED], STATE)
+    stand_in = vectors(HYBRID, caches(HYBRID, texts.swapped, LATER, [ERASED])[ERASED], STATE)
     torch.testing.assert_close(vectors(HYBRID, made[OF_STAND_IN], STATE), stand_in, atol=0, rtol=0)
 
 
@@ -185,7 +182,7 @@ def test_attention_and_states_in_one_layer_are_refused():
 @pytest.fixture(scope="module")
 def finished(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("toy") / "toy"
-    of_mementos = toy(Memento(memory="hybrid", blocks=BLOCKS, layers=2, width=16, heads=2, inner=24, tested=2))
+    of_mementos = toy(OF_MEMENTOS)
     of_mementos.lanes.plain.save_pretrained(folder)
     of_mementos.tokenizer.save_pretrained(folder)
     # No tiny model of random weights understands the question.
@@ -198,6 +195,39 @@ def test_a_run_shows_everything(finished: Run):
     assert set(findings.values("answered", "arm")) == set(arms_of(HYBRID))
     assert {*findings.values("mementos", "arm")} == set(ARMS)
     assert findings.values("of_block", "turn") == [*range(1, BLOCKS + 1)]
+
+
+def test_a_toy_is_read_turn_by_turn_as_it_was_trained_and_a_restart_knows_no_mistake():
+    model, recipe = load("memento-hybrid-0"), Memento(memory="hybrid", blocks=BLOCKS)
+    rng = np.random.default_rng(0)
+    drawn = [draw_changed(rng, 1, blocks=BLOCKS) for _ in range(40)]
+    traces, wrong = [trace for trace, _ in drawn], [changed["sum"] for _, changed in drawn]
+    rows = pd.concat(read_mementos(model, traces, wrong, 0))
+    read = rows.set_index(["outcome", "arm", "turn", "text"])["value"].unstack("turn")
+    right = recipe.right(model.lanes.plain, traces)
+    np.testing.assert_array_equal(read.loc[RIGHT, ERASED], right)
+    assert right.double().mean() > 0.9
+    # The mistake by hand, in one pass under the view of the training.
+    batches = [recipe.batch(some) for some in (traces, wrong)]
+    mistaken = batches[0].ids.clone()
+    block = model.tokens(traces[0].conversation())[0].span("block 1")
+    mistaken[:, block] = batches[1].ids[:, block]
+    counts = batches[0].counts[0]
+
+    def margins(ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            output: Any = model.lanes.plain(**replace(batches[0], ids=ids).inputs, use_cache=False)
+        scores = output.logits[:, counts[1:]].double().log_softmax(2)
+        own, other = (batch.ids[:, counts, None] for batch in batches)
+        return (scores.gather(2, own) - scores.gather(2, other)).reshape(len(traces), BLOCKS, 3)
+
+    differs = (batches[0].ids != batches[1].ids)[:, counts].reshape(len(traces), BLOCKS, 3)
+    first = differs.int().argmax(2, keepdim=True)
+    by_hand = (margins(batches[0].ids) - margins(mistaken)).gather(2, first)[..., 0]
+    np.testing.assert_allclose(read.loc[SHIFT, ERASED].drop(columns=1), by_hand[:, 1:], atol=1e-4)
+    assert (by_hand[:, 1:].abs() > 1e-3).any()
+    assert not read.loc[SHIFT, RESTART].drop(columns=1).to_numpy().any()
+    assert (read.loc[SHIFT, BOTH] != read.loc[SHIFT, ERASED]).any(axis=None)
 
 
 def test_models_of_other_texts_are_refused_as_toys():

@@ -1,7 +1,7 @@
 """Each model reads texts and is asked under every way of hiding, and probes read what is left."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -37,7 +37,6 @@ from kvprobe.studies.ghost_state.reading import (
     layers_of,
     parts_of,
     refuse_joined,
-    state_of,
     trained,
     vectors,
 )
@@ -95,10 +94,10 @@ def read_model(model: Model, config: Config) -> pd.DataFrame:
     for pairs, distance in Bar(sorted(designs), desc=f"Asking {model.name}", unit="design"):
         texts = draw_texts(model, config.texts, pairs, distance, config.seed)
         main = (pairs, distance) == (config.pairs, config.distance)
-        rows = [*read_design(model, texts, main, config)]
+        rows = [*read_design(model, texts, arms_of(model) if main else [IN_VIEW, ERASED], main, config)]
         if blank is not None:
-            read = pd.concat(read_design(blank, texts, False, config), ignore_index=True)
-            rows.append(read[(read["table"] == PROBES) & (read["part"] == STATE)].assign(reader=UNTRAINED))
+            read = pd.concat(read_design(blank, texts, [ERASED], False, config), ignore_index=True)
+            rows.append(read[read["table"] == PROBES].assign(reader=UNTRAINED))
         tables.append(pd.concat(rows, ignore_index=True).assign(pairs=pairs, distance=distance))
     return pd.concat(tables, ignore_index=True)
 
@@ -113,19 +112,20 @@ def untrained(model: Model, seed: int) -> Model:
     return blank
 
 
-def read_design(model: Model, texts: Texts, main: bool, config: Config) -> Iterator[pd.DataFrame]:
+def read_design(model: Model, texts: Texts, arms: Sequence[str], main: bool, config: Config) -> Iterator[pd.DataFrame]:
     """The tables of texts of one shape.
 
     Args:
-        main: whether all arms are measured and all parts read; else what the turn in view gives, and an engine's erase.
+        main: whether the turn is also hidden at once, and all parts are read; else the states, and K and V of the turn.
     """
-    arms = arms_of(model) if main else [IN_VIEW, ERASED]
     held: dict[tuple[When, str, str], list[Tensor]] = {}
     size: dict[str, int] = {}
     for when in WHENS if main else (LATER,):
         for start in range(0, config.texts, config.batch):
             some = texts[slice(start, start + config.batch)]
-            for arm, cache in (by_arm := caches(model, some, when, arms)).items():
+            # Where nothing is hidden, or never was anything to hide, once is the same as later.
+            made = caches(model, some, when, [arm for arm in arms if when == LATER or arm not in (IN_VIEW, RESTART)])
+            for arm, cache in made.items():
                 numbers = np.arange(start, start + len(some.own))
                 yield answers(model, some, cache, arm).assign(table=ANSWERS, when=when, arm=arm, text=numbers)
                 for part in parts_of(model, arm) if arm in READ else ():
@@ -133,7 +133,7 @@ def read_design(model: Model, texts: Texts, main: bool, config: Config) -> Itera
                         held.setdefault((when, arm, part), []).append(vectors(model, cache, part))
                         size.setdefault(part, bytes_of(model, cache, part))
             if main and when == AT_ONCE and start == 0:
-                yield _reach(model, some, by_arm)
+                yield _reach(model, some, made[TIMELESS])
     labels = torch.from_numpy(texts.digits.T.copy())
     rng = np.random.default_rng([config.seed, 1])
     for when, arm, part in [*held]:
@@ -142,23 +142,21 @@ def read_design(model: Model, texts: Texts, main: bool, config: Config) -> Itera
         of_layer = [-1 if layer < 0 else numbers[layer] for layer in rows["layer"].to_list()]
         yield rows.assign(layer=of_layer, table=PROBES, when=when, arm=arm, part=part, bytes=size[part])
         if main and (when, arm, part) == (LATER, ERASED, STATE):
-            heads = state_of(model, caches(model, texts[:1], when, [arm])[arm], numbers[0]).shape[1]
+            heads = {part.name: part.heads for part in model.geometry.layers[numbers[0]]}.get("value", 1)
             for layer, of_heads in zip(numbers, features.unflatten(2, (heads, -1)), strict=True):
                 rows = read_layers(of_heads.transpose(0, 1).contiguous(), labels, BASE)
                 rows = rows.loc[rows["layer"] >= 0]
                 yield rows.assign(head=rows["layer"], layer=layer, table=HEADS)
 
 
-def _reach(model: Model, texts: Texts, made: Mapping[str, KVCache]) -> pd.DataFrame:
+def _reach(model: Model, texts: Texts, hidden: KVCache) -> pd.DataFrame:
     """By layer, how far what was hidden from everything at once, without decay, is from a restart, and how far it moves
     when the digits are those of the stand-ins; beside its size."""
-    swapped = Texts(texts.other, texts.own, texts.without, texts.others, texts.digits, texts.asked)
-    other = caches(model, swapped, AT_ONCE, [TIMELESS])[TIMELESS]
+    again = caches(model, texts, AT_ONCE, [RESTART])[RESTART]
+    moved = caches(model, texts.swapped, AT_ONCE, [TIMELESS])[TIMELESS]
     rows = [
-        {"varies": float(max((hidden - again).abs().max(), (hidden - moved).abs().max()) / again.abs().max())}
+        {"varies": float(max((one - two).abs().max(), (one - three).abs().max()) / two.abs().max())}
         for part in parts_of(model, TIMELESS)
-        for hidden, again, moved in zip(
-            *(vectors(model, cache, part) for cache in (made[TIMELESS], made[RESTART], other)), strict=True
-        )
+        for one, two, three in zip(*(vectors(model, cache, part) for cache in (hidden, again, moved)), strict=True)
     ]
     return pd.DataFrame(rows).assign(table=REACH)

@@ -6,7 +6,7 @@ the states alone, which are folded without it; or from both. That is done *at on
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -65,6 +65,7 @@ class Texts:
         without: their tokens without the pairs.
         digits, others: what belongs to each name, in the texts and the stand-ins.
         asked: the place that each text asks for.
+        answering: the token of each digit as an answer.
     """
 
     own: list[Tokens]
@@ -73,13 +74,19 @@ class Texts:
     digits: Digits
     others: Digits
     asked: np.ndarray
+    answering: tuple[int, ...]
 
     def rows(self, arm: str) -> list[Tokens]:
         """The tokens as they are read in an arm: without the pairs, the others stand where these were."""
         return self.without if arm in (TIMELESS, RESTART) else self.own
 
+    @property
+    def swapped(self) -> "Texts":
+        """The stand-ins, whose stand-ins are these."""
+        return replace(self, own=self.other, other=self.own, digits=self.others, others=self.digits)
+
     def __getitem__(self, rows: slice) -> "Texts":
-        return Texts(**{name: value[rows] for name, value in vars(self).items()})
+        return Texts(**{name: of if name == "answering" else of[rows] for name, of in vars(self).items()})
 
 
 def draw_texts(model: Model, count: int, pairs: int, distance: int, seed: int) -> Texts:
@@ -101,15 +108,16 @@ def draw_texts(model: Model, count: int, pairs: int, distance: int, seed: int) -
         ]
         return [row[: row.part(ANSWER).start] for row in model.tokens(texts)]
 
-    texts = Texts(read(digits), read(others), read(digits, stated=False), digits, others, asked)
+    alone = read(digits, stated=False)
+    texts = Texts(read(digits), read(others), alone, digits, others, asked, digit_tokens(model, nouns))
     lengths = {len(row) for row in (*texts.own, *texts.other)}
     if len(lengths) > 1:
         raise UserError(
             f"{model.name} reads texts that differ in digits alone as {min(lengths)} to {max(lengths)} tokens; the "
             "ghost_state study needs a model that reads each digit as one token."
         )
-    after, alone = (row.ids[row.span(TALK).start :] for row in (texts.own[0], texts.without[0]))
-    if after != alone:
+    after, after_nothing = (row.ids[row.span(TALK).start :] for row in (texts.own[0], alone[0]))
+    if after != after_nothing:
         raise UserError(
             f"The chat template of {model.name} writes a turn otherwise when the turn before it is gone, so that a "
             "restart would read another text; the ghost_state study cannot use it."
@@ -132,16 +140,16 @@ def nouns_of(model: Model) -> list[str] | None:
     return max(by_length.values(), key=len)
 
 
-def digit_tokens(model: Model) -> list[int]:
+def digit_tokens(model: Model, nouns: Sequence[str] | None) -> tuple[int, ...]:
     """The token that answers with each digit.
 
     Raises:
         UserError: a digit is no token of its own.
     """
-    texts = [recall_text([digit], [0], 0, nouns=nouns_of(model)) for digit in range(BASE)]
+    texts = [recall_text([digit], [0], 0, nouns=nouns) for digit in range(BASE)]
     rows = model.tokens(texts)
     answers = [row.part(ANSWER) for row in rows]
-    ids = [row.ids[answer.start] for row, answer in zip(rows, answers, strict=True)]
+    ids = tuple(row.ids[answer.start] for row, answer in zip(rows, answers, strict=True))
     if len(set(ids)) < BASE or any(answer.stop - answer.start != 1 for answer in answers):
         raise UserError(f"{model.name} does not read each digit as one token; the ghost_state study cannot ask it.")
     return ids
@@ -164,14 +172,14 @@ def arms_of(model: Model) -> list[str]:
     return [IN_VIEW, ERASED, BOTH, TIMELESS, RESTART, *of_states]
 
 
-def hide(model: Model, cache: KVCache, donor: KVCache, arm: str) -> KVCache:
+def hide(model: Model, cache: KVCache, arm: str, donor: KVCache | None = None) -> KVCache:
     """A cache whose first turn is hidden in this way.
 
     Args:
-        donor: of the stand-ins.
+        donor: of the stand-ins, for the arms that have their states.
     """
     attending, recurring = model.geometry.attending, model.geometry.recurrent
-    if arm in (OF_STAND_IN, RIVALS):
+    if donor is not None and arm in (OF_STAND_IN, RIVALS):
         cache = cache.patch(donor, slots=range(cache.slots), layers=recurring)
     if arm in (ERASED, OF_STAND_IN) and attending:
         return cache.mask(PAIRS, layers=attending)
@@ -190,8 +198,11 @@ def caches(model: Model, texts: Texts, when: When, arms: Sequence[str]) -> dict[
         return model.extend(after, cut)[0]
 
     until = PAIRS if when == AT_ONCE else TALK
-    whole, donor = (read(rows, PAIRS, until) for rows in (texts.own, texts.other))
-    made = {arm: hide(model, whole, donor, arm) for arm in arms if arm != RESTART}
+    made: dict[str, KVCache] = {}
+    if hiding := [arm for arm in arms if arm != RESTART]:
+        whole = read(texts.own, PAIRS, until)
+        donor = read(texts.other, PAIRS, until) if {OF_STAND_IN, RIVALS}.intersection(hiding) else None
+        made = {arm: hide(model, whole, arm, donor) for arm in hiding}
     if when == AT_ONCE:
         made = {arm: read(texts.rows(arm), TALK, TALK, cache) for arm, cache in made.items()}
     return made | ({RESTART: read(texts.without, TALK, TALK)} if RESTART in arms else {})
@@ -202,7 +213,7 @@ def answers(model: Model, texts: Texts, cache: KVCache, arm: str) -> pd.DataFram
     likelier than the stand-in's (`margin`)."""
     questions = [row[row.span(QUESTION)] for row in texts.rows(arm)]
     logits = model.extend(cache, questions)[1][:, -1]
-    scores = logits.double()[:, digit_tokens(model)].log_softmax(-1).cpu().numpy()
+    scores = logits.double()[:, list(texts.answering)].log_softmax(-1).cpu().numpy()
     rows = np.arange(len(scores))
     own, other = (some[rows, texts.asked] for some in (texts.digits, texts.others))
     likeliest = scores.argmax(1)

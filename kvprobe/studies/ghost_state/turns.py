@@ -55,15 +55,17 @@ def read_toy(model: Model, config: Config) -> pd.DataFrame:
     tables = [
         table
         for start in Bar(range(0, config.texts, config.batch), desc=f"Reading {model.name}", unit="batch")
-        for table in _read(model, traces[start : start + config.batch], wrong[start : start + config.batch], start)
+        for table in read_mementos(
+            model, traces[start : start + config.batch], wrong[start : start + config.batch], start
+        )
     ]
     labels = torch.tensor([trace.blocks[0] for trace in traces]).T
     if model.geometry.recurrent:
-        tables += _probe(model, traces, labels, config)
+        tables += probe_states(model, traces, labels, config)
     return pd.concat(tables, ignore_index=True).assign(table=TURNS)
 
 
-def _read(model: Model, traces: Sequence[Trace], wrong: Sequence[Trace], start: int) -> Iterator[pd.DataFrame]:
+def read_mementos(model: Model, traces: Sequence[Trace], wrong: Sequence[Trace], start: int) -> Iterator[pd.DataFrame]:
     """Of some traces, whether mementos are right, and how far a mistake in the first block moves them."""
     clean, mistaken = (model.tokens([trace.conversation() for trace in some]) for some in (traces, wrong))
     poisoned = [_with_block(*pair) for pair in zip(clean, mistaken, strict=True)]
@@ -88,7 +90,7 @@ def _read(model: Model, traces: Sequence[Trace], wrong: Sequence[Trace], start: 
                 yield pd.DataFrame({**keys, "outcome": SHIFT, "value": shift[:, turn - 1]})
 
 
-def _probe(model: Model, traces: Sequence[Trace], labels: Tensor, config: Config) -> Iterator[pd.DataFrame]:
+def probe_states(model: Model, traces: Sequence[Trace], labels: Tensor, config: Config) -> Iterator[pd.DataFrame]:
     """What a linear probe reads of the first block in the states, after each memento."""
     for arm in (ERASED, BOTH, RESTART):
         states: list[list[Tensor]] = [[] for _ in range(BLOCKS)]
