@@ -1,1 +1,1 @@
-"""Caches of inference engines, in and out: saved slots of llama.cpp, vLLM, and a plain layout for anyone else's dump."""
+"""Caches of inference engines, in and out: saved slots of llama.cpp, vLLM, and a plain layout for other engines."""
