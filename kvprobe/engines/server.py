@@ -1,0 +1,278 @@
+"""A running llama.cpp server: completions with log-probabilities, and slots saved, restored and erased.
+
+The server may be any `llama-server` that was started with `--slot-save-path`, or one that `served` starts in this
+process with the package xllamacpp (`pip install 'kvprobe[llamacpp]'`).
+"""
+
+import json
+import math
+import os
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+from kvprobe.arguments import AtLeastOne, AtLeastZero, checked_arguments
+from kvprobe.errors import UserError
+from kvprobe.names import one_line
+
+CacheType = Literal["f32", "f16", "q8_0", "q4_0"]
+"""How llama.cpp stores K and V."""
+URL = "http://127.0.0.1:8080"
+"""Where `llama-server` listens by default."""
+_MOST_BYTES = 2**28
+"""Of a reply; all log-probabilities of 32 tokens of a large vocabulary are a tenth of it each."""
+_MOST_UNSHOWN = 16
+"""Tokens that are asked for before it is given up to learn their log-probabilities."""
+_LEAST = -1e38
+"""What llama.cpp gives for the logarithm of 0 is below it."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a server answered.
+
+    Attributes:
+        tokens: that it generated.
+        log_probabilities: before each of them, those of the likeliest next tokens by their ids; before any sampling.
+        reused: tokens of the prompt that were in the slot and not computed again.
+    """
+
+    tokens: tuple[int, ...]
+    log_probabilities: tuple[Mapping[int, float], ...]
+    reused: int
+
+
+@checked_arguments
+@dataclass(frozen=True)
+class LlamaServer:
+    """A client of a llama.cpp server.
+
+    Attributes:
+        url: of the server.
+        timeout: seconds that it may take for an answer.
+        folder: in which it saves slots, where that is known and on this machine.
+    """
+
+    url: str = URL
+    timeout: float = 120.0
+    folder: Path | None = None
+
+    def complete(
+        self,
+        ids: Sequence[int],
+        n_predict: AtLeastOne = 1,
+        *,
+        n_probs: AtLeastZero | Literal["all"] = 0,
+        reuse: bool = True,
+        slot: AtLeastZero = 0,
+    ) -> Completion:
+        """Continue these tokens greedily.
+
+        Args:
+            n_predict: tokens to generate; the end of the text does not stop it.
+            n_probs: of how many of the likeliest tokens to give log-probabilities, which share an error of about 1e-4
+                since the server adds up in float32; or "all" of the vocabulary, of which that error is taken.
+            reuse: keep the tokens in the slot that the prompt begins with. The last token of a prompt is computed
+                anyway.
+            slot: of the server.
+
+        Raises:
+            UserError: the server cannot be reached, or refuses.
+        """
+        asked: dict[str, object] = {
+            "prompt": [*ids],
+            "n_predict": n_predict,
+            "temperature": 0,
+            "n_probs": self.vocabulary if n_probs == "all" else n_probs,
+            "cache_prompt": reuse,
+            "id_slot": slot,
+            "return_tokens": True,
+            "ignore_eos": True,
+        }
+        first = answer = self._completion(asked)
+        unshown: list[int] = []
+        # The server leaves out what it knows of a token that ends within a character; it is asked for another one.
+        while n_probs and n_predict == 1 and not answer.log_probabilities and len(unshown) < _MOST_UNSHOWN:
+            unshown += answer.tokens
+            again = asked | {"cache_prompt": True, "logit_bias": [[token, False] for token in unshown]}
+            answer = self._completion(again)
+        if n_probs and len(answer.log_probabilities) != n_predict:
+            raise UserError(
+                f"The server gives log-probabilities of {len(answer.log_probabilities)} of {n_predict} tokens, since "
+                "it leaves out tokens that end within a character; ask for one token at a time."
+            )
+        known = answer.log_probabilities
+        if n_probs == "all":
+            known = tuple(map(_summing_to_one, known))
+        return replace(first, log_probabilities=known)
+
+    def _completion(self, asked: Mapping[str, object]) -> Completion:
+        reply = self._ask("/completion", asked)
+        try:
+            tokens, reused = tuple(map(int, reply["tokens"])), int(reply["timings"]["cache_n"])
+            steps = reply.get("completion_probabilities", [])
+            likeliest = tuple({int(one["id"]): _log(one["logprob"]) for one in step["top_logprobs"]} for step in steps)
+            return Completion(tokens, likeliest, reused)
+        except (LookupError, TypeError, ValueError) as error:
+            raise self._strange(error) from error
+
+    def save(self, slot: AtLeastZero, name: str) -> int:
+        """Write a slot to the file `name` in the server's folder, and return how many tokens it holds.
+
+        Raises:
+            UserError: the server cannot be reached, or refuses.
+        """
+        return self._slot(slot, "save", name, "n_saved")
+
+    def restore(self, slot: AtLeastZero, name: str) -> int:
+        """Read a slot from the file `name` in the server's folder, and return how many tokens it holds.
+
+        Raises:
+            UserError: the server cannot be reached, or refuses, as it does for a slot of another model.
+        """
+        return self._slot(slot, "restore", name, "n_restored")
+
+    def erase(self, slot: AtLeastZero) -> int:
+        """Empty a slot, and return how many tokens it held.
+
+        Raises:
+            UserError: the server cannot be reached, or refuses.
+        """
+        return self._slot(slot, "erase", None, "n_erased")
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Tokens of the model's vocabulary.
+
+        Raises:
+            UserError: the server cannot be reached, or does not say.
+        """
+        reply = self._ask("/v1/models")
+        try:
+            return int(reply["data"][0]["meta"]["n_vocab"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise self._strange(error) from error
+
+    def path(self, name: str) -> Path:
+        """Where the server saves a slot.
+
+        Raises:
+            UserError: its folder is not known.
+        """
+        if self.folder is None:
+            raise UserError(
+                f"The folder of saved slots of {self.url} is not known; give LlamaServer(folder=…) the one that "
+                "llama-server was given as --slot-save-path."
+            )
+        return self.folder / name
+
+    def _slot(self, slot: int, action: str, name: str | None, count: str) -> int:
+        reply = self._ask(f"/slots/{slot}?action={action}", {} if name is None else {"filename": name})
+        try:
+            return int(reply[count])
+        except (LookupError, TypeError, ValueError) as error:
+            raise self._strange(error) from error
+
+    def _ask(self, place: str, body: Mapping[str, object] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            request = Request(self.url.rstrip("/") + place, data, {"Content-Type": "application/json"})
+            with urlopen(request, timeout=self.timeout) as reply:
+                text = reply.read(_MOST_BYTES + 1)
+            if len(text) > _MOST_BYTES:
+                raise self._strange(ValueError(f"it is longer than {_MOST_BYTES:,} bytes"))
+            return json.loads(text)
+        except HTTPError as error:
+            raise UserError(f"The server at {self.url} refuses {place}: {_reason(error)}.") from error
+        except (URLError, OSError) as error:
+            raise UserError(
+                f"No server answers at {self.url} ({one_line(error)}); start llama-server there, or give its URL."
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise error if isinstance(error, UserError) else self._strange(error) from error
+
+    def _strange(self, error: Exception) -> UserError:
+        return UserError(
+            f"What {self.url} answers is not what llama-server answers ({one_line(error)}); give the URL of a "
+            "llama-server of 2026."
+        )
+
+
+@contextmanager
+@checked_arguments
+def served(
+    gguf: Path,
+    *,
+    cache: CacheType = "f16",
+    context: AtLeastOne = 2048,
+    slots: AtLeastOne = 1,
+    threads: AtLeastOne | None = None,
+    flash: bool = True,
+    shift: bool = False,
+) -> Generator[LlamaServer]:
+    """While this lasts, a llama.cpp server runs in this process on a loopback port, and saves slots in a folder of its
+    own, which is removed.
+
+    Args:
+        gguf: the model's file.
+        cache: how K and V are stored.
+        context: tokens that each slot may hold.
+        slots: conversations that are held at once.
+        threads: that compute; one for each core that this process may use by default.
+        flash: whether to compute flash attention; without it V is stored transposed and cannot be quantised.
+        shift: whether a full slot forgets its older half and goes on, or stops.
+
+    Raises:
+        UserError: xllamacpp is not installed, or it cannot load the file.
+    """
+    try:
+        library: Any = import_module("xllamacpp")
+    except ImportError as error:
+        raise UserError(
+            "A llama.cpp server in this process needs xllamacpp, which is not installed; install it with "
+            "pip install 'kvprobe[llamacpp]', or give the URL of a running llama-server."
+        ) from error
+    if not gguf.is_file():
+        raise UserError(f"There is no GGUF file at {gguf}; check the path.")
+    with TemporaryDirectory(prefix="kvprobe-slots-") as folder:
+        params = library.CommonParams()
+        params.model.path, params.slot_save_path, params.endpoint_slots = str(gguf), f"{folder}{os.sep}", True
+        params.n_ctx, params.n_parallel, params.ctx_shift = context * slots, slots, shift
+        params.cache_type_k = params.cache_type_v = getattr(library.ggml_type, f"GGML_TYPE_{cache.upper()}")
+        kinds = library.llama_flash_attn_type
+        params.flash_attn_type = getattr(kinds, f"LLAMA_FLASH_ATTN_TYPE_{'ENABLED' if flash else 'DISABLED'}")
+        params.cpuparams.n_threads = threads or len(os.sched_getaffinity(0))
+        params.kv_unified, params.swa_full, params.cache_ram_mib = False, True, 0
+        params.fit_params, params.warmup, params.verbosity = False, False, -1
+        try:
+            server = library.Server(params)
+        except Exception as error:
+            raise UserError(f"llama.cpp cannot serve {gguf.name} ({one_line(error)}); check the file.") from error
+        yield LlamaServer(server.listening_address, folder=Path(folder))
+        del server
+
+
+def _summing_to_one(logs: Mapping[int, float]) -> Mapping[int, float]:
+    """The log-probabilities of a whole vocabulary, without the error of the server's sum in float32."""
+    off = math.log(math.fsum(map(math.exp, logs.values())))
+    return {token: value - off for token, value in logs.items()}
+
+
+def _log(number: object) -> float:
+    value = float(number)  # type: ignore[arg-type]
+    return -math.inf if value < _LEAST else value
+
+
+def _reason(error: HTTPError) -> str:
+    """What a server says about its refusal."""
+    try:
+        return one_line(ValueError(json.loads(error.read(2**16))["error"]["message"]))
+    except (ValueError, LookupError, TypeError, OSError):
+        return f"status {error.code}"
