@@ -72,7 +72,7 @@ benchmark: $(VENV)/.developed
 	$(PY) benchmarks/coverage_probes.py
 
 clean:
-	rm -rf $(VENV) .venv-newest build dist runs site .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-newest .venv-engines build dist runs site .ruff_cache .pytest_cache .hypothesis
 
 # Remembers which torch was asked for by name; a plain `make` keeps what there is.
 $(VENV)/.choice: FORCE

@@ -10,9 +10,9 @@ from kvprobe.arguments import check_fields, checked_arguments
 from kvprobe.brief import Brief, plain_dtype
 from kvprobe.cache import shown
 from kvprobe.cache.footprint import footprint
-from kvprobe.cache.layer import Layer, named, shape_of
+from kvprobe.cache.layer import Layer, named, refuse_misfit, shape_of
 from kvprobe.cache.ledger import Ledger
-from kvprobe.cache.parts import Shape, described, recurrent, refuse_other_parts
+from kvprobe.cache.parts import Shape, described, recurrent
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker
 
@@ -31,19 +31,8 @@ class Contents(Brief):
             check_fields(self)
         if not any(self.layers):
             raise UserError("A cache needs at least one layer that stores something; got none.")
-        expected = (self.ledger.batch, self.ledger.slots)
         for number, layer in enumerate(self.layers):
-            refuse_other_parts(layer)
-            heads = {tensor.shape[1] if tensor.dim() == 4 else None for tensor in layer.values()}
-            for part, tensor in layer.items():
-                fits = tensor.dim() == 4 and (tensor.shape[0], tensor.shape[2]) == expected
-                fits = fits and (len(heads) == 1 or recurrent(layer))
-                if not fits or not tensor.is_floating_point():
-                    raise UserError(
-                        f"{part} of layer {number} is {tensor.dtype} of shape {tuple(tensor.shape)}; the cache needs "
-                        f"floats with (batch, KV heads, slots, numbers), with (batch, slots) = {expected} and as many "
-                        "heads in all parts of a layer."
-                    )
+            refuse_misfit(number, layer, self.ledger.batch, self.ledger.slots)
 
     @property
     def keys(self) -> tuple[Float[Tensor, "batch _ slots _"], ...]:

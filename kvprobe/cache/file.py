@@ -5,7 +5,8 @@ including the fingerprint of the model that made the cache.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,16 +14,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvprobe.cache.layer import Layer
+from kvprobe.cache.layer import Layer, refuse_misfit
 from kvprobe.cache.ledger import COLUMNS, PADDING, Ledger, QuantisationFormat
 from kvprobe.cache.parts import LAYERS, PARTS
 from kvprobe.errors import UserError
-from kvprobe.files import replacing
+from kvprobe.files import replacing, told
 from kvprobe.fingerprint import Maker, digest
-from kvprobe.names import one_line
+from kvprobe.names import one_line, shown
 
 FORMAT = "kvprobe-cache-3"
 """Version 2 had neither digest nor fingerprint."""
+MOST_LAYERS = 4096
 _LEDGER_FIELDS = (*COLUMNS, "live", "following")
 _CALLED: dict[str, str] = dict(zip(PARTS, ("keys", "values", *PARTS[2:]), strict=True))
 """What the tensors of a part are called in a file, before the number of their layer."""
@@ -59,45 +61,106 @@ def load_cache(path: Path) -> tuple[tuple[Layer, ...], Ledger, Maker | None]:
     Raises:
         UserError: the file is missing, truncated, altered, or not written by `save_cache`.
     """
+    with opened(path) as file:
+        metadata = _metadata(file, path)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        if metadata.pop("digest", None) != _digest(tensors, metadata):
+            raise UserError(f"{path} was altered after the cache was saved (its digest differs); save it again.")
+        count, ledger, made_by = _header(file, path)
+        return tuple(_layer(file, number, ledger) for number in range(count)), ledger, made_by
+
+
+def read_header(path: Path) -> tuple[int, Ledger, Maker | None]:
+    """How many layers a cache in a file has, its ledger and maker. The digest is not checked, so that a damaged cache
+    can be looked at.
+
+    Raises:
+        UserError: as `load_cache` does.
+    """
+    with opened(path) as file:
+        return _header(file, path)
+
+
+def read_layer(path: Path, ledger: Ledger, number: int) -> Layer:
+    """One layer of a cache in a file.
+
+    Args:
+        ledger: that of the file, which the layer must fit.
+
+    Raises:
+        UserError: the file is not what it was when its header was read, or the layer does not fit.
+    """
+    with opened(path) as file:
+        return _layer(file, number, ledger)
+
+
+@contextmanager
+def opened(path: Path) -> Generator[safe_open]:
+    """A safetensors file, whose size its header justifies; what is wrong with it is a `UserError`.
+
+    Its tensors lie in the file until they are used, and pages of it are in memory as long as a tensor of it is.
+    """
     if not path.is_file():
-        raise UserError(f"There is no cache file at {path}; give one that KVCache.save wrote.")
+        raise UserError(f"There is no cache file at {path}; check the path.")
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise UserError(
-                    f"{path} is not a kvprobe cache (its format is {metadata.get('format')!r}, "
-                    f"expected {FORMAT!r}); make the cache again and write it with KVCache.save."
-                )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        with told(path), safe_open(path, framework="pt") as file:
+            yield file
     except SafetensorError as error:
         raise UserError(f"{path} is truncated or not a safetensors file ({one_line(error)}); save it again.") from error
-    if metadata.pop("digest", None) != _digest(tensors, metadata):
-        raise UserError(f"{path} was altered after the cache was saved (its digest differs); save it again.")
+
+
+def _metadata(file: safe_open, path: Path) -> dict[str, str]:
+    metadata = file.metadata() or {}
+    if metadata.get("format") != FORMAT:
+        raise UserError(
+            f"{path} is not a kvprobe cache (its format is {shown(metadata.get('format'))}, "
+            f"expected {FORMAT!r}); make the cache again and write it with KVCache.save."
+        )
+    return metadata
+
+
+def _header(file: safe_open, path: Path) -> tuple[int, Ledger, Maker | None]:
+    metadata, names = _metadata(file, path), set(file.keys())
     try:
         count = int(metadata["layers"])
-        names = json.loads(metadata["names"])
+        segments = json.loads(metadata["names"])
         quantisation = json.loads(metadata["grain"])
         made_by = metadata["made_by"]
+        if missing := names.symmetric_difference(_LEDGER_FIELDS).intersection(_LEDGER_FIELDS):
+            raise KeyError(", ".join(sorted(missing)))
         ledger = Ledger(
-            **{name: tensors.pop(name) for name in _LEDGER_FIELDS},
-            names=tuple(map(str, names)),
+            **{name: file.get_tensor(name) for name in _LEDGER_FIELDS},
+            names=tuple(map(str, segments)),
             quantisation=None if quantisation is None else QuantisationFormat(*map(int, quantisation)),
         )
-        layers: list[Layer] = []
-        for number in range(count):
-            parts = tuple(part for part in PARTS if f"{_CALLED[part]}.{number}" in tensors)
+        if count not in range(1, MOST_LAYERS + 1):
+            raise ValueError(f"{count} layers")
+        layers = [_parts(names, number) for number in range(count)]
+        for number, parts in enumerate(layers):
             if parts not in LAYERS:
                 raise KeyError(f"layer {number} has {', '.join(parts)}")
-            layers.append({part: tensors.pop(f"{_CALLED[part]}.{number}") for part in parts})
-    except (KeyError, ValueError, TypeError) as error:
-        raise UserError(f"{path} lacks a part of the cache ({error}); save it again.") from error
-    if tensors:
-        raise UserError(f"{path} holds tensors that no cache has ({', '.join(sorted(tensors))}); save it again.")
-    if not any(layers) or any(tensor.dim() != 4 for layer in layers for tensor in layer.values()):
+    except (LookupError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
+        raise UserError(f"{path} lacks a part of the cache ({one_line(error)}); save it again.") from error
+    tensors = {f"{_CALLED[part]}.{number}" for number, parts in enumerate(layers) for part in parts}
+    if others := names.difference(tensors, _LEDGER_FIELDS):
+        raise UserError(f"{path} holds tensors that no cache has ({shown(min(others))}); save it again.")
+    first = [f"{_CALLED[parts[0]]}.{number}" for number, parts in enumerate(layers) if parts]
+    shapes: list[list[int]] = [file.get_slice(name).get_shape() for name in first]
+    if not shapes or any(len(shape) != 4 for shape in shapes):
         raise UserError(f"{path} holds no keys of a cache; it was altered, save it again.")
-    _check_ledger(ledger, count, {layer[next(iter(layer))].shape[1] for layer in layers if layer}, path)
-    return tuple(layers), ledger, Maker(made_by) if made_by else None
+    _check_ledger(ledger, count, {shape[1] for shape in shapes}, path)
+    return count, ledger, Maker(made_by) if made_by else None
+
+
+def _layer(file: safe_open, number: int, ledger: Ledger) -> Layer:
+    parts = _parts(set(file.keys()), number)
+    layer = {part: file.get_tensor(f"{_CALLED[part]}.{number}") for part in parts}
+    refuse_misfit(number, layer, ledger.batch, ledger.slots)
+    return layer
+
+
+def _parts(names: Collection[str], number: int) -> tuple[str, ...]:
+    return tuple(part for part in PARTS if f"{_CALLED[part]}.{number}" in names)
 
 
 def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.cache.parts import WRITES, PartSize
+from kvprobe.cache.parts import WRITES, PartSize, recurrent, refuse_other_parts
 from kvprobe.errors import UserError
 
 Layer = Mapping[str, Float[Tensor, "batch _ slots _"]]
@@ -35,3 +35,22 @@ def named(layer: Layer, name: str) -> Float[Tensor, "batch _ slots _"]:
             "memories for what works on such models."
         )
     return layer[name]
+
+
+def refuse_misfit(number: int, layer: Layer, batch: int, slots: int) -> None:
+    """Refuse a layer that does not fit a cache with so many rows and slots.
+
+    Raises:
+        UserError: its parts are not those of a layer, or are of other shapes or no floats.
+    """
+    refuse_other_parts(layer)
+    heads = {tensor.shape[1] if tensor.dim() == 4 else None for tensor in layer.values()}
+    for part, tensor in layer.items():
+        fits = tensor.dim() == 4 and (tensor.shape[0], tensor.shape[2]) == (batch, slots)
+        fits = fits and (len(heads) == 1 or recurrent(layer))
+        if not fits or not tensor.is_floating_point():
+            raise UserError(
+                f"{part} of layer {number} is {tensor.dtype} of shape {tuple(tensor.shape)}; the cache needs "
+                f"floats with (batch, KV heads, slots, numbers), with (batch, slots) = {(batch, slots)} and as many "
+                "heads in all parts of a layer."
+            )

@@ -75,6 +75,26 @@ class Ledger(Brief):
     names: tuple[str, ...]
     quantisation: QuantisationFormat | None = None
 
+    @staticmethod
+    def of(tokens: Int[Tensor, "batch slots"], positions: Int[Tensor, "batch slots"] | None = None) -> "Ledger":
+        """The ledger of fresh tokens, all live and in one segment, at these positions (0, 1, … by default)."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = positions.expand_as(tokens)
+        nothing = torch.zeros_like(tokens, dtype=torch.bool)
+        return Ledger(
+            tokens=tokens,
+            positions=positions,
+            origins=positions,
+            segments=torch.zeros_like(tokens),
+            recomputed=nothing,
+            delimiters=nothing,
+            quantised=torch.full_like(tokens, -1),
+            live=~nothing[None, :, None, :],
+            following=torch.nn.functional.pad(positions, (1, 0), value=-1).amax(1) + 1,
+            names=("prompt",),
+        )
+
     @property
     def batch(self) -> int:
         return self.tokens.shape[0]

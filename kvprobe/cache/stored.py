@@ -16,10 +16,10 @@ class LazyLayers(Sequence[Layer]):
 
     def __init__(self, count: int, read: Callable[[int], Layer]) -> None:
         """Layers 0 to `count` - 1, each read by its number."""
-        self.count, self.read = count, read
+        self._count, self._read = count, read
 
     def __len__(self) -> int:
-        return self.count
+        return self._count
 
     @overload
     def __getitem__(self, index: int) -> Layer: ...
@@ -27,11 +27,11 @@ class LazyLayers(Sequence[Layer]):
     def __getitem__(self, index: slice) -> Sequence[Layer]: ...
     def __getitem__(self, index: int | slice) -> Layer | Sequence[Layer]:
         if isinstance(index, slice):
-            return [self.read(number) for number in range(self.count)[index]]
-        return self.read(range(self.count)[index])
+            return [self._read(number) for number in range(self._count)[index]]
+        return self._read(range(self._count)[index])
 
     def __iter__(self) -> Iterator[Layer]:
-        return map(self.read, range(self.count))
+        return map(self._read, range(self._count))
 
 
 @dataclass(frozen=True, repr=False)

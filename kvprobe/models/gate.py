@@ -17,13 +17,12 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvprobe.cache.ledger import PADDING
+from kvprobe.cache.ledger import PADDING, Ledger
 from kvprobe.errors import UserError
 from kvprobe.models.gate_caches import (
     Held,
     LongCache,
     empty_cache,
-    fresh_ledger,
     long_cache,
     read,
     read_after,
@@ -223,7 +222,7 @@ def _plain_checks(lanes: UnprovedLanes) -> Iterator[Check]:
         "elsewhere, or reads otherwise with a cache; kvprobe cannot place its tokens.",
     )
     last = lanes.unproved(
-        ids, fresh_ledger(ids), empty_cache(lanes), logits_to_keep=torch.tensor([_LENGTH - 1], device=ids.device)
+        ids, Ledger.of(ids), empty_cache(lanes), logits_to_keep=torch.tensor([_LENGTH - 1], device=ids.device)
     )
     yield (
         last.shape[1] == 1 and difference(last, whole[:, -1:]) <= lanes.tolerance(),
@@ -288,7 +287,7 @@ def _query_checks(lanes: UnprovedLanes, held: Held, queries: int, masked: bool) 
     ids = few_tokens(lanes.plain, count)
     spread = [count * step // _SPREAD for step in range(_SPREAD)]
     kept = torch.tensor(sorted({*spread, *range(count - _LAST, count)}), device=ids.device)
-    before, fresh = held.hidden() if masked else None, fresh_ledger(ids)
+    before, fresh = held.hidden() if masked else None, Ledger.of(ids)
     ledger = fresh if before is None else before.ledger.append(fresh)
     logits, whole = read(lanes, before, ids, ledger, kept=kept)
 
@@ -365,7 +364,7 @@ def _far_checks(lanes: UnprovedLanes, held: Held, position: int) -> Iterator[Che
     limit = lanes.geometry.max_position or position
     gap = max(0, min(position, limit) - _LENGTH)
     places = torch.arange(_LENGTH, device=ids.device)[None]
-    at_once = lanes.unproved(ids, fresh_ledger(ids, places + gap * (places >= _CUT)), empty_cache(lanes), masked=True)
+    at_once = lanes.unproved(ids, Ledger.of(ids, places + gap * (places >= _CUT)), empty_cache(lanes), masked=True)
     apart = difference(read_after(lanes, held.first(_CUT), ids[:, _CUT:], gap), at_once[:, _CUT:])
     yield (
         apart <= lanes.tolerance(),
@@ -381,7 +380,7 @@ def _rows_are_alone(lanes: UnprovedLanes, ids: Int[Tensor, "1 queries"]) -> Iter
     padding = torch.zeros_like(rows, dtype=torch.bool)
     padding[1, short:] = True
     places = torch.arange(_CUT, device=ids.device).expand(2, -1).masked_fill(padding, 0)
-    ledger = fresh_ledger(rows, places)
+    ledger = Ledger.of(rows, places)
     ledger = replace(
         ledger,
         segments=ledger.segments.masked_fill(padding, PADDING),
@@ -389,7 +388,7 @@ def _rows_are_alone(lanes: UnprovedLanes, ids: Int[Tensor, "1 queries"]) -> Iter
         following=(~padding).sum(1),
     )
     together = read(lanes, None, rows, ledger)[1]
-    alone = read(lanes, None, rows[1:, :short], fresh_ledger(rows[1:, :short]))[1]
+    alone = read(lanes, None, rows[1:, :short], Ledger.of(rows[1:, :short]))[1]
     rest = ids[:, _CUT:]
     apart = difference(read_after(lanes, together, rest.expand(2, -1))[1:], read_after(lanes, alone, rest))
     yield apart <= lanes.tolerance(), _beside(apart)

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.parts import LATENT
 from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.errors import UserError
 from kvprobe.models.attending import Attending
-from kvprobe.models.gate_caches import empty_cache, fresh_ledger, long_cache
+from kvprobe.models.gate_caches import empty_cache, long_cache
 from kvprobe.models.hf_cache import empty_layers, held_by, past_key_values
 from kvprobe.models.hooks import bare
 from kvprobe.models.rounding import difference, few_tokens
@@ -31,7 +32,7 @@ def prove_attention(lanes: UnprovedLanes, slots: int) -> None:
     ids, layers = few_tokens(lanes.plain), empty_layers(lanes.geometry.parts)
     long, observed = long_cache(lanes, slots), list[tuple[Attending, Tensor]]()
     with torch.no_grad(), lanes.observing_attention_unproved(lambda inputs, output: observed.append((inputs, output))):
-        lanes.unproved(ids, fresh_ledger(ids), past_key_values(layers), masked=True)
+        lanes.unproved(ids, Ledger.of(ids), past_key_values(layers), masked=True)
         few = observed[:]
         after_long = long.read()
     name, reads = type(lanes.plain).__name__, lanes.geometry.reads
@@ -59,7 +60,7 @@ def prove_attention(lanes: UnprovedLanes, slots: int) -> None:
     every = torch.zeros(1, long.slots + long.ids.shape[1], dtype=torch.long, device=ids.device)
     worst = 0.0
     for tokens, queries, pairs in ((ids, ids.shape[1], few), (every, long.ids.shape[1], observed[len(few) :])):
-        seen = visible_by_layer(fresh_ledger(tokens), queries, lanes.geometry.reaches)
+        seen = visible_by_layer(Ledger.of(tokens), queries, lanes.geometry.reaches)
         outputs = ((inputs.output(seen[reads[inputs.layer]]).transpose(1, 2), computed) for inputs, computed in pairs)
         worst = max(worst, *(difference(output, computed) for output, computed in outputs))
     # Of one layer, which rounds a few times at most.
@@ -80,7 +81,7 @@ def _uses_attention(lanes: UnprovedLanes) -> bool:
         output[attending.index(inputs.layer)] = torch.nan
 
     with torch.no_grad(), lanes.observing_attention_unproved(corrupt):
-        logits = lanes.unproved(ids, fresh_ledger(ids), empty_cache(lanes), masked=True)
+        logits = lanes.unproved(ids, Ledger.of(ids), empty_cache(lanes), masked=True)
     return bool(logits.isnan().flatten(1).any(1).all())
 
 

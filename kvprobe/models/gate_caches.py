@@ -95,7 +95,7 @@ def read(
 def read_few(lanes: UnprovedLanes, lane: Lane = "plain") -> tuple[Reading, Held]:
     """A few tokens read after nothing."""
     ids = few_tokens(lanes.plain)
-    return read(lanes, None, ids, fresh_ledger(ids), lane)
+    return read(lanes, None, ids, Ledger.of(ids), lane)
 
 
 def states_apart(lanes: UnprovedLanes) -> float:
@@ -104,7 +104,7 @@ def states_apart(lanes: UnprovedLanes) -> float:
     if not folding:
         return 0.0
     ids, layers = few_tokens(lanes.plain), empty_layers(lanes.geometry.parts)
-    lanes.unproved(ids, fresh_ledger(ids), past_key_values(layers))
+    lanes.unproved(ids, Ledger.of(ids), past_key_values(layers))
     return max(difference(layers[number].folded, layers[number].state) for number in folding)
 
 
@@ -117,31 +117,11 @@ def read_after(
 ) -> Reading:
     """The logits of tokens read after a cache, `gap` positions after its end."""
     places = held.ledger.following[:, None] + gap + torch.arange(ids.shape[1], device=ids.device)
-    return read(lanes, held, ids, held.ledger.append(fresh_ledger(ids, places)), kept=kept)[0]
+    return read(lanes, held, ids, held.ledger.append(Ledger.of(ids, places)), kept=kept)[0]
 
 
 def empty_cache(lanes: UnprovedLanes) -> DynamicCache:
     return past_key_values(empty_layers(lanes.geometry.parts))
-
-
-def fresh_ledger(ids: Int[Tensor, "batch slots"], places: Int[Tensor, "batch slots"] | None = None) -> Ledger:
-    """A ledger of fresh tokens, all live, at these positions (0, 1, … by default)."""
-    if places is None:
-        places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    places = places.expand_as(ids)
-    nothing = torch.zeros_like(ids, dtype=torch.bool)
-    return Ledger(
-        tokens=ids,
-        positions=places,
-        origins=places,
-        segments=torch.zeros_like(ids),
-        recomputed=nothing,
-        delimiters=nothing,
-        quantised=torch.full_like(ids, -1),
-        live=~nothing[None, :, None, :],
-        following=places[:, -1] + 1,
-        names=("text",),
-    )
 
 
 class LongCache:
@@ -178,7 +158,7 @@ class LongCache:
         ids = self.ids[:, :queries].expand(len(draws), -1)
         places = torch.arange(self.slots, device=ids.device).expand(len(draws), -1) if at is None else at
         after = (self.slots + torch.arange(ids.shape[1], device=ids.device)).expand_as(ids)
-        ledger = fresh_ledger(torch.cat([torch.zeros_like(places), ids], 1), torch.cat([places, after], 1))
+        ledger = Ledger.of(torch.cat([torch.zeros_like(places), ids], 1), torch.cat([places, after], 1))
         if live is not None:
             seen = torch.ones_like(live[..., :1]).expand(*live.shape[:3], ids.shape[1])
             ledger = replace(ledger, live=torch.cat([live, seen], 3))

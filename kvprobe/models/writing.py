@@ -7,9 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from kvprobe.cache.ledger import Ledger
 from kvprobe.errors import UserError
 from kvprobe.models.attending import Attending
-from kvprobe.models.gate_caches import empty_cache, fresh_ledger
+from kvprobe.models.gate_caches import empty_cache
 from kvprobe.models.hooks import Hook, bare, hooked
 from kvprobe.models.rounding import difference, few_tokens
 from kvprobe.models.unproved import UnprovedLanes
@@ -38,7 +39,7 @@ def prove_writing(lanes: UnprovedLanes) -> None:
         (lanes.output_projection(layer), "input", comparing(layer)) for layer in lanes.geometry.attending
     ]
     with torch.no_grad(), lanes.observing_attention_unproved(remember), hooked(hooks):
-        lanes.unproved(ids, fresh_ledger(ids), empty_cache(lanes), masked=True)
+        lanes.unproved(ids, Ledger.of(ids), empty_cache(lanes), masked=True)
     if not max(worst) <= lanes.tolerance():
         raise UserError(
             f"{type(lanes.plain).__name__} changes what its heads give before it is multiplied with W_O, by a gate or "
