@@ -26,6 +26,7 @@ _work: Callable[[int], object] = lambda _: None  # noqa: E731, replaced in a for
 PATIENCE = 5.0
 """Seconds without anything done after which it is asked whether a process was stopped."""
 PR_SET_PDEATHSIG = 1
+OMP_PAUSE_HARD = 2
 _peak = 0
 """The most bytes that this process held together with those that it forked."""
 
@@ -61,6 +62,7 @@ def forked(work: Callable[[Item], object], items: Sequence[Item], processes: int
     if processes < 2:
         yield from map(work, items)
         return
+    _end_threads()
     threads, others = max(1, torch.get_num_threads() // processes), set(multiprocessing.active_children())
     shared = psutil.Process().memory_info().rss
     pool = ProcessPoolExecutor(
@@ -122,6 +124,15 @@ def _own_peak() -> int:
     except ImportError:
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _end_threads() -> None:
+    """End the threads that OpenMP keeps for torch's next operation, which begins others. GNU's waits for ever, in a
+    forked process, for those of the process that forked it."""
+    with suppress(OSError), open("/proc/self/maps", encoding="utf-8") as mapped:
+        libraries = {line.split(maxsplit=5)[-1].strip() for line in mapped if "/libgomp" in line}
+        for library in map(ctypes.CDLL, libraries):
+            library.omp_pause_resource_all(OMP_PAUSE_HARD)
 
 
 def _begin(work: Callable[[int], object], threads: int) -> None:

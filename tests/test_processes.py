@@ -42,6 +42,27 @@ def test_items_are_done_in_other_processes_with_their_share_of_the_threads(tmp_p
     assert torch.get_num_threads() == 2
 
 
+def test_processes_of_several_threads_each_do_not_wait_for_those_of_the_process_that_forked_them():
+    torch.set_num_threads(4)
+    numbers = torch.ones(2**18)
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError
+
+    def work(item: int) -> None:
+        assert torch.get_num_threads() == 2
+        numbers.exp()
+
+    numbers.exp()
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(60)
+    try:
+        assert len(list(forked(work, range(2), 2))) == 2
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 @pytest.mark.parametrize(("items", "at_once"), [(5, 1), (1, 2), (0, 2)])
 def test_one_process_or_item_needs_no_fork(items: int, at_once: int):
     done = []
