@@ -88,6 +88,12 @@ def _faults() -> Entries:
     return [{"name": name, "holds": fault.content} for name, fault in CATALOGUE.items()]
 
 
+def _zoo() -> Entries:
+    from kvprobe.detection.reports import REPORTS
+
+    return [{"name": name, **vars(report)} for name, report in REPORTS.items()]
+
+
 def _tasks() -> Entries:
     from kvprobe.tasks.catalogue import shipped_tasks
 
@@ -130,6 +136,11 @@ KINDS = {
         lambda policy: f"({policy['settings']}) {policy['about']}",
     ),
     "faults": NameKind("kvprobe run robustness --faults NAME", _faults, lambda fault: fault["holds"]),
+    "zoo": NameKind(
+        "real cache bugs: kvprobe.detection.zoo.plant(NAME, cache)",
+        _zoo,
+        lambda bug: f"{bug['kind']}{' (benign)' if bug['benign'] else ''}; {bug['address']}; {bug['happened']}",
+    ),
     "tasks": NameKind("kvprobe run robustness --tasks NAME", _tasks, lambda task: task["about"]),
     "runs": NameKind(
         "kvprobe report NAME",

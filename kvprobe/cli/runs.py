@@ -158,13 +158,13 @@ def _parameter(name: str, kind: object) -> Parameter:
 
 
 def list_names(
-    kind: Annotated[str, Parameter(help="studies, presets, models, probes, policies, faults, tasks or runs.")] = "",
+    kind: Annotated[str, Parameter(help="studies, presets, models, probes, policies, faults, zoo, tasks, runs.")] = "",
     word: Annotated[str, Parameter(help="Only names that have it.")] = "",
     *,
     json: Annotated[bool, Parameter(help="Print plain data for a program.", negative="")] = False,
     out: Annotated[Path, Parameter(help="Folder that holds the runs.")] = Path("runs"),
 ) -> None:
-    """List studies, presets, models, probes, policies, faults, tasks or runs."""
+    """List studies, presets, models, probes, policies, faults, zoo, tasks, runs."""
     from kvprobe.listing import KINDS, known, lines, overview
 
     if not (kind or json):

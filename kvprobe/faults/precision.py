@@ -16,6 +16,7 @@ from kvprobe.faults.struck import Struck
 from kvprobe.policies.codes import codes_of_values
 
 Format = Literal["e4m3", "e5m2"]
+_WHOSE_SCALE = 61
 _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -86,6 +87,23 @@ class QuantisationNoise(Fault):
     def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
         vectors = struck.of(part)
         return codes_of_values(vectors[None, :, None], QuantisationFormat(self.bits, self.group)).numbers()[0, :, 0]
+
+
+@dataclass(frozen=True)
+class ForeignScales(Fault):
+    """Stored in int8 with a scale for each slot and head, and read back with the scale of another slot of the prompt.
+
+    Source: vllm #49716, where scales were looked up at places of blocks that others occupied once the pool was full;
+    vllm #50702 reports the same symptoms after that was fixed.
+    """
+
+    def damaged(self, struck: Struck, part: Part) -> Float[Tensor, "struck d"]:
+        scales = struck.context.vectors(struck.layer, part).float().abs().amax(-1) / 127
+        count = scales.shape[1]
+        others = (struck.slots + 1 + (struck.uniform(_WHOSE_SCALE)[:, 0] * max(1, count - 1)).long()) % count
+        vectors = struck.of(part).float()
+        own = (vectors.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
+        return (vectors / own).round() * scales[struck.heads, others][:, None]
 
 
 def _check(fault: Fault, value: float, name: str, kind: str) -> None:

@@ -50,5 +50,5 @@ def test_only_faults_of_the_catalogue_are_compared():
 
 def test_the_page_on_faults_lists_their_names():
     page = (Path(__file__).parents[2] / "docs" / "concepts" / "faults.md").read_text(encoding="utf-8")
-    (listed,) = re.findall(r"faults have names: (.*?)\. `BitFlips`", page, flags=re.DOTALL)
+    (listed,) = re.findall(r"faults have names: (.*?)\. The others", page, flags=re.DOTALL)
     assert re.findall(r"`([^`]+)`", listed) == list(CATALOGUE)

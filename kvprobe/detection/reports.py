@@ -1,0 +1,264 @@
+"""Public reports of wrong caches, and of caches that were only thought to be wrong. Imports nothing heavy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+GITHUB = "https://github.com/"
+
+
+@dataclass(frozen=True)
+class Report:
+    """One public report.
+
+    Attributes:
+        address: of the thread.
+        happened: what happened there, and how it is planted where that is a guess.
+        scale: at which it happened.
+        kind: of difference that it leaves in a cache.
+        blocks: share of the blocks that it struck; 0 is one block.
+        layers: share of the layers; 0 is one layer.
+        place: the blocks: a prefix, the last ones, or any.
+        benign: whether the cache was right after all.
+        states: whether it struck the states of recurrent layers.
+        read: whether the thread was read for this; else it is cited as others cite it.
+    """
+
+    address: str
+    happened: str
+    scale: str
+    kind: str
+    blocks: float = 1.0
+    layers: float = 1.0
+    place: Literal["first", "last", "any"] = "any"
+    benign: bool = False
+    states: bool = False
+    read: bool = True
+
+
+def _issue(repository: str, number: int) -> str:
+    return f"{GITHUB}{repository}/issues/{number}"
+
+
+def _pull(repository: str, number: int) -> str:
+    return f"{GITHUB}{repository}/pull/{number}"
+
+
+_VLLM, _SGLANG, _LMCACHE = "vllm-project/vllm", "sgl-project/sglang", "LMCache/LMCache"
+
+REPORTS: Mapping[str, Report] = {
+    "lmcache-4463": Report(
+        _issue(_LMCACHE, 4463),
+        "vLLM 0.26 packs K and V of a slot side by side; the connector reads them as apart, and what it restores is "
+        "mixed. With two KV heads both readings have the same shape.",
+        "every layer of 36, every restored chunk of 256 tokens, each hit",
+        "interleaved",
+        place="first",
+    ),
+    "lmcache-4247": Report(
+        _issue(_LMCACHE, 4247),
+        "In hybrid models a logical block of 1,600 slots is paged as 64; an edit that maps one to the other never "
+        "matched the packed layout, so hits take other rows.",
+        "16 attention layers of 64, prefix hits of several sessions",
+        "rows",
+        place="first",
+        layers=0.25,
+    ),
+    "dynamo-14416": Report(
+        _issue("ai-dynamo/dynamo", 14416),
+        "A deployment of vLLM 0.26.0 with LMCache 0.5.2: [blocks, 2, block, heads, d] became "
+        "[blocks, heads, block, 2 d], and cache hits silently give wrong text.",
+        "every layer and block of each hit",
+        "interleaved",
+        place="first",
+    ),
+    "vllm-52617": Report(
+        _issue(_VLLM, 52617),
+        "The decoder reports a full hit of the prompt's external cache, and diverges at its first token; a second "
+        "report (LMCache #4614) shows one word over and over. The cause was open; planted as the packed layout of the "
+        "same versions.",
+        "a whole prompt of 895 tokens, every request",
+        "interleaved",
+    ),
+    "tt-vllm-415": Report(
+        _issue("tenstorrent/vllm", 415),
+        "A prompt is answered well on a cache miss, and with degenerate text on a hit, without concurrency or "
+        "sampling. The report suspects prefill that resumes from cached blocks; planted as wrong rows of the prefix.",
+        "the reused prefix of Llama-3.1-8B, 32 layers, each hit",
+        "rows",
+        place="first",
+        blocks=0.5,
+    ),
+    "sglang-22819": Report(
+        _issue(_SGLANG, 22819),
+        "With deterministic inference, outputs change where a cached prefix ends at a block boundary; without the "
+        "radix cache they do not. The cause was open; planted as a block of which the end is another request's.",
+        "9 of 11 concurrent requests, one block, all layers",
+        "stale",
+        blocks=0.0,
+    ),
+    "transformers-47433": Report(
+        _issue("huggingface/transformers", 47433),
+        "A rollback of rejected draft tokens leaves rows behind; planted as the end of the last block.",
+        "the last few slots, all layers",
+        "stale",
+        blocks=0.0,
+        place="last",
+    ),
+    "atom-2154": Report(
+        _issue("ROCm/ATOM", 2154),
+        "Recurrent layers were decoded from zeroed states; the text stayed fluent and the GSM8K score where it was.",
+        "69 of 93 layers, the whole prefix",
+        "zeroed",
+        layers=69 / 93,
+        states=True,
+        read=False,
+    ),
+    "vllm-49716": Report(
+        _issue(_VLLM, 49716),
+        "Scales of int8 K and V lie beside them in padded pages; their strides were taken from the shape, so 320 of "
+        "384 were found elsewhere.",
+        "once many blocks are in use, hybrid models, all layers",
+        "scale",
+        blocks=0.5,
+    ),
+    "vllm-50702": Report(
+        _issue(_VLLM, 50702),
+        "int8 K and V with prefix caching go wrong when the pool of blocks is full: skipped keys and spliced words in "
+        "otherwise coherent JSON. The cause was open; planted as scales of other slots in one block.",
+        "4 of 30 answers, single places, pool at 100 %",
+        "scale",
+        blocks=0.0,
+    ),
+    "sglang-17839": Report(
+        _issue(_SGLANG, 17839),
+        "Wrong rows were read, as canarypwn explains it; a later fix blames a race on evicted sliding-window slots.",
+        "all layers, blocks under load",
+        "rows",
+        blocks=0.25,
+    ),
+    "sglang-19107": Report(
+        _pull(_SGLANG, 19107),
+        "Sliding-window layers wrote fp8 K and V at indices of the pool of full layers, so that other rows were read.",
+        "the sliding-window half of the layers of gpt-oss, every slot; text unusable",
+        "rows",
+        layers=0.5,
+    ),
+    "vllm-27547": Report(
+        _pull(_VLLM, 27547),
+        "The kernel took another block size than the cache's and read wrong rows.",
+        "all layers and blocks; GSM8K from 0.85 to 0.02",
+        "rows",
+    ),
+    "vllm-51837": Report(
+        _pull(_VLLM, 51837),
+        "The K and V halves of a block fell into pages that other layers wrote, too.",
+        "the attention layers of hybrid models, all blocks; GSM8K 0.20 in place of 0.95",
+        "swapped",
+        layers=0.5,
+    ),
+    "vllm-45357": Report(
+        _pull(_VLLM, 45357),
+        "A block was returned to the pool while a step in flight could still write to it, and another request's rows "
+        "landed in it.",
+        "one block, all layers",
+        "foreign",
+        blocks=0.0,
+    ),
+    "vllm-30931": Report(
+        _issue(_VLLM, 30931),
+        "Adapters of one name and different weights shared cached blocks; planted as rows of another prompt at this "
+        "prompt's means and spreads, since no adapter is at hand.",
+        "the whole shared prefix, all layers (Llama-3.3-70B)",
+        "foreign",
+        place="first",
+    ),
+    "vllm-44701": Report(
+        _issue(_VLLM, 44701),
+        "Another adapter's prefix; planted as vllm-30931.",
+        "a shared prefix, all layers",
+        "foreign",
+        place="first",
+        blocks=0.5,
+        read=False,
+    ),
+    "lmcache-3301": Report(
+        _issue(_LMCACHE, 3301),
+        "Image hashes are cut to 16 bits for the cache's key; after a few hundred images two collide, and one is "
+        "answered from the other's rows.",
+        "the slots of an image, all layers",
+        "foreign",
+        place="first",
+        blocks=0.5,
+    ),
+    "llama-cpp-3825": Report(
+        _issue("ggml-org/llama.cpp", 3825),
+        "Of two shifts of the same cells only the last was applied to their keys, while their positions took both.",
+        "all cells behind the removed ones, all layers",
+        "positions",
+        place="last",
+        blocks=0.5,
+    ),
+    "sglang-20705": Report(
+        _pull(_SGLANG, 20705),
+        "Scales of an fp8 cache were loaded and ignored, 1.0 in their place (files have 0.04), or crashed.",
+        "all layers and slots",
+        "scale",
+    ),
+    "flash-attention-1745": Report(
+        _issue("Dao-AILab/flash-attention", 1745),
+        "NaN in slots past the length reaches the output; planted in the last block.",
+        "the unused end of a buffer, all layers",
+        "not finite",
+        place="last",
+        blocks=0.0,
+    ),
+    "vllm-53856": Report(
+        _pull(_VLLM, 53856),
+        "Memory that was never written holds NaN, and is read.",
+        "part of a block, one layer or more",
+        "not finite",
+        blocks=0.0,
+        layers=0.0,
+    ),
+    "bit-flips": Report(
+        "https://arxiv.org/abs/2604.17249",
+        "One bit of a shared block of a prefix cache flips; 13 of the 16 bits of bfloat16 give coherent, altered text.",
+        "one number of one layer",
+        "bit flip",
+        blocks=0.0,
+        layers=0.0,
+    ),
+    "channel-order": Report(
+        f"{GITHUB}ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py",
+        "No report, but a trap: llama.cpp stores the rotary pairs of Llama's keys side by side, transformers half a "
+        "key apart; a cache that is moved without reordering is wrong everywhere.",
+        "all layers and slots",
+        "channel order",
+    ),
+    "tpu-inference-3369": Report(
+        _pull("vllm-project/tpu-inference", 3369),
+        "A check that compares texts fails as often without any transfer: blocks of a prefix hit are reused verbatim, "
+        "and 9 of 64 texts still diverge. Nothing is planted.",
+        "9 of 64 texts (14 %) at identical K and V, 7 of 64 at another chunking",
+        "none",
+        benign=True,
+    ),
+    "vllm-39146": Report(
+        _issue(_VLLM, 39146),
+        "Reported as corrupt blocks: greedy texts depend on what else is in the batch, without prefix "
+        "caching. Rounding does that; planted as half of all numbers off by the last place of bfloat16.",
+        "11 of 21 concurrent requests, in 10 of 10 runs",
+        "numerics",
+        benign=True,
+    ),
+    "vllm-13133": Report(
+        _issue(_VLLM, 13133),
+        "Often cited for a wrong fp8 scale; a backend ignored the setting and kept 16 bits. Planted as fp8 at its "
+        "right scale.",
+        "all layers and slots",
+        "quantisation",
+        benign=True,
+    ),
+}
+"""By name: repository and number."""
