@@ -1,0 +1,137 @@
+"""The connector of vLLM against transformers, on a CPU: what it dumps, and what follows from a cache that was edited.
+
+Run by `make engines`, in an environment of its own:
+
+    python benchmarks/engines_vllm.py FOLDER_OF_A_LLAMA_MODEL [--dtype bfloat16] [--record FOLDER]
+
+Two prompts that differ in a number are read by vLLM and dumped. K and V are compared with transformers'. Then layers of
+the first cache are replaced by those of the second, and vLLM and transformers go on from it. It ends with exit code 1
+where they differ by more than rounding.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.engines.opened import open_cache
+from kvprobe.engines.plain import save_plain
+
+BLOCK, TOKENS, CUT, TOP = 32, 80, 64, 20
+ALLOWED = {"float32": 1e-5, "bfloat16": 0.05}
+"""Difference of K and V, relative to the largest number of the layer."""
+
+
+def prompts(vocabulary: int) -> list[list[int]]:
+    """Two prompts of random tokens that differ in five of them."""
+    rng = torch.Generator().manual_seed(0)
+    ids = torch.randint(10, vocabulary, (TOKENS,), generator=rng)
+    other = ids.clone()
+    other[20:25] = torch.randint(10, vocabulary, (5,), generator=rng)
+    return [ids.tolist(), other.tolist()]
+
+
+def reference(
+    model: torch.nn.Module, ids: list[int], cache: KVCache | None = None
+) -> tuple[DynamicCache, torch.Tensor]:
+    """transformers' cache of a prompt, and the log-probabilities that follow it; after a cache of its first slots."""
+    past, begin = DynamicCache(), 0
+    for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)) if cache else ():
+        past.update(keys.clone(), values.clone(), layer)
+        begin = cache.slots
+    with torch.no_grad():
+        scores = model(torch.tensor([ids[begin:]]), past_key_values=past).logits[0, -1]
+    return past, scores.float().log_softmax(-1)
+
+
+def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--dtype", choices=[*ALLOWED], default="float32")
+    parser.add_argument("--record", type=Path, help="folder for a dump that tests read")
+    arguments = parser.parse_args()
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    folder = arguments.record or Path(tempfile.mkdtemp())
+    engine = LLM(
+        str(arguments.model),
+        dtype=arguments.dtype,
+        max_model_len=256,
+        enforce_eager=True,
+        block_size=BLOCK,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="KvprobeConnector",
+            kv_connector_module_path="kvprobe.engines.vllm",
+            kv_role="kv_both",
+            kv_connector_extra_config={"folder": str(folder)},
+        ),
+    )
+
+    def asked(ids: list[int], **files: str) -> dict[int, float]:
+        """Log-probabilities of the likeliest next tokens."""
+        sampling = SamplingParams(
+            temperature=0, max_tokens=1, logprobs=TOP, detokenize=False, extra_args={"kv_transfer_params": files}
+        )
+        (result,) = engine.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
+        return {token: entry.logprob for token, entry in result.outputs[0].logprobs[0].items()}
+
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).eval()
+    clean, other = prompts(model.config.vocab_size)
+    allowed, failed = ALLOWED[arguments.dtype], False
+
+    def row(what: str, difference: float, limit: float) -> None:
+        nonlocal failed
+        failed |= difference > limit
+        print(f"{what:62}{difference:10.1e}{limit:10.1e}  {'ok' if difference <= limit else 'FAILED'}")
+
+    print(f"{open_cache(dump(asked, folder, clean, 'clean.json'))}\n\n{'':62}{'found':>10}{'allowed':>10}")
+    dump(asked, folder, other, "other.json")
+    caches = {name: open_cache(folder / f"{name}.json").cache() for name in ("clean", "other")}
+    for name, ids in (("clean", clean), ("other", other)):
+        past, _ = reference(model, ids)
+        for part, held in (("K", "keys"), ("V", "values")):
+            pairs = zip(caches[name].part(part), (getattr(layer, held) for layer in past.layers), strict=True)
+            row(
+                f"{part} of the {name} prompt, dumped, against transformers'", max(distance(*p) for p in pairs), allowed
+            )
+    cut = {name: cache.rewind(slots=CUT) for name, cache in caches.items()}
+    layers = range(model.config.num_hidden_layers // 3, 2 * model.config.num_hidden_layers // 3)
+    cut["patched"] = cut["clean"].patch(cut["other"], slots=[*range(CUT)], layers=layers)
+    said: dict[str, torch.Tensor] = {}
+    for name in ("clean", "patched"):
+        save_plain(cut[name], folder / f"{name}-{CUT}.json")
+        after = asked(clean, load=f"{name}-{CUT}.json")
+        said[name] = reference(model, clean, cut[name])[1]
+        most = max(abs(float(said[name][token]) - value) for token, value in after.items())
+        row(f"log-probabilities after the {name} cache was loaded", most, 10 * allowed)
+    computed = asked(clean)
+    loaded = asked(clean, load=f"clean-{CUT}.json")
+    both = computed.keys() & loaded.keys()
+    row("vLLM, clean cache loaded, against computed", max(abs(computed[t] - loaded[t]) for t in both), 10 * allowed)
+    moved = float((said["clean"].exp() * (said["clean"] - said["patched"])).sum())
+    print(f"\nThe patch moves the next token's distribution by {moved:.3f} nats (KL, transformers).")
+    if failed:
+        sys.exit(1)
+
+
+def dump(asked, folder: Path, ids: list[int], name: str) -> Path:
+    asked(ids, dump=name)
+    return folder / name
+
+
+if __name__ == "__main__":
+    main()
