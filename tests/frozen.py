@@ -56,6 +56,7 @@ MODULES = {
     "pointers": "test_pointers",
     "guard": "test_guard",
     "ghost_state": "test_ghost_state",
+    "detection": "test_detection",
 }
 """Where each study's tiny run is."""
 AROUND = {

@@ -52,7 +52,7 @@ REPORTS: Mapping[str, Report] = {
         "vLLM 0.26 packs K and V of a slot side by side; the connector reads them as apart, and what it restores is "
         "mixed. With two KV heads both readings have the same shape.",
         "every layer of 36, every restored chunk of 256 tokens, each hit",
-        "interleaved",
+        "K and V interleaved",
         place="first",
     ),
     "lmcache-4247": Report(
@@ -60,7 +60,7 @@ REPORTS: Mapping[str, Report] = {
         "In hybrid models a logical block of 1,600 slots is paged as 64; an edit that maps one to the other never "
         "matched the packed layout, so hits take other rows.",
         "16 attention layers of 64, prefix hits of several sessions",
-        "rows",
+        "repeated blocks",
         place="first",
         layers=0.25,
     ),
@@ -69,7 +69,7 @@ REPORTS: Mapping[str, Report] = {
         "A deployment of vLLM 0.26.0 with LMCache 0.5.2: [blocks, 2, block, heads, d] became "
         "[blocks, heads, block, 2 d], and cache hits silently give wrong text.",
         "every layer and block of each hit",
-        "interleaved",
+        "K and V interleaved",
         place="first",
     ),
     "vllm-52617": Report(
@@ -78,14 +78,14 @@ REPORTS: Mapping[str, Report] = {
         "report (LMCache #4614) shows one word over and over. The cause was open; planted as the packed layout of the "
         "same versions.",
         "a whole prompt of 895 tokens, every request",
-        "interleaved",
+        "K and V interleaved",
     ),
     "tt-vllm-415": Report(
         _issue("tenstorrent/vllm", 415),
         "A prompt is answered well on a cache miss, and with degenerate text on a hit, without concurrency or "
         "sampling. The report suspects prefill that resumes from cached blocks; planted as wrong rows of the prefix.",
         "the reused prefix of Llama-3.1-8B, 32 layers, each hit",
-        "rows",
+        "repeated blocks",
         place="first",
         blocks=0.5,
     ),
@@ -119,7 +119,7 @@ REPORTS: Mapping[str, Report] = {
         "Scales of int8 K and V lie beside them in padded pages; their strides were taken from the shape, so 320 of "
         "384 were found elsewhere.",
         "once many blocks are in use, hybrid models, all layers",
-        "scale",
+        "scale error",
         blocks=0.5,
     ),
     "vllm-50702": Report(
@@ -127,34 +127,34 @@ REPORTS: Mapping[str, Report] = {
         "int8 K and V with prefix caching go wrong when the pool of blocks is full: skipped keys and spliced words in "
         "otherwise coherent JSON. The cause was open; planted as scales of other slots in one block.",
         "4 of 30 answers, single places, pool at 100 %",
-        "scale",
+        "scale error",
         blocks=0.0,
     ),
     "sglang-17839": Report(
         _issue(_SGLANG, 17839),
         "Wrong rows were read, as canarypwn explains it; a later fix blames a race on evicted sliding-window slots.",
         "all layers, blocks under load",
-        "rows",
+        "repeated blocks",
         blocks=0.25,
     ),
     "sglang-19107": Report(
         _pull(_SGLANG, 19107),
         "Sliding-window layers wrote fp8 K and V at indices of the pool of full layers, so that other rows were read.",
         "the sliding-window half of the layers of gpt-oss, every slot; text unusable",
-        "rows",
+        "repeated blocks",
         layers=0.5,
     ),
     "vllm-27547": Report(
         _pull(_VLLM, 27547),
         "The kernel took another block size than the cache's and read wrong rows.",
         "all layers and blocks; GSM8K from 0.85 to 0.02",
-        "rows",
+        "repeated blocks",
     ),
     "vllm-51837": Report(
         _pull(_VLLM, 51837),
         "The K and V halves of a block fell into pages that other layers wrote, too.",
         "the attention layers of hybrid models, all blocks; GSM8K 0.20 in place of 0.95",
-        "swapped",
+        "K and V swapped",
         layers=0.5,
     ),
     "vllm-45357": Report(
@@ -162,7 +162,7 @@ REPORTS: Mapping[str, Report] = {
         "A block was returned to the pool while a step in flight could still write to it, and another request's rows "
         "landed in it.",
         "one block, all layers",
-        "foreign",
+        "foreign prefix",
         blocks=0.0,
     ),
     "vllm-30931": Report(
@@ -170,14 +170,14 @@ REPORTS: Mapping[str, Report] = {
         "Adapters of one name and different weights shared cached blocks; planted as rows of another prompt at this "
         "prompt's means and spreads, since no adapter is at hand.",
         "the whole shared prefix, all layers (Llama-3.3-70B)",
-        "foreign",
+        "foreign prefix",
         place="first",
     ),
     "vllm-44701": Report(
         _issue(_VLLM, 44701),
         "Another adapter's prefix; planted as vllm-30931.",
         "a shared prefix, all layers",
-        "foreign",
+        "foreign prefix",
         place="first",
         blocks=0.5,
         read=False,
@@ -187,7 +187,7 @@ REPORTS: Mapping[str, Report] = {
         "Image hashes are cut to 16 bits for the cache's key; after a few hundred images two collide, and one is "
         "answered from the other's rows.",
         "the slots of an image, all layers",
-        "foreign",
+        "foreign prefix",
         place="first",
         blocks=0.5,
     ),
@@ -195,7 +195,7 @@ REPORTS: Mapping[str, Report] = {
         _issue("ggml-org/llama.cpp", 3825),
         "Of two shifts of the same cells only the last was applied to their keys, while their positions took both.",
         "all cells behind the removed ones, all layers",
-        "positions",
+        "position shift",
         place="last",
         blocks=0.5,
     ),
@@ -203,7 +203,7 @@ REPORTS: Mapping[str, Report] = {
         _pull(_SGLANG, 20705),
         "Scales of an fp8 cache were loaded and ignored, 1.0 in their place (files have 0.04), or crashed.",
         "all layers and slots",
-        "scale",
+        "scale error",
     ),
     "flash-attention-1745": Report(
         _issue("Dao-AILab/flash-attention", 1745),

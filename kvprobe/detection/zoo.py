@@ -164,7 +164,7 @@ def plant(
         return Planted(cache, name, report, None, (), ())
     draws = draws or Draws()
     first, second, third = (float(drawn) for drawn in draws.uniform((3,), _PLACE))
-    part, able = _struck_part(cache, states=report.states, keys="positions" in report.kind)
+    part, able = _struck_part(cache, states=report.states, keys=report.kind == "position shift")
     run = _count(layers, report.layers, len(able))
     start = int(first * (len(able) - run + 1))
     scope = Scope(

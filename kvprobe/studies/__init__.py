@@ -91,6 +91,7 @@ STUDIES = {
         "pointers",
         "guard",
         "ghost_state",
+        "detection",
     )
 }
 

@@ -91,6 +91,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"faults": ("bits", "zero")}, "did you mean 'zeros'"),
         ({"alarms": 0.0}, "'alarms' has 0; expected percents above 0, up to 50"),
     ],
+    "detection": [
+        ({"bugs": ("vllm-1",)}, "no bug that is not benign called 'vllm-1'"),
+        ({"bugs": ("vllm-39146",)}, "no bug that is not benign called 'vllm-39146'"),
+        ({"alarms": 0.0}, "'alarms' has 0; expected percents above 0, up to 50"),
+    ],
     "features": [({"active": 2000}, "'active' is 2000; expected 1 to 1024")],
 }
 """What a study refuses beside numbers that are out of the range of their setting."""

@@ -1,0 +1,39 @@
+"""Who sees a wrong cache: a score, texts, perplexity, hashes, log-probabilities, a comparison of caches or an audit?"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvprobe.experiments.settings import Settings, ranged
+from kvprobe.studies import STUDIES
+from kvprobe.studies.settings import require_rates
+
+Size = Literal["spot", "block", "layer", "reported"]
+"""One block of one layer; one block of all layers; all blocks of one layer; as large as was reported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Settings):
+    """Settings of the detection study.
+
+    Attributes:
+        task: retrieve, recite, needle, gsm8k:FILE.jsonl, or a .jsonl file of prompts and answers.
+        samples: prompts; thresholds come from the first, third, … and what is reported from the others.
+        bugs: names from `kvprobe ls zoo`; all that are not benign by default.
+        sizes: spot (one block of one layer), block (one block, all layers), layer (all blocks, one layer), reported.
+        tokens: of the continuation that is compared.
+        alarms: share of sound caches that a detector may report, in percent.
+        seed: of items and random draws.
+    """
+
+    task: str = "retrieve"
+    samples: int = ranged(16, 4, 100_000)
+    bugs: tuple[str, ...] = ()
+    sizes: tuple[Size, ...] = ("spot", "block", "layer", "reported")
+    tokens: int = ranged(24, 4, 512)
+    alarms: float = 1.0
+
+    def validate(self) -> None:
+        require_rates("alarms", (self.alarms,), 50)
+
+
+run = STUDIES["detection"].run

@@ -1,0 +1,160 @@
+"""Each prompt's cache is made again in other ways, and damaged by each bug; and each detector scores each of them.
+
+A detector's score is larger, the more it says that the cache is not the reference's. What it takes for wrong is decided
+in `conclude`, from its scores on sound caches.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.detection.zoo import ZOO
+from kvprobe.errors import UserError
+from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.runs import Run
+from kvprobe.inference.generate import generate
+from kvprobe.inference.model import Model
+from kvprobe.inference.outcomes import divergence
+from kvprobe.inference.sweep import first_divergence
+from kvprobe.names import unknown
+from kvprobe.studies.detection import Config
+from kvprobe.studies.detection.caches import AskedCache, sound_caches, wrong_caches
+from kvprobe.studies.detection.inspectors import inspected
+from kvprobe.tasks.catalogue import find_task
+from kvprobe.tasks.task import Item, Task, items_digest, prompt
+from kvprobe.text.tokens import GENERATED, Tokens
+
+TOGETHER = 24
+"""Caches that are read in one batch."""
+LARGE = 1e9
+"""No number of a sound cache is as large; caches that hold one are read one by one."""
+LOUD = 99.0
+"""The score where a number is not finite: there is no text."""
+
+
+def inputs(config: Config) -> dict[str, str]:
+    """A digest of the items.
+
+    Raises:
+        UserError: an unknown bug or task, or too few items.
+    """
+    for name in config.bugs:
+        if name not in ZOO or ZOO[name].benign:
+            known = [bug for bug, report in ZOO.items() if not report.benign]
+            raise UserError(f"Setting 'bugs': {unknown('bug that is not benign', name, known)}")
+    return {"tasks": items_digest([find_task(config.task)], config.samples, config.seed)}
+
+
+def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
+    """A row per prompt and cache.
+
+    Columns: `sample`, `bug` (or how a sound cache was made), `size` (empty for sound caches), `kind`, `layers`
+    (struck, as text), `slots` (of the prompt) and `struck` (slots); `was_right` and `right` (the answer, from the
+    reference and from this cache); the scores `text` (1 less the share of tokens before the first that differs),
+    `surprise` (change of the mean surprise of the reference's tokens, nats), `logprob` (the largest change of the
+    log-probability of one of them), `kl` (of the first, nats), and what inspectors add.
+    """
+    task = find_task(config.task)
+    items = task.items(config.samples, config.seed)
+
+    def measured(number: int) -> pd.DataFrame:
+        tokens = prompt(items[number], model.tokenizer)
+        read, last = tokens[:-1], tokens[-1:]
+        start = model.prefill([read])
+        asked = [*sound_caches(model, read, start, number)]
+        asked += wrong_caches(model, read, start, number, config.seed, config.bugs, config.sizes)
+        reading = ReferenceReading(model, task, items[number], start, last, config.tokens)
+        rows: list[dict[str, Any]] = []
+        for first in range(0, len(asked), TOGETHER):
+            few = asked[first : first + TOGETHER]
+            for one, said in zip(few, reading.of([one.cache for one in few]), strict=True):
+                known = {"sample": number, **identity(one), "slots": start.slots, "was_right": reading.right}
+                rows.append(known | said | inspected(model, start, one.cache))
+        return pd.DataFrame(rows)
+
+    return table_of_parts(run, range(config.samples), "caches", measured, doing="Planting and detecting", unit="prompt")
+
+
+def identity(asked: AskedCache) -> dict[str, Any]:
+    """What a row is of."""
+    planted = asked.planted
+    return {
+        "bug": asked.name,
+        "size": asked.size,
+        "kind": planted.report.kind if planted else "",
+        "layers": " ".join(map(str, planted.layers)) if planted else "",
+        "struck": len(planted.slots) if planted else 0,
+    }
+
+
+class ReferenceReading:
+    """What a model says from caches of one prompt, held against what it says from the reference.
+
+    Attributes:
+        right: whether its answer from the reference is right.
+    """
+
+    def __init__(self, model: Model, task: Task, item: Item, start: KVCache, last: Tokens, tokens: int) -> None:
+        """Reads the reference."""
+        self.model, self.task, self.item, self.last, self.count = model, task, item, last, tokens
+        self.tokens, texts = self.said(start)
+        self.given = last + Tokens.of(self.tokens[0][:-1], GENERATED, last.following)
+        self.logits = self.logits_of(start)
+        self.right = self.is_right(texts[0])
+
+    def of(self, caches: Sequence[KVCache]) -> list[dict[str, float]]:
+        """The scores that rest on the output, cache by cache."""
+        calm = [row for row, cache in enumerate(caches) if all(bool(t.abs().max() < LARGE) for t in cache.tensors)]
+        scores = dict(zip(calm, self.scores([caches[row] for row in calm]), strict=True))
+        for row in set(range(len(caches))).difference(calm):
+            try:
+                scores[row] = self.scores([caches[row]])[0]
+            except UserError:  # K, V or the logits are not finite
+                scores[row] = {"right": 0.0, "text": LOUD, "surprise": LOUD, "logprob": LOUD, "kl": np.nan}
+        return [scores[row] for row in range(len(caches))]
+
+    def scores(self, caches: Sequence[KVCache]) -> list[dict[str, float]]:
+        """Of caches whose logits are finite."""
+        if not caches:
+            return []
+        joined = KVCache.join(caches)
+        tokens, texts = self.said(joined)
+        logits = self.logits_of(joined)
+        kl = divergence(self.logits[:, 0].expand_as(logits[:, 0]), logits[:, 0])[0]
+        places = torch.tensor(self.tokens[0], device=logits.device)[None, :, None]
+        one, other = (
+            both.log_softmax(-1).gather(2, places.expand(len(both), -1, -1))[..., 0] for both in (self.logits, logits)
+        )
+        change = one - other
+        scores: list[dict[str, float]] = []
+        for row, said in enumerate(tokens):
+            differs = first_divergence(self.tokens[0], said)
+            scores.append(
+                {
+                    "right": float(self.is_right(texts[row])),
+                    "text": 0.0 if differs is None else 1 - differs / self.count,
+                    "surprise": abs(float(change[row].mean())),
+                    "logprob": float(change[row].abs().max()),
+                    "kl": float(kl[row]),
+                }
+            )
+        return scores
+
+    def said(self, cache: KVCache) -> tuple[list[tuple[int, ...]], list[str]]:
+        """The greedy continuation of each row, whatever it contains, and its text."""
+        asked = [self.last] * cache.batch
+        reply = generate(self.model.lanes, asked, cache, max_new_tokens=self.count, stop=())
+        return list(reply.tokens), list(reply.texts)
+
+    def logits_of(self, cache: KVCache) -> Float[Tensor, "rows tokens vocab"]:
+        """Of the reference's continuation."""
+        return self.model.extend(cache, [self.given] * cache.batch, logits=len(self.tokens[0]))[1].float()
+
+    def is_right(self, text: str) -> bool:
+        return bool(self.task.score(text, self.item)[self.task.scorers[0]])

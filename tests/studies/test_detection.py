@@ -1,0 +1,125 @@
+"""The detection study: a whole run on a tiny model, thresholds and verdicts, and what the numbers decide."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.study import Conclusion
+from kvprobe.studies.detection import Config
+from kvprobe.studies.detection.caches import COARSE, ROUNDING
+from kvprobe.studies.detection.collect import LOUD
+from kvprobe.studies.detection.conclude import PAIRS, concluded, threshold, verdicts
+from kvprobe.studies.detection.study import STUDY
+from kvprobe.tidy import chosen
+from tests.experiments.made_up import answer_of
+from tests.studies.runs import every
+
+BUGS = ("vllm-45357", "flash-attention-1745", "llama-cpp-3825")
+SMALL = Config(samples=4, bugs=BUGS, sizes=("spot", "reported"), tokens=4)
+MODEL, HOLD = "roomy", [True]
+
+
+def test_a_run_holds_every_cache_and_sound_ones_read_the_same(finished: Run):
+    rows = finished.df()
+    assert set(rows.groupby("sample").size()) == {len(ROUNDING) + len(COARSE) + len(BUGS) * 2}
+    sound, wrong = rows[rows["size"] == ""], rows[rows["size"] != ""]
+    assert float(chosen(sound, {"bug": ("chunks", "batch", "eager")})["logprob"].to_numpy().max()) < 1e-3
+    assert set(wrong["hash"]) == {1.0}
+    assert set(chosen(wrong, {"size": "spot"})["layers"].str.split().map(len)) == {1}
+    loud = chosen(wrong, {"bug": "flash-attention-1745"})
+    assert set(loud[["text", "surprise", "logprob"]].to_numpy().flat) == {LOUD}
+    assert not loud["right"].any()
+    finite = chosen(wrong, {"bug": ("vllm-45357", "llama-cpp-3825")})
+    assert finite["logprob"].min() > 1e-5
+    assert (finite["logprob"] - finite["surprise"]).min() >= 0
+
+
+@pytest.mark.parametrize(("alarms", "above"), [(1.0, 0), (10.0, 1), (50.0, 5)])
+def test_a_threshold_leaves_at_most_so_many_sound_caches_above_it(alarms: float, above: int):
+    scores = pd.Series(np.arange(9.0))
+    assert int((scores > threshold(scores, alarms)).sum()) == above
+
+
+def made_up(seen: float = 0.5, alarmed: float = 0.0) -> pd.DataFrame:
+    """Forty prompts; log-probabilities see every wrong cache, and texts a share of them."""
+    sound = every(sample=range(40), bug=[*ROUNDING, *COARSE], size=[""])
+    wrong = every(sample=range(40), bug=["vllm-45357", "llama-cpp-3825"], size=["spot", "reported"])
+    table = pd.concat([sound, wrong], ignore_index=True)
+    planted = table["size"] != ""
+    place = (table["sample"] // 2 % 10 + 0.5) / 10
+    wave = 1e-4 * table["sample"]
+    return table.assign(
+        kind=np.where(planted, "stale", ""),
+        layers="1",
+        slots=100,
+        struck=planted * 16,
+        was_right=True,
+        right=(~planted | (table["sample"] % 4 != 1)).astype(float),
+        text=np.where(planted, place < seen, (place < alarmed) & (table["sample"] % 2 == 1)).astype(float),
+        surprise=np.where(planted, place < seen, 0.0),
+        logprob=np.where(planted, 1.0 + wave, 0.001),
+        kl=0.1,
+        hash=1.0,
+    )
+
+
+CONFIG = Config(samples=40, sizes=("spot", "reported"))
+
+
+def example() -> tuple[Config, Conclusion]:
+    return CONFIG, concluded(made_up(), CONFIG)
+
+
+def noise(rng: np.random.Generator) -> Conclusion:
+    """No detector sees more than another."""
+    table = made_up()
+    wrong = table["size"] != ""
+    for detector in ("text", "surprise", "logprob", "hash"):
+        table[detector] = np.where(wrong, rng.integers(2, size=len(table)), 0.0)
+    return concluded(table, CONFIG)
+
+
+def test_planted_numbers_are_found(tmp_path: Path):
+    config, conclusion = example()
+    findings = conclusion.findings
+    for size in ("spot", "reported"):
+        assert findings.at("seen", detector="text", pairs="rounding", size=size).mean == pytest.approx(0.5)
+        assert findings.at("seen", detector="logprob", pairs="rounding", size=size).mean == 1
+        assert findings.at("seen", detector="hash", pairs="rounding", size=size).mean == 0
+        assert findings.at("silent", size=size).mean == pytest.approx(0.5)
+        assert findings.at("ahead", detector="logprob", size=size).mean == pytest.approx(0.5)
+        assert findings.at("accuracy", size=size).mean == pytest.approx(0.5)
+        assert findings.at("seen_by_score", size=size, items=100).mean == 1
+    assert findings.at("planted").mean == 20 * 2 * 2
+    said = answer_of(STUDY, config, conclusion, tmp_path)
+    assert "A monitor of log-probabilities sees more of the bugs than a comparison of texts" in said
+
+
+def test_false_alarms_are_those_of_prompts_that_set_no_threshold():
+    findings = concluded(made_up(alarmed=0.3), CONFIG).findings
+    assert findings.at("alarms", detector="text", pairs="rounding").mean == pytest.approx(0.3)
+    judged = verdicts(made_up(), CONFIG)
+    assert set(judged["sample"] % 2) == {1}
+    for pairs, ways in PAIRS.items():
+        assert set(chosen(judged, {"pairs": pairs, "size": ""})["bug"]) == set(ways)
+
+
+def test_a_score_of_few_items_does_not_see_what_one_of_many_does():
+    """Of 20 prompts one or two are answered wrongly under either bug."""
+    for lost, seen in (([1], (0, 1)), ([1, 3], (1, 1)), ([], (0, 0))):
+        table = made_up()
+        table["right"] = (~((table["size"] != "") & table["sample"].isin(lost))).astype(float)
+        table["was_right"] = ~table["sample"].isin([0, 10])
+        findings = concluded(table, CONFIG).findings
+        assert findings.at("needed", items=100).mean > 0.05 > findings.at("needed", items=1319).mean
+        assert tuple(findings.at("seen_by_score", size="spot", items=items).mean for items in (100, 1319)) == seen
+
+
+def test_the_control_fails_where_a_bug_changed_no_byte():
+    table = made_up()
+    table.loc[table["bug"] == "llama-cpp-3825", "hash"] = 0.0
+    (control,) = concluded(table, CONFIG).controls
+    assert not control.holds
