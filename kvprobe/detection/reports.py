@@ -167,8 +167,8 @@ REPORTS: Mapping[str, Report] = {
     ),
     "vllm-30931": Report(
         _issue(_VLLM, 30931),
-        "Adapters of one name and different weights shared cached blocks; planted as rows of another prompt at this "
-        "prompt's means and spreads, since no adapter is at hand.",
+        "Adapters of one name and different weights shared cached blocks; planted as rows of another prompt, since no "
+        "adapter is at hand.",
         "the whole shared prefix, all layers (Llama-3.3-70B)",
         "foreign prefix",
         place="first",

@@ -24,7 +24,6 @@ from kvprobe.errors import UserError
 from kvprobe.faults import (
     BitFlips,
     ChannelOrder,
-    Distractor,
     Draws,
     Fault,
     FaultContext,
@@ -87,8 +86,8 @@ MAKERS: Mapping[str, tuple[Make, ...]] = {
     "vllm-27547": (ROWS,),
     "vllm-51837": (_fault(OverlappingKV, "v"), _fault(OverlappingKV, "k")),
     "vllm-45357": (FOREIGN,),
-    "vllm-30931": (_fault(Distractor, DONOR, True),),
-    "vllm-44701": (_fault(Distractor, DONOR, True),),
+    "vllm-30931": (FOREIGN,),
+    "vllm-44701": (FOREIGN,),
     "lmcache-3301": (FOREIGN,),
     "llama-cpp-3825": SHIFTS,
     "sglang-20705": FACTORS,

@@ -52,7 +52,7 @@ def sound_caches(model: Model, tokens: Tokens, start: KVCache, number: int) -> I
     yield AskedCache(batch.evict(slots=batch.ledger.padding), "batch")
     yield AskedCache(model.prefill([tokens], lane="hooked"), "eager")
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        layers = ({part: held.to(dtype).to(held.dtype) for part, held in layer.items()} for layer in start.layers)
+        layers = ({part: held.to(dtype) for part, held in layer.items()} for layer in start.layers)
         yield AskedCache(replace(start, layers=tuple(layers)), name)
     yield AskedCache(plant("vllm-39146", start, draws=Draws(sample=number)).cache, "vllm-39146")
     yield AskedCache(start.corrupt(QuantisationNoise(8)), "int8")

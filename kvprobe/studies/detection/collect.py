@@ -5,6 +5,7 @@ in `conclude`, from its scores on sound caches.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     (struck, as text), `slots` (of the prompt) and `struck` (slots); `was_right` and `right` (the answer, from the
     reference and from this cache); the scores `text` (1 less the share of tokens before the first that differs),
     `surprise` (change of the mean surprise of the reference's tokens, nats), `logprob` (the largest change of the
-    log-probability of one of them), `kl` (of the first, nats), and what inspectors add.
+    log-probability of one of them), `kl` (of the first, nats), and what `inspectors` adds.
     """
     task = find_task(config.task)
     items = task.items(config.samples, config.seed)
@@ -103,6 +104,7 @@ class ReferenceReading:
     def __init__(self, model: Model, task: Task, item: Item, start: KVCache, last: Tokens, tokens: int) -> None:
         """Reads the reference."""
         self.model, self.task, self.item, self.last, self.count = model, task, item, last, tokens
+        self.start = start
         self.tokens, texts = self.said(start)
         self.given = last + Tokens.of(self.tokens[0][:-1], GENERATED, last.following)
         self.logits = self.logits_of(start)
@@ -123,7 +125,7 @@ class ReferenceReading:
         """Of caches whose logits are finite."""
         if not caches:
             return []
-        joined = KVCache.join(caches)
+        joined = KVCache.join([as_read(cache, self.start) for cache in caches])
         tokens, texts = self.said(joined)
         logits = self.logits_of(joined)
         kl = divergence(self.logits[:, 0].expand_as(logits[:, 0]), logits[:, 0])[0]
@@ -158,3 +160,12 @@ class ReferenceReading:
 
     def is_right(self, text: str) -> bool:
         return bool(self.task.score(text, self.item)[self.task.scorers[0]])
+
+
+def as_read(cache: KVCache, reference: KVCache) -> KVCache:
+    """The cache in the reference's dtype, in which the model reads it."""
+    layers = (
+        {part: held.to(own[part].dtype) for part, held in layer.items()}
+        for layer, own in zip(cache.layers, reference.layers, strict=True)
+    )
+    return replace(cache, layers=tuple(layers))
