@@ -43,11 +43,14 @@ test-newest:
 	PYTHONHASHSEED=0 .venv-newest/bin/python -m pytest tests/models tests/inference tests/cache tests/attention \
 		tests/patching tests/routing tests/memory
 
-# Caches of vLLM, in and out, against transformers, on the embedded model. vLLM (2.5 GB) has an environment of its own.
+# Caches of vLLM, in and out, against transformers, on the embedded model; and of a tiny one, recorded for the tests.
+# vLLM (2.5 GB) has an environment of its own.
 engines: $(VENV)/.installed .venv-engines/.vllm
 	PYTHONPATH=. .venv-engines/bin/python benchmarks/engines_vllm.py "$$($(PY) -c 'import kvprobe as kv; \
 		from kvprobe.models.catalogue import cache_folder; kv.load("smollm2-135m"); \
 		print(cache_folder() / "models" / "smollm2-135m")' | tail -1)"
+	PYTHONPATH=. .venv-engines/bin/python benchmarks/engines_vllm.py tests/engines/recorded/model \
+		--record tests/engines/recorded
 
 lint: $(VENV)/.developed
 	$(VENV)/bin/ruff check --fix .

@@ -2,7 +2,8 @@
 
 Run by `make engines`, in an environment of its own:
 
-    python benchmarks/engines_vllm.py FOLDER_OF_A_LLAMA_MODEL [--dtype bfloat16] [--record FOLDER]
+    python benchmarks/engines_vllm.py FOLDER_OF_A_LLAMA_MODEL [--dtype bfloat16]
+    python benchmarks/engines_vllm.py tests/engines/recorded/model --record tests/engines/recorded
 
 Two prompts that differ in a number are read by vLLM and dumped. K and V are compared with transformers'. Then layers of
 the first cache are replaced by those of the second, and vLLM and transformers go on from it. It ends with exit code 1
@@ -10,6 +11,7 @@ where they differ by more than rounding.
 """
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -18,7 +20,7 @@ from pathlib import Path
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.engines.opened import open_cache
@@ -51,6 +53,14 @@ def reference(
     return past, scores.float().log_softmax(-1)
 
 
+def make_tiny(folder: Path) -> None:
+    """A random Llama whose dumps are small; heads have 32 channels, since vLLM's kernel on a CPU takes no fewer."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.3, "tie_word_embeddings": True}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=256)).save_pretrained(folder)
+
+
 def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
 
@@ -59,8 +69,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--dtype", choices=[*ALLOWED], default="float32")
-    parser.add_argument("--record", type=Path, help="folder for a dump that tests read")
+    parser.add_argument("--record", type=Path, help="folder for dumps that tests read, of a tiny model made there")
     arguments = parser.parse_args()
+    if arguments.record and not arguments.model.is_dir():
+        make_tiny(arguments.model)
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
@@ -112,9 +124,10 @@ def main() -> None:
     layers = range(model.config.num_hidden_layers // 3, 2 * model.config.num_hidden_layers // 3)
     cut["patched"] = cut["clean"].patch(cut["other"], slots=[*range(CUT)], layers=layers)
     said: dict[str, torch.Tensor] = {}
+    answers: dict[str, dict[int, float]] = {}
     for name in ("clean", "patched"):
         save_plain(cut[name], folder / f"{name}-{CUT}.json")
-        after = asked(clean, load=f"{name}-{CUT}.json")
+        after = answers[name] = asked(clean, load=f"{name}-{CUT}.json")
         said[name] = reference(model, clean, cut[name])[1]
         most = max(abs(float(said[name][token]) - value) for token, value in after.items())
         row(f"log-probabilities after the {name} cache was loaded", most, 10 * allowed)
@@ -124,6 +137,11 @@ def main() -> None:
     row("vLLM, clean cache loaded, against computed", max(abs(computed[t] - loaded[t]) for t in both), 10 * allowed)
     moved = float((said["clean"].exp() * (said["clean"] - said["patched"])).sum())
     print(f"\nThe patch moves the next token's distribution by {moved:.3f} nats (KL, transformers).")
+    if arguments.record:
+        for path in folder.glob(f"*-{CUT}.*"):
+            path.unlink()
+        record = {"slots": CUT, "layers": [*layers], "answers": answers}
+        (folder / "answers.json").write_text(json.dumps(record, indent=1) + "\n")
     if failed:
         sys.exit(1)
 
