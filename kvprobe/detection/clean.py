@@ -1,0 +1,380 @@
+"""What clean caches of a model hold: statistics learnt once from texts of many kinds, and kept in a file.
+
+Three sets of texts are read. From the first come means, covariances and predictions; from the second the tails of each
+check. On the third the limits are set so that a clean cache passes them at most at the stated rate: of each cache the
+most unusual place of all checks counts, so that the rate is that of whole caches (conformal prediction; Vovk et al.
+2005). All of these caches are computed with rounded products and stored in 8 bits, as another engine would, so that
+what differs between engines raises no alarm; those of the second and third as the model itself would, too.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvprobe.arguments import AtLeastOne, AtLeastZero, check_fields
+from kvprobe.brief import Brief
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.parts import ROTATED
+from kvprobe.cache.rotary import Rotary
+from kvprobe.detection.clean_texts import as_by_another_engine, clean_texts
+from kvprobe.detection.columns import AnyCache, computable, lone_columns, spot_columns, spots_of, unedited
+from kvprobe.detection.scores import (
+    FIRST_SLOTS,
+    LayerRead,
+    Learnt,
+    Score,
+    features_of,
+    learnt_scores,
+    plain_scores,
+    unrotated,
+)
+from kvprobe.errors import UserError
+from kvprobe.files import replacing, told
+from kvprobe.fingerprint import digest
+from kvprobe.inference.model import Model
+from kvprobe.models.catalogue import cache_folder
+from kvprobe.names import one_line
+from kvprobe.progress import Bar
+from kvprobe.text.tokens import Tokens
+
+FORMAT = "kvprobe-clean-1"
+BODY = 0.9
+"""The share of clean places below which a score is not unusual; beyond it the tail is taken to be exponential."""
+NARROWEST = 0.05
+"""A tail is taken to be at least so wide, so that what never varied in clean caches does not alarm by a rounding."""
+RIDGE = 1e-4
+EXACT = ("finite", "zeros", "copies")
+"""Checks of what no clean cache was seen to hold; their limits are just beyond what clean caches had."""
+_LARGEST, _LEAST_LIMIT = 4, 5.0
+"""How many of the most unusual clean caches a check is measured by, and the least limit in nats."""
+
+
+@dataclass(frozen=True)
+class CleanRecipe:
+    """From how much text clean caches are learnt.
+
+    Attributes:
+        fitted: texts for means, covariances and predictions.
+        tailed: texts for the tails of scores.
+        calibrated: texts for the limits.
+        longest: tokens of the longest text.
+        rate: share of clean caches that may be called suspicious.
+    """
+
+    fitted: AtLeastOne = 72
+    tailed: AtLeastOne = 40
+    calibrated: AtLeastOne = 112
+    longest: AtLeastOne = 256
+    rate: float = 0.01
+    seed: AtLeastZero = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 0 < self.rate < 1 or math.ceil((self.calibrated + 1) * (1 - self.rate)) > self.calibrated:
+            raise UserError(
+                f"A rate of {self.rate:g} cannot be met from {self.calibrated} texts; calibrate on at least "
+                f"{math.ceil(1 / max(self.rate, 1e-9)) - 1}, at a rate between 0 and 1."
+            )
+
+
+@dataclass(frozen=True, repr=False)
+class Clean(Brief):
+    """What clean caches of one model hold.
+
+    Attributes:
+        parts: for each layer what is known of each part.
+        tails: for each check and part of a layer, where the tail of its scores begins and how wide it is.
+        limits: for each check, how surprising a place may be, in nats beyond what one place among as many would be.
+    """
+
+    parts: tuple[Mapping[str, Learnt], ...]
+    tails: Mapping[str, Float[Tensor, "heads 2"]]
+    limits: Mapping[str, float]
+    recipe: CleanRecipe = field(default_factory=CleanRecipe)
+
+    def _facts(self) -> Iterator[str]:
+        yield f"{len(self.parts)} layers"
+        yield f"{len(self.limits)} checks at rate={self.recipe.rate:g}"
+
+    def surprise(self, score: Score) -> Float[Tensor, "heads places"]:
+        """How improbable each place would be in a clean cache, in nats, less the logarithm of the number of places."""
+        begins, wide = self._tail(score)
+        surprise = (score.values - begins) / wide - math.log(1 - BODY) - math.log(score.values.shape[1])
+        return surprise.where(score.values > begins, torch.zeros_like(surprise))
+
+    def excess(self, score: Score) -> Float[Tensor, "heads places"]:
+        """The surprise of each place as a multiple of its limit: above 1 it is suspicious."""
+        return self.surprise(score) / self.limits[score.check]
+
+    def allowed(self, score: Score) -> Float[Tensor, "heads places"]:
+        """The value of each place at which it would be suspicious."""
+        begins, wide = self._tail(score)
+        return begins + wide * (self.limits[score.check] + math.log(1 - BODY) + math.log(score.values.shape[1]))
+
+    def _tail(self, score: Score) -> tuple[Tensor, Tensor]:
+        tails = self.tails[score.key].to(score.values.device)
+        begins, wide = tails[:, None].unbind(-1)
+        return begins, wide
+
+
+def clean_of(model: Model, recipe: CleanRecipe | None = None) -> Clean:
+    """What is known of this model's clean caches, learnt if it is not yet in the user's cache folder."""
+    recipe = recipe or CleanRecipe()
+    written = digest([json.dumps([FORMAT, asdict(recipe)]).encode(), model.lanes.rounded_fingerprint.encode()], 16)
+    path = cache_folder() / "clean" / f"{written}.safetensors"
+    if path.is_file():
+        return load_clean(path, recipe)
+    clean = learn_clean(model, recipe)
+    with told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    save_clean(clean, path)
+    return clean
+
+
+def learn_clean(model: Model, recipe: CleanRecipe) -> Clean:
+    """Read the texts and learn from them."""
+    generator = np.random.default_rng(recipe.seed)
+    fitted = clean_texts(model, recipe.fitted, recipe.longest, generator)
+    tailed = clean_texts(model, recipe.tailed, recipe.longest, generator)
+    calibrated = clean_texts(model, recipe.calibrated, recipe.longest, generator)
+    sums: dict[tuple[int, str], dict[str, Tensor]] = {}
+    for text in Bar(fitted, desc="Learning what clean caches hold", unit="text"):
+        for read in layer_reads(model, as_by_another_engine(model, text), 0):
+            _add(sums, read)
+    parts = tuple(
+        {name: _learnt(sums[number, name]) for name in model.geometry.parts[number]}
+        for number in range(model.geometry.n_layers)
+    )
+    by_key: dict[str, list[Score]] = {}
+    scored: list[list[Score]] = []
+    for text in Bar(tailed, desc="Learning what is unusual in them", unit="text"):
+        scored += [[*scores_of(model, cache, 0, parts)] for cache in _both(model, text)]
+    for score in chain(*scored):
+        by_key.setdefault(score.key, []).append(score)
+    clean = Clean(parts, {key: _tails(same) for key, same in by_key.items()}, {}, recipe)
+    # Checks differ in how far their tails are from exponential, so each is measured by its own most unusual caches.
+    worst = [_worst(clean, scores) for scores in scored]
+    usual = {check: _usual([of_text.get(check, 0.0) for of_text in worst]) for check in sorted({*chain(*worst)})}
+    times: list[float] = []
+    never = {check: max(of_text.get(check, 0.0) for of_text in worst) for check in EXACT}
+    for text in Bar(calibrated, desc="Setting limits", unit="text"):
+        found = [_worst(clean, scores_of(model, cache, 0, parts)) for cache in _both(model, text)]
+        never = {
+            check: max(before, *(of_cache.get(check, 0.0) for of_cache in found)) for check, before in never.items()
+        }
+        degrees = [value / usual[check] for one in found for check, value in one.items() if check not in EXACT]
+        times.append(max(degrees, default=0.0))
+    allowed = max(1.0, sorted(times)[math.ceil((len(times) + 1) * (1 - recipe.rate)) - 1])
+    limits = {check: allowed * value for check, value in usual.items()}
+    # What never happens in a clean cache is no matter of degree.
+    return replace(clean, limits=limits | {check: max(_LEAST_LIMIT, 1 + never[check]) for check in EXACT})
+
+
+def _both(model: Model, text: Tokens) -> tuple[KVCache, KVCache]:
+    """The caches of a text, by the model itself and as by another engine."""
+    return model.prefill(text), as_by_another_engine(model, text)
+
+
+def _worst(clean: Clean, scores: Iterable[Score]) -> dict[str, float]:
+    """The largest surprise of each check in one cache."""
+    worst: dict[str, float] = {}
+    for score in scores:
+        worst[score.check] = max(worst.get(score.check, 0.0), float(clean.surprise(score).max()))
+    return worst
+
+
+def _usual(surprises: list[float]) -> float:
+    """The mean of the largest surprises of a check over caches."""
+    most = sorted(surprises)[-_LARGEST:]
+    return max(_LEAST_LIMIT, sum(most) / len(most))
+
+
+def layer_reads(model: Model, cache: AnyCache, row: int) -> Iterator[LayerRead]:
+    """The layers of a row, one after the other, as they are scored."""
+    ledger, rotaries = cache.ledger, rotaries_by_part(model)
+    held = (ledger.live_somewhere[row] & ~ledger.padding[row]).nonzero()[:, 0].cpu()
+    origins, tokens = ledger.origins[row].cpu(), ledger.tokens[row].cpu()
+    slots = held[origins[held] >= FIRST_SLOTS]
+    lone: list[tuple[Tensor, ...]] = []
+    if computable(model.lanes) and len(slots):
+        device = model.lanes.device
+        at = torch.zeros_like(slots) if model.lanes.can_reindex else origins[slots]
+        depth = min(2, len(cache.layers))
+        lone = [
+            tuple(p.cpu() for p in parts)
+            for parts in lone_columns(model.lanes, tokens[slots].to(device), at.to(device), depth)
+        ]
+    before: Mapping[str, Tensor] = {}
+    for number, layer in enumerate(cache.layers):
+        stored = {name: part[row : row + 1].cpu()[:, :, held] for name, part in layer.items()}
+        finite = {
+            name: part.nan_to_num(0.0, 0.0, 0.0)[:, :, origins[held] >= FIRST_SLOTS] for name, part in stored.items()
+        }
+        turned = unrotated(finite, rotaries[number], origins[slots])
+        known = {str(index): part for index, part in enumerate(part for parts in lone[: number + 1] for part in parts)}
+        predictors = known if number < len(lone) else before
+        features = features_of(predictors) if predictors else torch.zeros(len(slots), 0)
+        yield LayerRead(number, stored, held, tokens[held], turned, features, slots, origins[slots])
+        before = turned or before
+
+
+def scores_of(
+    model: Model, cache: AnyCache, row: int, parts: tuple[Mapping[str, Learnt], ...], spots: bool = True
+) -> Iterator[Score]:
+    """All scores of a row, layer by layer; then those of columns that are computed anew."""
+    rotaries = rotaries_by_part(model)
+    broken = False
+    for read in layer_reads(model, cache, row):
+        for score in plain_scores(read) if len(read.held) else ():
+            broken = broken or (score.check == "finite" and bool(score.values.any()))
+            yield score
+        if len(read.slots):
+            yield from learnt_scores(read, parts[read.number], rotaries[read.number])
+    first = unedited(cache.ledger, row) if computable(model.lanes) else 0
+    if not first or broken:
+        return
+    chosen = spots_of(first)
+    columns = spot_columns(model.lanes, cache, row, chosen)
+    for number, (layer, anew) in enumerate(zip(cache.layers, columns, strict=True)):
+        for (name, part), right in zip(layer.items(), anew, strict=True):
+            stored = part[row][:, chosen].to(right.device).float()
+            apart = (stored - right).norm(dim=-1) / right.norm(dim=-1).clamp_min(1e-6)
+            yield Score("computed anew", number, name, apart.clamp_min(1e-6).log().cpu(), torch.tensor(chosen))
+
+
+def rotaries_by_part(model: Model) -> tuple[Mapping[str, Rotary | None], ...]:
+    """How parts are rotated, each layer; not at all where keys cannot be rotated back."""
+    if not model.lanes.can_reindex:
+        return ({},) * model.geometry.n_layers
+    return tuple(
+        {
+            name: rotary and Rotary(rotary.frequencies.cpu(), rotary.layout, rotary.last)
+            for name, rotary in layer.items()
+            if name in ROTATED
+        }
+        for layer in model.lanes.rotaries_by_part
+    )
+
+
+def _add(sums: dict[tuple[int, str], dict[str, Tensor]], read: LayerRead) -> None:
+    """Add a layer of a text to the sums of products."""
+    x = read.features.double()
+    for name, part in read.unrotated.items():
+        y = part.double()
+        norms = y.norm(dim=-1)
+        new = {
+            "count": torch.tensor(float(y.shape[1])),
+            "x": x.sum(0),
+            "xx": x.T @ x,
+            "y": y.sum(1),
+            "yy": y.transpose(1, 2) @ y,
+            "xy": x.T @ y.transpose(0, 1).flatten(1),
+            "norm": torch.stack([norms.sum(1), norms.square().sum(1)], 1),
+        }
+        held = sums.setdefault((read.number, name), {})
+        for kind, tensor in new.items():
+            held[kind] = held[kind] + tensor if kind in held else tensor
+
+
+def _learnt(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Mean, covariance, prediction and what it leaves, of one part of a layer."""
+    count = sums["count"]
+    mean, centre = sums["y"] / count, sums["x"] / count
+    heads, d = mean.shape
+    covariance = sums["yy"] / count - mean[:, :, None] * mean[:, None]
+    xx = sums["xx"] / count - centre[:, None] * centre
+    xy = sums["xy"] / count - centre[:, None] * mean.flatten()
+    features = len(centre)
+    ridge = RIDGE * xx.diagonal().mean() if features else xx.sum()
+    weights = torch.linalg.solve(xx + ridge * torch.eye(features, dtype=xx.dtype), xy) if features else xy
+    by_head = weights.unflatten(1, (heads, d)).movedim(1, 0)
+    both = by_head.transpose(1, 2) @ xy.unflatten(1, (heads, d)).movedim(1, 0)
+    rest = covariance - both - both.transpose(1, 2) + by_head.transpose(1, 2) @ xx @ by_head
+    norms = sums["norm"] / count
+    spread = (norms[:, 1] - norms[:, 0].square()).clamp_min(0).sqrt()
+    tiny = 1e-6 * norms[:, 0].clamp_min(1e-6)
+    learnt = {
+        "mean": mean,
+        "whiten": _whitening(covariance, d / count),
+        "centre": centre,
+        "weights": weights,
+        "rest": _whitening(rest, d / count),
+        "deviation": rest.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt() + tiny[:, None],
+        "norm": torch.stack([norms[:, 0], spread + tiny], 1),
+    }
+    return {name: tensor.float().contiguous() for name, tensor in learnt.items()}
+
+
+def _whitening(covariance: Float[Tensor, "heads d d"], shrinkage: Tensor) -> Float[Tensor, "heads d d"]:
+    """What makes vectors of this covariance, shrunk towards equal variances, have unit variance: x @ whitening."""
+    shrinkage = shrinkage.clamp(1e-4, 0.5)
+    d = covariance.shape[-1]
+    size = covariance.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-12)
+    shrunk = (1 - shrinkage) * covariance + (shrinkage * size)[:, None, None] * torch.eye(d, dtype=covariance.dtype)
+    values, vectors = torch.linalg.eigh(shrunk)
+    return vectors * values.clamp_min(1e-6 * values[:, -1:]).rsqrt()[:, None]
+
+
+def _tails(scores: list[Score]) -> Float[Tensor, "heads 2"]:
+    """Where the tail begins and how wide it is."""
+    values = torch.cat([score.values for score in scores], 1)
+    begins = values.quantile(BODY, 1, keepdim=True)
+    over = values > begins
+    excess = ((values - begins) * over).sum(1) / over.sum(1).clamp_min(1)
+    return torch.stack([begins[:, 0], excess.clamp_min(NARROWEST)], 1)
+
+
+def save_clean(clean: Clean, path: Path) -> None:
+    """Write it to one safetensors file."""
+    tensors = {
+        f"{number}.{name}.{kind}": tensor
+        for number, layer in enumerate(clean.parts)
+        for name, learnt in layer.items()
+        for kind, tensor in learnt.items()
+    }
+    tensors |= {f"tail.{key}": tensor.contiguous() for key, tensor in clean.tails.items()}
+    known = {"format": FORMAT, "layers": str(len(clean.parts)), "limits": json.dumps(clean.limits)}
+    with replacing(path) as partial:
+        save_file(tensors, partial, metadata=known)
+
+
+def load_clean(path: Path, recipe: CleanRecipe) -> Clean:
+    """Read what `save_clean` wrote.
+
+    Raises:
+        UserError: something else is in the file.
+    """
+    try:
+        with told(path), safe_open(path, framework="pt") as file:
+            known = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        if known["format"] != FORMAT:
+            raise KeyError("format")
+        parts: list[dict[str, dict[str, Tensor]]] = [{} for _ in range(int(known["layers"]))]
+        tails: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            if name.startswith("tail."):
+                tails[name.removeprefix("tail.")] = tensor
+            else:
+                number, part, kind = name.split(".")
+                parts[int(number)].setdefault(part, {})[kind] = tensor
+        return Clean(
+            tuple(parts),
+            tails,
+            {str(check): float(limit) for check, limit in json.loads(known["limits"]).items()},
+            recipe,
+        )
+    except (SafetensorError, KeyError, ValueError, IndexError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{path} is truncated or was altered ({one_line(error)}); delete it, and it is learnt anew."
+        ) from error

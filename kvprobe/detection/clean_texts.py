@@ -1,0 +1,99 @@
+"""Texts of many kinds and lengths, of which a model's clean caches are made, and the benign differences that they are
+given: the rounding of another engine."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.inference.model import Model
+from kvprobe.models.geometry import embedded_tokens
+from kvprobe.models.hooks import hooked
+from kvprobe.saes.corpus import hand_written
+from kvprobe.text.tokens import Tokens
+
+GROUP = 32
+"""Numbers that share a scale in llama.cpp's q8_0, of activations and of caches."""
+SHORTEST = 12
+_RANDOM, _SPLICED, _WRITTEN = 0.15, 0.3, 0.35
+"""Shares of texts that are tokens at random, that begin as a conversation and go on with pieces of others, and that are
+pieces of files: source code, styles, templates, settings."""
+_FILES, _CHARACTERS = ("*.py", "*.yaml", "*.j2", "*.js", "*.css"), 4
+_PACKAGES = ("kvprobe", "jinja2", "yaml", "json", "email", "encodings")
+"""What is installed wherever kvprobe is."""
+
+
+def clean_texts(model: Model, count: int, longest: int, generator: np.random.Generator) -> list[Tokens]:
+    """Conversations of kvprobe's tasks cut at random, pieces of them in a row, pieces of files, and tokens at random;
+    those alone where the model has no tokenizer. Lengths are spread evenly on a logarithmic scale."""
+    chats = [chat.ids for chat in hand_written(model)] if model.tokenizer is not None else []
+    files = _files() if chats else []
+    vocabulary = embedded_tokens(model.lanes.plain)
+    limit = model.geometry.max_position
+    longest = longest if limit is None else min(longest, limit)
+
+    def text() -> Tokens:
+        length = round(float(np.exp(generator.uniform(np.log(SHORTEST), np.log(longest)))))
+        kind = generator.uniform() if chats else 0.0
+        if kind < _RANDOM:
+            return Tokens.of(generator.integers(0, vocabulary, length).tolist())
+        if kind < _RANDOM + _WRITTEN:
+            written = files[generator.integers(len(files))]
+            start = int(generator.integers(max(1, len(written) - length * _CHARACTERS)))
+            ids = model.tokenizer(written[start : start + length * 2 * _CHARACTERS])["input_ids"][:length]
+            if len(ids) >= min(SHORTEST, length):
+                return Tokens.of(ids)
+        ids = [*chats[generator.integers(len(chats))]]
+        if kind < _RANDOM + _WRITTEN + _SPLICED:
+            ids = ids[: int(generator.integers(4, 48))]
+        while len(ids) < length:
+            piece = chats[generator.integers(len(chats))]
+            start = int(generator.integers(len(piece)))
+            ids += piece[start : start + int(generator.integers(8, 64))]
+        return Tokens.of(ids[:length])
+
+    return [text() for _ in range(count)]
+
+
+def _files() -> list[str]:
+    """The text files of packages that are installed with kvprobe."""
+    folders = [Path(spec.origin).parent for name in _PACKAGES if (spec := find_spec(name)) and spec.origin]
+    paths = sorted(path for folder in folders for pattern in _FILES for path in folder.rglob(pattern))
+    return [text for path in paths if len(text := path.read_text(encoding="utf-8", errors="ignore")) > SHORTEST * 8]
+
+
+@contextmanager
+def rounded_products(model: Model) -> Generator[None]:
+    """While this lasts, what each product of the plain model is given is rounded to 8 bits in groups, as llama.cpp does
+    it: the largest benign difference between engines that kvprobe has measured."""
+
+    def rounded(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return (in_q8(args[0]), *args[1:]), kwargs
+
+    modules = [module for module in model.lanes.plain.modules() if isinstance(module, nn.Linear)]
+    with hooked([(module, "input", rounded) for module in modules]):
+        yield
+
+
+def in_q8(tensor: Tensor) -> Tensor:
+    """Rounded to 8 bits, in groups of 32 numbers that share a scale."""
+    if tensor.shape[-1] % GROUP:
+        return tensor
+    grouped = tensor.unflatten(-1, (-1, GROUP))
+    scale = grouped.abs().amax(-1, keepdim=True) / 127
+    return ((grouped / scale).round() * scale).nan_to_num(0.0).flatten(-2).to(tensor.dtype)
+
+
+def as_by_another_engine(model: Model, text: Tokens) -> KVCache:
+    """The cache of a text as computed with rounded products and stored in 8 bits."""
+    model.lanes.prove(len(text), len(text))
+    with rounded_products(model):
+        cache = model.prefill(text)
+    layers = tuple({name: in_q8(tensor) for name, tensor in layer.items()} for layer in cache.layers)
+    return replace(cache, layers=layers)

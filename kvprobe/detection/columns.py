@@ -1,0 +1,124 @@
+"""Columns of a cache computed anew: of tokens alone in the first layers, and of a few slots from those before them.
+
+A token that sees nothing but itself has K and V that are functions of the token, in every layer. In layer 0 they are so
+in any text. A slot's column, all layers of it, is a function of its token and the columns before it, so that a column
+computed anew from the cache equals the stored one, unless this or one before was changed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.ledger import Ledger
+from kvprobe.cache.stored import StoredCache
+from kvprobe.inference.forward import new_slots
+from kvprobe.models.gate import FIRST_REACH, FIRST_ROWS
+from kvprobe.models.hf_cache import CacheLayer, past_key_values
+from kvprobe.models.lanes import Lanes
+from kvprobe.text.tokens import Tokens
+
+SPOTS = 2 * FIRST_ROWS
+"""Slots whose columns are computed anew."""
+
+
+AnyCache = KVCache | StoredCache
+"""A cache in memory or in a file."""
+
+
+class _EnoughError(Exception):
+    """The layers that were wanted are computed."""
+
+
+class _Watching(CacheLayer):
+    """A layer that holds what `read` gives when it is attended to, and keeps what is added to it."""
+
+    def __init__(self, read: Callable[[], Sequence[Tensor]] | None, slots: int, last: bool = False) -> None:
+        super().__init__()
+        self.read, self.slots, self.last = read, slots, last
+        self.added: tuple[Tensor, Tensor] | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        self.added = (key_states, value_states)
+        if self.last:
+            raise _EnoughError
+        if self.read is None:
+            return self.added
+        keys, values = (
+            torch.cat([held.expand(len(new), -1, -1, -1), new], 2)
+            for held, new in zip(self.read(), self.added, strict=True)
+        )
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        return self.slots
+
+
+def computable(lanes: Lanes) -> bool:
+    """Whether columns of this model can be computed anew: no layer keeps a state, and no index chooses slots."""
+    return not (lanes.geometry.recurrent or lanes.geometry.indexed) and all(lanes.geometry.layers)
+
+
+def lone_columns(
+    lanes: Lanes, tokens: Int[Tensor, "slots"], positions: Int[Tensor, "slots"], depth: int
+) -> list[tuple[Float[Tensor, "heads slots d"], ...]]:
+    """The parts of the first `depth` layers of each token that sees itself alone."""
+    pairs, where = torch.stack([tokens, positions]).unique(dim=1, return_inverse=True)
+    chunks: list[list[tuple[Tensor, ...]]] = []
+    for some in pairs.split(FIRST_REACH, 1):
+        ledger = new_slots([Tokens.of(some[0].tolist())], lanes.device)
+        ledger = replace(ledger, positions=some[1][None], origins=some[1][None], live=ledger.live & False)
+        layers = [_Watching(None, 0, number == depth - 1) for number in range(lanes.geometry.n_layers)]
+        try:
+            with torch.no_grad():
+                lanes.forward(some[:1], ledger, past_key_values(layers), logits_to_keep=1)
+        except _EnoughError:
+            pass
+        chunks.append([tuple(part[0].float() for part in layer.added or ()) for layer in layers[:depth]])
+    return [
+        tuple(torch.cat(parts, 1)[:, where] for parts in zip(*(chunk[layer] for chunk in chunks), strict=True))
+        for layer in range(depth)
+    ]
+
+
+def unedited(ledger: Ledger, row: int) -> int:
+    """How many slots of a row come first that nothing was done to: of these, columns can be computed anew."""
+    index = torch.arange(ledger.slots, device=ledger.positions.device)
+    sound = ledger.live[:, row].all(1).all(0) & ~ledger.recomputed[row] & ~ledger.padding[row]
+    sound = sound & (ledger.positions[row] == index) & (ledger.origins[row] == index)
+    return int(sound.int().cumprod(0).sum())
+
+
+def spots_of(slots: int) -> list[int]:
+    """Slots to compute anew: the first ones, the last ones, which see most, and others evenly between."""
+    few = SPOTS // 4
+    between = torch.linspace(few, slots - few, 2 * few + 2).tolist()[1:-1] if slots > SPOTS else range(slots)
+    chosen = {*range(few), *map(round, between), *range(slots - few, slots)}
+    return sorted(slot for slot in chosen if 0 <= slot < slots)
+
+
+def spot_columns(
+    lanes: Lanes, cache: AnyCache, row: int, spots: Sequence[int]
+) -> list[tuple[Float[Tensor, "heads spots d"], ...]]:
+    """The parts of each layer at these slots of a row, computed from the slots before them; one layer is in memory at a
+    time."""
+    ledger, device, last = cache.ledger, lanes.device, max(spots)
+    at = torch.tensor(spots, device=device)
+    before = ledger.rows(torch.full((len(spots),), row)).to(device)
+    before = before.take(torch.arange(last, device=device).expand(len(spots), -1), before.padding[:, :last])
+    before = replace(before, live=before.live & (torch.arange(last, device=device) < at[:, None])[None, :, None])
+    new = new_slots([Tokens.of([int(ledger.tokens[row, slot])], start=slot) for slot in spots], device)
+
+    def read(number: int) -> Callable[[], Sequence[Tensor]]:
+        return lambda: [part[row : row + 1, :, :last].to(device, lanes.dtype) for part in cache.layers[number].values()]
+
+    layers: list[Any] = [_Watching(read(number), last) for number in range(len(cache.layers))]
+    with torch.no_grad():
+        lanes.forward(new.tokens, before.append(new), past_key_values(layers), logits_to_keep=1)
+    return [tuple(part[:, :, 0].transpose(0, 1).float() for part in layer.added or ()) for layer in layers]

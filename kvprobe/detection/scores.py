@@ -1,0 +1,206 @@
+"""How unusual each place of a cache is, layer by layer: raw scores, before anything is said about what is too much."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvprobe.cache.layer import Layer
+from kvprobe.cache.rotary import Rotary, Rotation
+
+BLOCK = 16
+"""Slots in a block; a shorter cache has none."""
+FIRST_SLOTS = 4
+"""Slots before this position are unlike all others (sinks). They are computed anew instead."""
+MOST_FEATURES = 512
+"""Numbers by which a layer is predicted; of more, so many random mixtures."""
+SHIFTS = tuple(sign * 2**power for power in range(11) for sign in (1, -1))
+FARTHEST_SHIFT = 2048
+_MISPLACED = 0.3
+"""From this score on, each shift is tried."""
+_STEP = BLOCK // 2
+_TINY = 1e-30
+
+Learnt = Mapping[str, Tensor]
+"""What is known of a part of a layer: see `kvprobe.detection.clean`."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Scores of one check at all places of a part of a layer; higher is more unusual.
+
+    Attributes:
+        slots: the first slot of each place.
+        length: slots in a place.
+        shifts: for the check of positions, the shift that explains each place best.
+    """
+
+    check: str
+    layer: int
+    part: str
+    values: Float[Tensor, "heads places"]
+    slots: Int[Tensor, "places"]
+    length: int = 1
+    shifts: Int[Tensor, "heads places"] | None = None
+
+    @property
+    def key(self) -> str:
+        return f"{self.check}.{self.layer}.{self.part}"
+
+
+@dataclass(frozen=True)
+class LayerRead:
+    """A layer of one row as it is scored.
+
+    Attributes:
+        stored: its parts as they are in the cache, of the slots that are live.
+        held: the number of each of these slots in the cache, and `tokens` what the ledger names there.
+        unrotated: the parts of slots computed after the first ones, keys rotated to position 0, in fp32.
+        features: numbers of each of them by which the layer is predicted; none where nothing is known before.
+        slots: their numbers in the cache, and `positions` where their keys were computed.
+    """
+
+    number: int
+    stored: Layer
+    held: Int[Tensor, "held"]
+    tokens: Int[Tensor, "held"]
+    unrotated: Mapping[str, Float[Tensor, "_ others _"]]
+    features: Float[Tensor, "others features"]
+    slots: Int[Tensor, "others"]
+    positions: Int[Tensor, "others"]
+
+
+def unrotated(
+    layer: Layer, rotaries: Mapping[str, Rotary | None], positions: Int[Tensor, "slots"]
+) -> dict[str, Float[Tensor, "heads slots d"]]:
+    """The parts of one row in fp32, keys rotated to position 0."""
+
+    def turned(name: str, part: Tensor) -> Tensor:
+        rotary = rotaries.get(name)
+        if rotary is None:
+            return part[0].float()
+        return Rotation.between(rotary, positions[None], torch.zeros_like(positions[None])).of(part.float())[0]
+
+    return {name: turned(name, part) for name, part in layer.items()}
+
+
+def features_of(parts: Mapping[str, Tensor]) -> Float[Tensor, "slots features"]:
+    """The numbers of each slot in a row; of more than `MOST_FEATURES` so many random mixtures, always the same."""
+    joined = torch.cat([part.transpose(0, 1).flatten(1) for part in parts.values()], 1)
+    if joined.shape[1] <= MOST_FEATURES:
+        return joined
+    generator = torch.Generator().manual_seed(joined.shape[1])
+    mixing = torch.randn(joined.shape[1], MOST_FEATURES, generator=generator) / joined.shape[1] ** 0.5
+    return joined @ mixing.to(joined.device)
+
+
+def plain_scores(read: LayerRead) -> Iterator[Score]:
+    """What needs no statistics of the model: numbers that are not finite, zeros, copies, coarse grids."""
+    for part, tensor in read.stored.items():
+        rows = tensor[0]
+        yield Score("finite", read.number, part, *_counted(~rows.isfinite().all(-1), read.held))
+        empty = (rows == 0).all(-1)
+        yield Score("zeros", read.number, part, *_counted(empty, read.held))
+        if read.number:
+            yield Score("copies", read.number, part, *_counted(_copies(rows, read.tokens) & ~empty, read.held))
+        if rows.shape[-1] >= BLOCK:
+            ordered = rows.abs().sort(-1).values
+            yield Score("grid", read.number, part, (ordered[..., 1:] == ordered[..., :-1]).float().mean(-1), read.held)
+
+
+def learnt_scores(
+    read: LayerRead, known: Mapping[str, Learnt], rotaries: Mapping[str, Rotary | None]
+) -> Iterator[Score]:
+    """What is held against clean caches: norms, distances, predictions, positions."""
+    starts = _blocks(len(read.slots))
+    predicted = "token" if read.number < 2 else "layer below"
+    for part, numbers in read.unrotated.items():
+        learnt = known[part]
+        centred = numbers - learnt["mean"][:, None]
+        norm = ((numbers.norm(dim=-1) - learnt["norm"][:, :1]) / learnt["norm"][:, 1:]).abs().clamp_min(_TINY).log()
+        white = centred @ learnt["whiten"]
+        residual = centred - prediction(read.features, learnt)
+        rest = residual @ learnt["rest"]
+        far, off = _log_mean(white), _log_mean(rest)
+        number = (residual / learnt["deviation"][:, None]).abs().amax(-1).clamp_min(_TINY).log()
+        for check, values in (("norm", norm), ("distance", far), (predicted, off), ("number", number)):
+            yield Score(check, read.number, part, values, read.slots)
+        if not len(starts):
+            continue
+        for check, values in (("distance of a block", far), (f"{predicted}, of a block", off)):
+            yield Score(check, read.number, part, _means(values, starts), read.slots[starts], BLOCK)
+        if len(edges := starts[(starts >= _STEP) & (starts + _STEP <= len(read.slots))]):
+            sides = _means(white.movedim(-1, 1), edges, _STEP) - _means(white.movedim(-1, 1), edges - _STEP, _STEP)
+            yield Score("step", read.number, part, _log_mean(sides.movedim(1, -1)), read.slots[edges])
+        if (rotary := rotaries.get(part)) is not None:
+            yield _positions(read, part, learnt, rotary, starts)
+
+
+def prediction(features: Float[Tensor, "slots features"], learnt: Learnt) -> Float[Tensor, "heads slots d"]:
+    """What the features say of a part, from its mean on."""
+    heads, d = learnt["mean"].shape
+    return ((features - learnt["centre"]) @ learnt["weights"]).unflatten(-1, (heads, d)).transpose(0, 1)
+
+
+def _positions(read: LayerRead, part: str, learnt: Learnt, rotary: Rotary, starts: Int[Tensor, "blocks"]) -> Score:
+    """By how much another position explains a block of keys better than the claimed one."""
+    slots = starts[:, None] + torch.arange(BLOCK, device=starts.device)
+    keys = read.unrotated[part][:, slots.flatten()]
+    expected = (learnt["mean"][:, None] + prediction(read.features, learnt))[:, slots.flatten()]
+
+    def distances(keys: Tensor, expected: Tensor, rest: Tensor, shifts: list[int]) -> Tensor:
+        """[shifts, heads, blocks]"""
+        zero = torch.zeros(1, 1, dtype=torch.long, device=keys.device)
+        moved = (Rotation.between(rotary, zero + shift, zero).of(keys[None])[0] for shift in shifts)
+        return torch.stack(
+            [((one - expected) @ rest).square().mean(-1).unflatten(1, (-1, BLOCK)).mean(-1) for one in moved]
+        )
+
+    apart = distances(keys, expected, learnt["rest"], [0, *SHIFTS]).clamp_min(_TINY).log()
+    best, index = (apart[0] - apart[1:]).max(0)
+    shifts = torch.tensor(SHIFTS, device=best.device)[index]
+    if float(best.max()) > _MISPLACED:
+        head, block = divmod(int(best.argmax()), len(starts))
+        inside = slice(block * BLOCK, (block + 1) * BLOCK)
+        every = [shift for shift in range(-FARTHEST_SHIFT, FARTHEST_SHIFT + 1) if shift]
+        fine = distances(
+            keys[head : head + 1, inside], expected[head : head + 1, inside], learnt["rest"][head : head + 1], every
+        )[:, 0, 0]
+        shifts[head, block] = every[int(fine.argmin())]
+        best[head, block] = apart[0, head, block] - fine.min().clamp_min(_TINY).log()
+    return Score("position", read.number, part, best, read.slots[starts], BLOCK, shifts)
+
+
+def _blocks(slots: int) -> Int[Tensor, "blocks"]:
+    """The first slot of each whole block, and of the block that ends with the last slot."""
+    whole = torch.arange(0, max(0, slots - BLOCK + 1), BLOCK)
+    return torch.cat([whole, torch.tensor([slots - BLOCK])]) if slots > BLOCK and slots % BLOCK else whole
+
+
+def _means(values: Float[Tensor, "*rows slots"], starts: Int[Tensor, "blocks"], length: int = BLOCK) -> Tensor:
+    """The mean over so many slots from each start."""
+    return values[..., starts[:, None] + torch.arange(length)].mean(-1)
+
+
+def _log_mean(white: Float[Tensor, "*places d"]) -> Float[Tensor, "*places"]:
+    return white.square().mean(-1).clamp_min(_TINY).log()
+
+
+def _counted(hits: Tensor, slots: Int[Tensor, "slots"]) -> tuple[Tensor, Tensor]:
+    """How many slots of each head are hit, at the place of the first that is."""
+    index = int(hits.any(0).int().argmax())
+    return hits.sum(-1, keepdim=True).float(), slots[index : index + 1]
+
+
+def _copies(rows: Float[Tensor, "heads slots d"], tokens: Int[Tensor, "slots"]) -> Tensor:
+    """Slots that hold the very numbers of a slot of another token; a token repeated from the first slot on has the same
+    V each time."""
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(rows.shape[-1], generator=generator, dtype=torch.float64).to(rows.device)
+    hashes, order = (rows.double() @ mixing).sort(stable=True)
+    of = tokens.to(order.device)[order]
+    same = (hashes[:, 1:] == hashes[:, :-1]) & (of[:, 1:] != of[:, :-1])
+    result = torch.zeros(rows.shape[:2], dtype=torch.bool, device=rows.device)
+    return result.scatter(1, order[:, 1:], same)
