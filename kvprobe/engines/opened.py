@@ -7,6 +7,8 @@ from kvprobe.arguments import checked_arguments
 from kvprobe.cache.file import FORMAT, opened, read_header, read_layer
 from kvprobe.cache.stored import LazyLayers, StoredCache
 from kvprobe.engines.plain import open_plain
+from kvprobe.engines.slot import read_slot, stored
+from kvprobe.engines.slot_file import is_slot
 from kvprobe.errors import UserError
 from kvprobe.files import expanded, told
 
@@ -18,7 +20,8 @@ def open_cache(path: str | Path) -> StoredCache:
     A file of kvprobe is read without a look at its digest, so that a damaged one can be held against a sound one.
 
     Args:
-        path: a file that `KVCache.save` wrote, or a plain dump: its JSON, its tensors, or its folder.
+        path: a file that `KVCache.save` wrote, a saved slot of llama.cpp (each layer as one wide head; see
+            `kvprobe.engines.llamacpp.open_slot` with a model), or a plain dump: its JSON, its tensors, or its folder.
 
     Raises:
         UserError: the file is missing, truncated, or of another kind.
@@ -31,6 +34,8 @@ def open_cache(path: str | Path) -> StoredCache:
             raise UserError(f"There is no file {path}; give one that holds a cache.")
         with path.open("rb") as file:
             beginning = file.read(9)
+    if is_slot(path):
+        return stored(read_slot(path))
     if beginning.lstrip()[:1] == b"{":
         return open_plain(path)
     if beginning[8:] == b"{":

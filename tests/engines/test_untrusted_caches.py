@@ -4,7 +4,9 @@ import json
 import random
 import struct
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -12,12 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvprobe as kv
+from tests.engines.test_slots import Engine
 from tests.experiments.test_untrusted_runs import refusal
 from tests.random_caches import random_cache
+
+
+def saved_slot(path: Path) -> None:
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        (path / "a.slot").write_bytes(Engine("llama", Path(folder), stack).saved("a").read_bytes())
+
 
 WRITERS: dict[str, Callable[[Path], Any]] = {
     "kvprobe": lambda path: random_cache(0, some_masked=True).save(path / "a.safetensors"),
     "plain": lambda path: kv.save_plain(random_cache(0, batch=1), path / "a.json"),
+    "slot": saved_slot,
 }
 HOSTILE = (-1, 0, 1, 2**31, 2**53 + 1, 10**400, 1e400, "", "x" * 5000, "a\nb", None, True, [], [[]], {}, {"a": {}})
 """What stands in place of a value of a header."""
@@ -88,7 +98,7 @@ def test_damaged_and_hostile_files_are_read_or_refused_in_a_sentence(kind: str, 
         for path, content in whole.items():
             path.write_bytes(content)
         path = rng.choice(sorted(whole))
-        path.write_bytes((with_another_header if header else damaged)(whole[path], rng))
+        path.write_bytes((with_another_header if header and kind != "slot" else damaged)(whole[path], rng))
         read(sorted(whole)[0])
 
     altered()
