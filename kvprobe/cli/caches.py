@@ -2,12 +2,14 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from kvprobe.cli.flags import Source
+from kvprobe.cli.flags import Source, Whole
+from kvprobe.errors import UserError
 from kvprobe.models.catalogue import Dtype
+from kvprobe.names import unknown
 
 
 def audit(
@@ -50,3 +52,62 @@ def engines() -> None:
     from kvprobe.engines.formats import described
 
     print("\n".join(described()))
+
+
+def canary(
+    *,
+    url: Annotated[str | None, Parameter(help="Of a running engine, such as http://127.0.0.1:8080.")] = None,
+    api: Annotated[
+        Literal["llama", "openai"], Parameter(help="llama-server's own, or OpenAI's /v1/completions (vLLM, SGLang …).")
+    ] = "llama",
+    model: Annotated[str | None, Parameter(help="By its name at an OpenAI endpoint; the first by default.")] = None,
+    module: Annotated[
+        str | None, Parameter(help="FILE.py:FUNCTION, which returns a target of your own, instead of a URL.")
+    ] = None,
+    block: Annotated[Whole, Parameter(help="Tokens of a block of the engine's cache.")] = 16,
+    chunk: Annotated[Whole, Parameter(help="Tokens that the engine reads at once.")] = 512,
+    fill: Annotated[Whole, Parameter(help="Tokens of other requests that push a prompt out of the cache.")] = 2048,
+    idle: Annotated[float, Parameter(help="Seconds of a pause.")] = 1.0,
+    seed: Annotated[Whole, Parameter(help="Of the random words in the prompts.")] = 0,
+    json: Annotated[bool, Parameter(help="Print all that was found for a program.", negative="")] = False,
+    out: Annotated[Path, Parameter(help="The page.")] = Path("canary.html"),
+) -> None:
+    """Test the cache of a running engine; exit code 1 if it fails."""
+    if (url is None) == (module is None):
+        raise UserError("Give --url of a running engine or --module, and not both.")
+    from kvprobe.detection.canary import ScriptSizes, llama_server, openai_endpoint
+    from kvprobe.detection.canary import canary as run_canary
+    from kvprobe.report.views.canary import canary_lines, save_canary
+
+    sizes = ScriptSizes(block=block, chunk=chunk, fill=fill, idle=idle)
+    if url is None:
+        target = _made_by(str(module))
+    elif api == "llama":
+        from kvprobe.engines.server import LlamaServer
+
+        target = llama_server(LlamaServer(url))
+    else:
+        target = openai_endpoint(url, model)
+    result = run_canary(target, sizes=sizes, seed=seed)
+    save_canary(result, out)
+    if json:
+        from json import dumps
+
+        print(dumps(result.record(), indent=2))
+    else:
+        print("\n".join(canary_lines(result)), f"\nPage: {out}", sep="\n")
+    if result.failed:
+        sys.exit(1)
+
+
+def _made_by(named: str) -> object:
+    """What a function in a Python file returns."""
+    path, _, function = named.rpartition(":")
+    if not Path(path).is_file():
+        raise UserError(f"--module is {named!r}, and there is no file {path!r}; write FILE.py:FUNCTION.")
+    from runpy import run_path
+
+    names = run_path(path)
+    if function not in names:
+        raise UserError(unknown(f"function in {path}", function, (name for name in names if not name.startswith("_"))))
+    return names[function]()

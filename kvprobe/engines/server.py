@@ -71,7 +71,7 @@ class LlamaServer:
         *,
         n_probs: AtLeastZero | Literal["all"] = 0,
         reuse: bool = True,
-        slot: AtLeastZero = 0,
+        slot: AtLeastZero | None = 0,
     ) -> Completion:
         """Continue these tokens greedily.
 
@@ -81,7 +81,7 @@ class LlamaServer:
                 since the server adds up in float32; or "all" of the vocabulary, of which that error is taken.
             reuse: keep the tokens in the slot that the prompt begins with. The last token of a prompt is computed
                 anyway.
-            slot: of the server.
+            slot: of the server; None: the one that holds most of the prompt.
 
         Raises:
             UserError: the server cannot be reached, or refuses.
@@ -92,7 +92,7 @@ class LlamaServer:
             "temperature": 0,
             "n_probs": self.vocabulary if n_probs == "all" else n_probs,
             "cache_prompt": reuse,
-            "id_slot": slot,
+            "id_slot": -1 if slot is None else slot,
             "return_tokens": True,
             "ignore_eos": True,
         }
@@ -146,6 +146,30 @@ class LlamaServer:
             UserError: the server cannot be reached, or refuses.
         """
         return self._slot(slot, "erase", None, "n_erased")
+
+    def tokens(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """The tokens of a text; `special`: with those that the model wants before every prompt.
+
+        Raises:
+            UserError: the server cannot be reached, or refuses.
+        """
+        reply = self._ask("/tokenize", {"content": text, "add_special": special})
+        try:
+            return tuple(map(int, reply["tokens"]))
+        except (LookupError, TypeError, ValueError) as error:
+            raise self._strange(error) from error
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of tokens.
+
+        Raises:
+            UserError: the server cannot be reached, or refuses.
+        """
+        reply = self._ask("/detokenize", {"tokens": [*ids]})
+        try:
+            return str(reply["content"])
+        except (LookupError, TypeError) as error:
+            raise self._strange(error) from error
 
     @cached_property
     def vocabulary(self) -> int:

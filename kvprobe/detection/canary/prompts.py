@@ -1,0 +1,67 @@
+"""Prompts that look at the whole cache: lists of random words, which a model recites from a chosen place on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvprobe.detection.canary.target import CanaryTarget, Prompt
+from kvprobe.shipped import shipped_entries
+
+CUE = 4
+"""Words of the list that are repeated as a question; what follows them in the list is the answer."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A list of words, in tokens.
+
+    Attributes:
+        body: the words.
+        ends: where each word ends.
+        again: what begins a question.
+    """
+
+    body: Prompt
+    ends: Sequence[int]
+    again: Prompt
+
+    def question(self, place: int) -> Prompt:
+        """The last words that end at or before a place; what follows them there is the answer."""
+        last = max(CUE, int(np.searchsorted(self.ends, place, "right")) - 1)
+        return self.again + self.body[self.ends[last - CUE] : self.ends[last]]
+
+    def asking(self, place: int, length: int) -> Prompt:
+        """The list and the question for a place, in exactly so many tokens."""
+        question = self.question(place)
+        return self.body[: length - len(question)] + question
+
+    def after(self, place: int, length: int) -> Prompt:
+        """The first `length` tokens of the list, and after them the question for a place."""
+        return self.body[:length] + self.question(place)
+
+
+class Prompts:
+    """Makes lists that no engine has read before, so that nothing of them can be in a cache."""
+
+    def __init__(self, target: CanaryTarget, seed: int) -> None:
+        self._target, self._rng = target, np.random.default_rng(seed)
+        self._words = shipped_entries("tasks/recite")["words"]
+        self._known: dict[str, Prompt] = {}
+        self._start, self._again = target.tokens("", first=True), target.tokens("\n")
+
+    def listing(self, length: int) -> Listing:
+        """A new list of at least `length` tokens, in random order; a word comes again when all have been used."""
+        body, ends = self._start, list[int]()
+        while len(body) < length or len(ends) <= CUE:
+            for word in self._rng.permutation(self._words):
+                body += self._word(f" {word}")
+                ends.append(len(body))
+                if len(body) >= length and len(ends) > CUE:
+                    break
+        return Listing(body, ends, self._again)
+
+    def _word(self, word: str) -> Prompt:
+        if word not in self._known:
+            self._known[word] = self._target.tokens(word)
+        return self._known[word]

@@ -1,0 +1,145 @@
+"""The canary: a sound engine passes, each planted bug fails the property that it breaks, and noise raises no alarm."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvprobe.cli.entry import app
+from kvprobe.detection.canary import EngineAnswer, ScriptSizes, canary
+from kvprobe.detection.canary.floor import FALSE_ALARMS, distance, distances
+from kvprobe.detection.canary.target import Prompt
+from kvprobe.errors import UserError
+from kvprobe.report.views.canary import canary_page
+from tests.detection.paged_engine import BLOCK, PagedEngine
+
+SIZES = ScriptSizes(block=BLOCK, chunk=100, fill=600, idle=0.0)
+BUGS = {
+    "hash without the beginning": "beginning",
+    "stale last slot": "prefix",
+    "evicted block returned": "evict",
+    "cross-talk": "side by side",
+    "keys out of step": "prefix",
+    "decoding at a boundary": "token by token",
+    "zeroed layer": "slot file",
+}
+
+
+def test_a_sound_engine_passes_and_its_cache_is_used():
+    result = canary(PagedEngine(), sizes=SIZES)
+    assert result.failed == []
+    assert result.power == 1
+    states = {finding.name: finding.state for finding in result.findings}
+    assert states.pop("load") == "not offered"
+    assert set(states.values()) == {"sound"}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_each_bug_fails_the_property_that_it_breaks(bug: str):
+    result = canary(PagedEngine(bug), sizes=SIZES)
+    assert BUGS[bug] in result.failed
+
+
+def test_the_smallest_script_is_shorter_and_has_no_step_too_many():
+    result = canary(PagedEngine("keys out of step"), sizes=SIZES)
+    failure = next(finding.failure for finding in result.findings if finding.name == "branch")
+    assert failure is not None
+    assert failure.gap > result.threshold
+    assert failure.length <= 2 * BLOCK
+    assert len(failure.script) == 2
+
+
+def test_an_engine_that_never_reuses_or_always_does_is_refused():
+    engine = PagedEngine(room=0)
+    with pytest.raises(UserError, match="never reused a token"):
+        canary(engine, sizes=SIZES)
+    engine = PagedEngine()
+    engine.ask = lambda prompts, new, reuse: PagedEngine.ask(engine, prompts, new, True)  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="was to be read anew"):
+        canary(engine, sizes=SIZES)
+
+
+def test_an_engine_whose_noise_hides_a_wrong_block_is_refused():
+    with pytest.raises(UserError, match="would hide a wrong block"):
+        canary(PagedEngine(noise=0.5), sizes=SIZES)
+
+
+@dataclass
+class Noisy:
+    """A sound engine without a model, whose numerics differ from one request to the next, more so for some prompts."""
+
+    seed: int
+    name: str = "noise"
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+
+    def tokens(self, text: str, first: bool = False) -> Prompt:
+        return tuple(text.split()) or (text,)
+
+    def text(self, prompt: Prompt) -> str:
+        return " ".join(map(str, prompt))
+
+    def ask(self, prompts: Sequence[Prompt], new: int, reuse: bool) -> list[EngineAnswer]:
+        return [self._answer(prompt, new, reuse) for prompt in prompts]
+
+    def _answer(self, prompt: Prompt, new: int, reuse: bool) -> EngineAnswer:
+        tokens, tops = (), []
+        for _ in range(new):
+            own = np.random.default_rng(hash(prompt + tokens) % 2**32)
+            scale = 0.01 * np.exp(0.4 * own.normal())
+            logs = -3 * np.arange(20) / 5 + own.normal(size=20) + scale * self.rng.normal(size=20)
+            tops.append({f"t{place}": float(logs[place]) for place in own.permutation(20)})
+            tokens += (f"t{int(logs.argmax())}",)
+        return EngineAnswer(tokens, tops, len(prompt) - 1 if reuse else 0)
+
+
+def test_at_most_the_stated_share_of_sound_runs_fails():
+    runs = 60
+    failed = sum(bool(canary(Noisy(seed), sizes=ScriptSizes(idle=0.0), seed=seed).failed) for seed in range(runs))
+    assert failed <= 3  # more has a probability of 0.3 % at the stated rate
+    assert FALSE_ALARMS == 0.01
+
+
+MADE = """
+from tests.detection.paged_engine import PagedEngine
+
+def sound():
+    return PagedEngine()
+
+def broken():
+    return PagedEngine("keys out of step")
+"""
+
+
+def test_the_command_exits_with_0_1_or_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (file := tmp_path / "made.py").write_text(MADE)
+    flags = ["--chunk", "100", "--fill", "600", "--idle", "0", "--out", str(tmp_path / "canary.html")]
+    for function, code in {"sound": 0, "broken": 1}.items():
+        with pytest.raises(SystemExit) as ended:
+            app(["canary", "--module", f"{file}:{function}", *flags], exit_on_error=False)
+        assert (ended.value.code or 0) == code
+    assert "smallest: " in capsys.readouterr().out
+    with pytest.raises(UserError, match="no file"):
+        app(["canary", "--module", "no.py:sound"], exit_on_error=False)
+    with pytest.raises(UserError, match="not both"):
+        app(["canary"], exit_on_error=False)
+
+
+def test_distances_end_where_the_answers_part_and_are_infinite_without_numbers():
+    first = EngineAnswer((1, 2, 3), [{1: -0.5, 2: -1.0}] * 3)
+    assert distances(first, first) == [0, 0, 0]
+    assert len(distances(first, EngineAnswer((1, 3, 3), first.tops))) == 2
+    assert distance({1: float("nan")}, {1: 0.0}) == distance({}, {1: 0.0}) == float("inf")
+    assert distance({1: -1.0, 2: -3.0}, {1: -1.0, 3: -4.0}) == pytest.approx((1 / 3) ** 0.5)
+
+
+def test_the_record_is_json_and_the_page_escapes_what_an_engine_is_called():
+    result = canary(PagedEngine("stale last slot", name="<script>alert(1)</script>"), sizes=SIZES)
+    assert json.loads(json.dumps(result.record(), allow_nan=False))["verdict"].startswith("Failed: ")
+    page = canary_page(result)
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert" in page
