@@ -11,7 +11,7 @@ import pytest
 from kvprobe.cli.entry import app
 from kvprobe.detection.canary import EngineAnswer, ScriptSizes, canary
 from kvprobe.detection.canary.floor import FALSE_ALARMS, distance, distances
-from kvprobe.detection.canary.target import Prompt
+from kvprobe.detection.canary.target import Prompt, Token
 from kvprobe.errors import UserError
 from kvprobe.report.views.canary import canary_page
 from tests.detection.paged_engine import BLOCK, PagedEngine
@@ -130,7 +130,8 @@ def test_the_command_exits_with_0_1_or_2(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_distances_end_where_the_answers_part_and_are_infinite_without_numbers():
-    first = EngineAnswer((1, 2, 3), [{1: -0.5, 2: -1.0}] * 3)
+    tops: list[dict[Token, float]] = [{1: -0.5, 2: -1.0}] * 3
+    first = EngineAnswer((1, 2, 3), tops)
     assert distances(first, first) == [0, 0, 0]
     assert len(distances(first, EngineAnswer((1, 3, 3), first.tops))) == 2
     assert distance({1: float("nan")}, {1: 0.0}) == distance({}, {1: 0.0}) == float("inf")
