@@ -14,7 +14,6 @@ from kvprobe.cache.cache import KVCache as KVCache
 from kvprobe.cache.ledger import Ledger as Ledger
 from kvprobe.comparison import Comparison as Comparison
 from kvprobe.comparison import compare as compare
-from kvprobe.detection.audit import Audit as Audit
 from kvprobe.detection.audit import audit as audit
 from kvprobe.detection.canary import canary as canary
 from kvprobe.engines.opened import open_cache as open_cache

@@ -20,7 +20,7 @@ from tests.as_printed import run_code
 matplotlib.use("Agg")
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-NOT_RUN = 1
+NOT_RUN = 3
 """Blocks that a comment excuses, with its reason: `<!-- not run: … -->` on the line before."""
 
 
