@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import kvprobe as kv
 from kvprobe.cache.cache import KVCache
 from kvprobe.engines.llamacpp import from_slot, open_slot, pairs, to_slot
 from kvprobe.engines.server import LlamaServer, served
@@ -190,3 +191,26 @@ def test_what_cannot_be_proved_or_expressed_is_refused(engines: dict[str, Engine
         lambda: write_slot(out, moved, read_slot(path)),
         "rotated",
     )
+
+
+def test_absurd_counts_unknown_versions_and_types_are_refused(engines: dict[str, Engine], tmp_path: Path):
+    whole, path = engines["llama"].saved("a").read_bytes(), tmp_path / "slot"
+    memory = 12 + 4 * (len(IDS) + 4)
+    layer = memory + 8 + 12 * len(IDS) + 16
+    for at, words in {
+        4: "version",
+        8: "entries follow",
+        16: "list of tokens",
+        memory: "streams",
+        memory + 4: "entries follow",
+        memory + 8: "positions beyond",
+        memory + 12: "several conversations",
+        layer - 12: "layers",
+        layer - 8: "turned",
+        layer: "f32, f16, q8_0",
+        layer + 4: "would end at byte",
+    }.items():
+        path.write_bytes(whole[:at] + b"\xf4\xff\xff\x7f" + whole[at + 4 :])
+        refused(lambda: kv.open_cache(path), words, "save it again")
+    path.write_bytes(whole + b"more")
+    refused(lambda: kv.open_cache(path), "slot")
