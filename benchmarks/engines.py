@@ -9,19 +9,17 @@ rounds activations to 8 bits, so its tokens may part from theirs; after how many
 """
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from urllib.request import Request, urlopen
 
 import torch
 
 import kvprobe as kv
+from kvprobe.engines.server import served
 from kvprobe.inference.generate import generate
 from kvprobe.models.catalogue import NAMED_MODELS, gguf_of
 from kvprobe.text.tokens import Tokens
@@ -73,12 +71,14 @@ def main() -> None:
     row("transformers, 1 row", READ / read, (SAID - 1) / (whole - read))
     assert said["kvprobe"] == said["transformers"]
 
-    answers = llama(arguments.model, prompt, threads, arguments.repeats)
-    times = [answer["timings"] for answer in answers]
-    assert all(each["prompt_n"] == READ and each["predicted_n"] == SAID for each in times)
-    read, whole = (min(each[what] for each in times) / 1000 for what in ("prompt_ms", "predicted_ms"))
-    row("llama.cpp, 1 row", READ / read, (SAID - 1) / whole)  # the first token comes of the prompt
-    tokens = answers[0]["tokens"]
+    with (
+        TemporaryDirectory() as folder,
+        served(gguf_of(arguments.model, Path(folder)), context=READ + SAID + 8, threads=threads) as server,
+    ):
+        read = best(lambda: server.complete(prompt, reuse=False), arguments.repeats)
+        whole = best(lambda: server.complete(prompt, SAID, reuse=False), arguments.repeats)
+        tokens = server.complete(prompt, SAID, reuse=False).tokens
+    row("llama.cpp, 1 row", READ / read, (SAID - 1) / (whole - read))
     same = [one == other for one, other in zip(tokens, said["kvprobe"], strict=True)]
     print(f"\nllama.cpp says the same first {[*same, False].index(False)} of {SAID} tokens.")
 
@@ -91,26 +91,6 @@ def best(run: Callable[[], object], repeats: int) -> float:
         run()
         taken.append(time.perf_counter() - start)
     return min(taken[1:])
-
-
-def llama(name: str, prompt: list[int], threads: int, repeats: int) -> list[dict[str, Any]]:
-    """What llama.cpp answers to each of several requests for the same prompt."""
-    library: Any = import_module("xllamacpp")
-    with TemporaryDirectory() as folder:
-        params = library.CommonParams()
-        params.model.path, params.n_ctx = str(gguf_of(name, Path(folder))), READ + SAID + 8
-        params.verbosity = -1
-        params.n_parallel, params.cpuparams.n_threads = 1, threads
-        server = library.Server(params)
-        asked = {"prompt": prompt, "n_predict": SAID, "temperature": 0, "cache_prompt": False}
-        asked |= {"ignore_eos": True, "return_tokens": True}
-        body = json.dumps(asked).encode()
-        address = f"{server.listening_address}/completion"
-        answers = []
-        for _ in range(repeats):
-            with urlopen(Request(address, body, {"Content-Type": "application/json"})) as reply:
-                answers.append(json.load(reply))
-        return answers
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def test_the_shell_completes_commands_and_presets(tmp_path: Path):
     assert replied.stdout.split() == ["leakage-quick"], replied.stderr
 
 
-SCREEN = (30, 100)
+SCREEN = (25, 100)
 """Lines and columns."""
 
 

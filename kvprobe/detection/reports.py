@@ -104,6 +104,7 @@ REPORTS: Mapping[str, Report] = {
         "stale",
         blocks=0.0,
         place="last",
+        read=False,
     ),
     "atom-2154": Report(
         _issue("ROCm/ATOM", 2154),
@@ -136,6 +137,7 @@ REPORTS: Mapping[str, Report] = {
         "all layers, blocks under load",
         "repeated blocks",
         blocks=0.25,
+        read=False,
     ),
     "sglang-19107": Report(
         _pull(_SGLANG, 19107),
@@ -149,6 +151,7 @@ REPORTS: Mapping[str, Report] = {
         "The kernel took another block size than the cache's and read wrong rows.",
         "all layers and blocks; GSM8K from 0.85 to 0.02",
         "repeated blocks",
+        read=False,
     ),
     "vllm-51837": Report(
         _pull(_VLLM, 51837),
@@ -156,6 +159,7 @@ REPORTS: Mapping[str, Report] = {
         "the attention layers of hybrid models, all blocks; GSM8K 0.20 in place of 0.95",
         "K and V swapped",
         layers=0.5,
+        read=False,
     ),
     "vllm-45357": Report(
         _pull(_VLLM, 45357),
@@ -220,6 +224,7 @@ REPORTS: Mapping[str, Report] = {
         "not finite",
         blocks=0.0,
         layers=0.0,
+        read=False,
     ),
     "bit-flips": Report(
         "https://arxiv.org/abs/2604.17249",
@@ -228,6 +233,7 @@ REPORTS: Mapping[str, Report] = {
         "bit flip",
         blocks=0.0,
         layers=0.0,
+        read=False,
     ),
     "channel-order": Report(
         f"{GITHUB}ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py",

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -89,7 +90,7 @@ class Noisy:
     def _answer(self, prompt: Prompt, new: int, reuse: bool) -> EngineAnswer:
         tokens, tops = (), []
         for _ in range(new):
-            own = np.random.default_rng(hash(prompt + tokens) % 2**32)
+            own = np.random.default_rng(crc32(" ".join(map(str, prompt + tokens)).encode()))
             scale = 0.01 * np.exp(0.4 * own.normal())
             logs = -3 * np.arange(20) / 5 + own.normal(size=20) + scale * self.rng.normal(size=20)
             tops.append({f"t{place}": float(logs[place]) for place in own.permutation(20)})

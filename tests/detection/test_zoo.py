@@ -101,8 +101,9 @@ def test_what_cannot_be_planted_is_refused(cache: KVCache):
     refused(lambda: plant("dynamo-14416", random_cache(0, 1, 20)), "Misread needs equal widths")
 
 
-def test_the_page_lists_every_bug_with_its_address():
+def test_the_page_lists_every_bug_with_its_address_and_says_which_were_not_read():
     page = (Path(__file__).parents[2] / "docs" / "concepts" / "detection.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \[`([^`]+)`\]\(([^)]+)\) \|", page, flags=re.MULTILINE)
-    assert dict(rows) == {name: report.address for name, report in REPORTS.items()}
+    rows = re.findall(r"^\| \[`([^`]+)`\]\(([^)]+)\) \|(.*)", page, flags=re.MULTILINE)
+    assert [row[:2] for row in rows] == [(name, report.address) for name, report in REPORTS.items()]
+    assert {name for name, _, row in rows if "*Cited" not in row} == {n for n, report in REPORTS.items() if report.read}
     assert set(REPORTS) == set(MAKERS)
