@@ -25,7 +25,7 @@ def audit(
 
     Args:
         cache: a file of kvprobe, or of any engine that `kvprobe engines` names.
-        model: the model that is to have written it. What its clean caches hold is learnt once, in about a minute.
+        model: the model that is to have written it. What its clean caches hold is learnt once, in a few minutes.
     """
     from kvprobe.engines.opened import open_cache
 

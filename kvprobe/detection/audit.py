@@ -34,11 +34,11 @@ UNSEEN = (
 )
 """What no audit sees, whatever the cache."""
 
-_ROOT, _LOG, _PLAIN, _SHARE = "deviations", "times", "", "%"
+_ROOT, _LOG, _COUNT, _SHARE = "deviations", "times", "count", "%"
 _WORDS = {
-    "finite": ("slots hold NaN or infinity", _PLAIN),
-    "zeros": ("slots hold nothing but zeros", _PLAIN),
-    "copies": ("slots hold the very numbers of a slot of another token", _PLAIN),
+    "finite": ("is the number of slots with NaN or infinity", _COUNT),
+    "zeros": ("is the number of slots with nothing but zeros", _COUNT),
+    "copies": ("is the number of slots with the very numbers of a slot of another token", _COUNT),
     "grid": ("of neighbouring numbers are equal in size: they lie on a coarse grid", _SHARE),
     "norm": ("deviations is the norm from its mean", _LOG),
     "distance": ("deviations from the mean of clean caches", _ROOT),
@@ -91,7 +91,8 @@ class Unusual:
         unit = " %" if kind.startswith(_SHARE) else ""
         moved = f" (they fit {self.shift:+d} positions on)" if self.shift is not None else ""
         more = f"; layers {_ranges(self.layers)}" if len(self.layers) > 1 else ""
-        return f"{self.place}: {self.value:.3g}{unit} {words}{moved}; allowed {self.limit:.3g}{unit}{more}."
+        limit = math.floor(self.limit) if kind == _COUNT else self.limit
+        return f"{self.place}: {self.value:.3g}{unit} {words}{moved}; allowed {limit:.3g}{unit}{more}."
 
 
 @dataclass(frozen=True, repr=False)
@@ -125,8 +126,8 @@ class Audit(Brief):
             return f"Clean: nothing in it is unusual for {self.model}."
         first = min(layer for finding in self.findings for layer in finding.layers)
         return (
-            f"Suspicious: {len(self.findings)} checks find what {self.model} would not have written, first in layer "
-            f"{first}."
+            f"Suspicious: {self.model} would not have written this, by {', '.join(one.check for one in self.findings)}; "
+            f"first in layer {first}."
         )
 
     def as_mapping(self) -> dict[str, object]:
@@ -212,7 +213,7 @@ def _worst_place(clean: Clean, score: Score, row: int, excess: Float[Tensor, "la
 
 def _shown(value: float, kind: str) -> float:
     """The number of a check, from its score."""
-    if kind == _PLAIN:
+    if kind == _COUNT:
         return value
     if kind == _SHARE:
         return 100 * value

@@ -1,4 +1,4 @@
-"""Who sees a wrong cache: a score, texts, perplexity, hashes, log-probabilities, a comparison of caches or an audit?"""
+"""Who sees a wrong cache: a score, texts, perplexity, hashes or log-probabilities?"""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -23,8 +23,8 @@ from kvprobe.wording import few_clusters
 ON_OUTPUT = ("text", "surprise", "logprob")
 BY_TEXT = ("text", "surprise")
 """Detectors that need no log-probabilities: what most tests of engines look at."""
-DETECTORS = ("hash", *ON_OUTPUT, "diff", "audit")
-"""Columns of scores; a run has those that its rows have."""
+DETECTORS = ("hash", *ON_OUTPUT)
+"""Columns of scores."""
 PAIRS = {"rounding": ROUNDING, "8 bits too": (*ROUNDING, *COARSE)}
 """Which sound caches must not be reported."""
 SILENT = 0.05
@@ -44,7 +44,7 @@ def verdicts(table: Rows, config: Config) -> Rows:
     even = table["sample"] % 2 == 0
     told: list[Rows] = []
     for pairs, ways in PAIRS.items():
-        for detector in (name for name in DETECTORS if name in table):
+        for detector in DETECTORS:
             calibrating = table[even & table["bug"].isin(ways)][detector]
             limit = threshold(calibrating, config.alarms)
             known = table[~even & ((table["size"] != "") | table["bug"].isin(ways))]
@@ -105,7 +105,7 @@ def concluded(table: Rows, config: Config) -> Conclusion:
     for (pairs, detector), limits in judged.groupby(["pairs", "detector"], sort=False)["limit"]:
         findings.number("limit", float(limits.iloc[0]), detector=str(detector), pairs=str(pairs))
     facts: dict[str, Any] = {
-        "detectors": [name for name in DETECTORS if name in table],
+        "detectors": list(DETECTORS),
         "bugs": list(dict.fromkeys(caches["bug"])),
         "sizes": list(dict.fromkeys(caches["size"])),
         "slots": [int(table["slots"].min()), int(table["slots"].max())],

@@ -13,8 +13,6 @@ STYLES = {
     "text": Style("#d55e00", "^"),
     "surprise": Style("#e69f00", "v"),
     "logprob": Style("#009e73", "s"),
-    "diff": Style("#0072b2"),
-    "audit": Style("#000000", "D"),
 }
 
 STUDY = Study(
@@ -64,8 +62,6 @@ STUDY = Study(
             "text": "a comparison of texts",
             "surprise": "perplexity",
             "logprob": "a monitor of log-probabilities",
-            "diff": "a comparison of the caches",
-            "audit": "an audit",
         },
         "pairs": {"rounding": "sound: other rounding", "8 bits too": "sound: other rounding, or 8 bits"},
     },
