@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -57,3 +58,9 @@ def one_line(error: BaseException, limit: int = 200) -> str:
 def shown(content: Any) -> str:
     """Plain data in at most 60 characters; of a list or mapping only its size."""
     return f"of {len(content)} entries" if isinstance(content, list | dict) else repr(content)[:60]
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """Whole numbers in order, runs of them as `0–4, 7`."""
+    runs = ([one for _, one in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]))
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -129,10 +129,11 @@ def _own_peak() -> int:
 def _end_threads() -> None:
     """End the threads that OpenMP keeps for torch's next operation, which begins others. GNU's waits for ever, in a
     forked process, for those of the process that forked it."""
-    with suppress(OSError), open("/proc/self/maps", encoding="utf-8") as mapped:
+    with open("/proc/self/maps", encoding="utf-8") as mapped:
         libraries = {line.split(maxsplit=5)[-1].strip() for line in mapped if "/libgomp" in line}
-        for library in map(ctypes.CDLL, libraries):
-            library.omp_pause_resource_all(OMP_PAUSE_HARD)
+    for library in libraries:
+        with suppress(OSError, AttributeError):  # one that was replaced on disk, or is older than OpenMP 5
+            ctypes.CDLL(library).omp_pause_resource_all(OMP_PAUSE_HARD)
 
 
 def _begin(work: Callable[[int], object], threads: int) -> None:

@@ -8,7 +8,7 @@ Fewer than `FEWEST` clusters give a range and no interval. docs/results/coverage
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import isfinite, isnan, nan
+from math import ceil, isfinite, isnan, nan
 from typing import Any
 
 import numpy as np
@@ -330,6 +330,12 @@ def statistic(
     parts = [np.abs(quantity[..., known]).reshape(-1, count).sum(0) for quantity in values]
     shares = np.sum([part / part.sum() for part in parts if part.sum()], axis=0)
     return jackknife(float(numbers[0]), numbers[1:], within, comparisons, shares)
+
+
+def conformal_rank(scores: int, rate: float) -> int:
+    """Which of so many sorted scores, counted from 1, a new one of the same kind exceeds with a probability of at most
+    `rate`; more than there are where so few cannot bound it (split conformal prediction; Vovk et al. 2005)."""
+    return ceil((scores + 1) * (1 - rate))
 
 
 def binomial(successes: int | float, trials: int, comparisons: int = 1) -> Estimate:

@@ -61,3 +61,5 @@ class StoredCache(Brief):
     def _facts(self) -> Iterable[str]:
         yield self.origin
         yield f"{len(self.layers)} layers, {self.ledger.slots} slots"
+        if self.lacks:
+            yield self.lacks

@@ -29,11 +29,12 @@ def audit(
     """
     from kvprobe.engines.opened import open_cache
 
-    opened = open_cache(cache)
+    open_cache(cache)  # what is no cache is refused before a model is loaded
     from kvprobe.detection.audit import audit as audited
     from kvprobe.inference.model import load
 
-    found = audited(load(model, device=device, dtype=dtype), opened)
+    loaded = load(model, device=device, dtype=dtype)
+    found = audited(loaded, open_cache(cache, loaded))
     if json:
         from json import dumps
 

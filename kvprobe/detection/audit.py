@@ -2,11 +2,11 @@
 
 Every place of the cache (layer, part, head, block, slot) is held against what clean caches of the model hold, and a few
 columns are computed anew from the slots before them. Nothing is read again as a whole, so that a cache can be audited
-whose text is long, was edited, or cannot be reproduced. Where it can, `kvprobe.detection.diff` sees more.
+whose text is long, was edited, or cannot be reproduced.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -18,12 +18,13 @@ from kvprobe.brief import Brief, Table
 from kvprobe.cache.layer import shape_of
 from kvprobe.cache.parts import described
 from kvprobe.cache.stored import StoredCache
-from kvprobe.detection.clean import Clean, clean_of, scores_of
+from kvprobe.detection.clean import Clean, clean_of, judged_slots, scores_of
 from kvprobe.detection.columns import AnyCache, computable, unedited
 from kvprobe.detection.scores import BLOCK, Score
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.geometry import embedded_tokens
+from kvprobe.names import number_ranges
 
 UNSEEN = (
     "A change too small to leave what clean caches hold, such as the flip of a low bit, or rounding to 8 bits.",
@@ -34,11 +35,11 @@ UNSEEN = (
 )
 """What no audit sees, whatever the cache."""
 
-_ROOT, _LOG, _COUNT, _SHARE = "deviations", "times", "count", "%"
+_ROOT, _LOG, _PLAIN, _SHARE = "deviations", "times", "", "%"
 _WORDS = {
-    "finite": ("is the number of slots with NaN or infinity", _COUNT),
-    "zeros": ("is the number of slots with nothing but zeros", _COUNT),
-    "copies": ("is the number of slots with the very numbers of a slot of another token", _COUNT),
+    "finite": ("holds NaN or infinity", _PLAIN),
+    "zeros": ("holds nothing but zeros", _PLAIN),
+    "copies": ("holds the very numbers of a slot of another token", _PLAIN),
     "grid": ("of neighbouring numbers are equal in size: they lie on a coarse grid", _SHARE),
     "norm": ("deviations is the norm from its mean", _LOG),
     "distance": ("deviations from the mean of clean caches", _ROOT),
@@ -90,9 +91,10 @@ class Unusual:
         words, kind = _WORDS[self.check]
         unit = " %" if kind.startswith(_SHARE) else ""
         moved = f" (they fit {self.shift:+d} positions on)" if self.shift is not None else ""
-        more = f"; layers {_ranges(self.layers)}" if len(self.layers) > 1 else ""
-        limit = math.floor(self.limit) if kind == _COUNT else self.limit
-        return f"{self.place}: {self.value:.3g}{unit} {words}{moved}; allowed {limit:.3g}{unit}{more}."
+        more = f"; layers {number_ranges(self.layers)}" if len(self.layers) > 1 else ""
+        if kind == _PLAIN:
+            return f"{self.place} {words}{more}."
+        return f"{self.place}: {self.value:.3g}{unit} {words}{moved}; allowed {self.limit:.3g}{unit}{more}."
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,8 +128,8 @@ class Audit(Brief):
             return f"Clean: nothing in it is unusual for {self.model}."
         first = min(layer for finding in self.findings for layer in finding.layers)
         return (
-            f"Suspicious: {self.model} would not have written this, by {', '.join(one.check for one in self.findings)}; "
-            f"first in layer {first}."
+            f"Suspicious: {self.model} would not have written this, by "
+            f"{', '.join(one.check for one in self.findings)}; first in layer {first}."
         )
 
     def as_mapping(self) -> dict[str, object]:
@@ -147,7 +149,7 @@ class Audit(Brief):
 
     def __str__(self) -> str:
         lines = [self.verdict, *(f"  {finding.check}: {finding}" for finding in self.findings)]
-        lines.append(f"A clean cache is called suspicious in at most {self.rate:.0%} of cases. What it cannot see:")
+        lines.append(f"Of clean caches of texts like those learnt, {self.rate:.0%} are suspicious. What it cannot see:")
         return "\n".join([*lines, *(f"  {sentence}" for sentence in self.unseen)])
 
     def _facts(self) -> Iterator[str]:
@@ -165,7 +167,7 @@ def audit(model: Model, cache: AnyCache, clean: Clean | None = None) -> Audit:
     """Whether a cache is what this model could have written, layer by layer.
 
     Args:
-        clean: what clean caches of the model hold; by default learnt on first use, in about a minute, and kept.
+        clean: what clean caches of the model hold; by default learnt on first use, in a few minutes, and kept.
 
     Raises:
         UserError: the cache is of another shape than the model's, or its tokens are not the model's.
@@ -189,7 +191,7 @@ def audit(model: Model, cache: AnyCache, clean: Clean | None = None) -> Audit:
     findings.sort(key=lambda one: one.excess, reverse=True)
     origin = cache.origin if isinstance(cache, StoredCache) else "a cache in memory"
     return Audit(
-        tuple(findings), model.name, origin, cache.ledger.slots, clean.recipe.rate, _unseen(model, cache), excess
+        tuple(findings), model.name, origin, cache.ledger.slots, clean.recipe.rate, _unseen(model, cache, clean), excess
     )
 
 
@@ -213,7 +215,7 @@ def _worst_place(clean: Clean, score: Score, row: int, excess: Float[Tensor, "la
 
 def _shown(value: float, kind: str) -> float:
     """The number of a check, from its score."""
-    if kind == _COUNT:
+    if kind == _PLAIN:
         return value
     if kind == _SHARE:
         return 100 * value
@@ -240,10 +242,18 @@ def _refuse_foreign(model: Model, cache: AnyCache) -> None:
         )
 
 
-def _unseen(model: Model, cache: AnyCache) -> tuple[str, ...]:
+def _unseen(model: Model, cache: AnyCache, clean: Clean) -> tuple[str, ...]:
     """What an audit of this cache cannot see."""
-    sentences: list[str] = []
-    ledger = cache.ledger
+    ledger, longest = cache.ledger, clean.recipe.longest
+    sentences = [cache.lacks] if isinstance(cache, StoredCache) and cache.lacks else list[str]()
+    if ledger.slots > longest:
+        sentences.append(
+            f"Texts of at most {longest} tokens were learnt, and this has {ledger.slots} slots: of so long clean "
+            "caches more may be called suspicious."
+        )
+    judged = torch.stack([judged_slots(ledger, row) for row in range(ledger.batch)])
+    if apart := int((ledger.live_somewhere & ~ledger.padding & ~judged).sum()):
+        sentences.append(f"{apart} slots that some layer does not hold, or hides, are judged in none.")
     if not computable(model.lanes):
         sentences.append(
             "This model keeps states or chooses slots by an index, so no column is computed anew, no token is held "
@@ -261,14 +271,3 @@ def _unseen(model: Model, cache: AnyCache) -> tuple[str, ...]:
     if ledger.slots < BLOCK:
         sentences.append(f"The cache has fewer than {BLOCK} slots, so blocks are not judged.")
     return (*sentences, *UNSEEN)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """0–3, 7"""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -24,6 +24,7 @@ from torch import Tensor
 from kvprobe.arguments import AtLeastOne, AtLeastZero, check_fields
 from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.parts import ROTATED
 from kvprobe.cache.rotary import Rotary
 from kvprobe.detection.clean_texts import as_by_another_engine, clean_texts
@@ -45,9 +46,10 @@ from kvprobe.inference.model import Model
 from kvprobe.models.catalogue import cache_folder
 from kvprobe.names import one_line
 from kvprobe.progress import Bar
+from kvprobe.stats import conformal_rank
 from kvprobe.text.tokens import Tokens
 
-FORMAT = "kvprobe-clean-1"
+FORMAT = "kvprobe-clean-2"
 BODY = 0.9
 """The share of clean places below which a score is not unusual; beyond it the tail is taken to be exponential."""
 NARROWEST = 0.05
@@ -80,7 +82,7 @@ class CleanRecipe:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not 0 < self.rate < 1 or math.ceil((self.calibrated + 1) * (1 - self.rate)) > self.calibrated:
+        if not 0 < self.rate < 1 or conformal_rank(self.calibrated, self.rate) > self.calibrated:
             raise UserError(
                 f"A rate of {self.rate:g} cannot be met from {self.calibrated} texts; calibrate on at least "
                 f"{math.ceil(1 / max(self.rate, 1e-9)) - 1}, at a rate between 0 and 1."
@@ -110,7 +112,8 @@ class Clean(Brief):
         """How improbable each place would be in a clean cache, in nats, less the logarithm of the number of places."""
         begins, wide = self._tail(score)
         surprise = (score.values - begins) / wide - math.log(1 - BODY) - math.log(score.values.shape[1])
-        return surprise.where(score.values > begins, torch.zeros_like(surprise))
+        # What is not a number is as unusual as can be.
+        return surprise.where(~(score.values <= begins), torch.zeros_like(surprise)).nan_to_num(math.inf, math.inf)
 
     def excess(self, score: Score) -> Float[Tensor, "heads places"]:
         """The surprise of each place as a multiple of its limit: above 1 it is suspicious."""
@@ -174,7 +177,7 @@ def learn_clean(model: Model, recipe: CleanRecipe) -> Clean:
         }
         degrees = [value / usual[check] for one in found for check, value in one.items() if check not in EXACT]
         times.append(max(degrees, default=0.0))
-    allowed = max(1.0, sorted(times)[math.ceil((len(times) + 1) * (1 - recipe.rate)) - 1])
+    allowed = max(1.0, sorted(times)[conformal_rank(len(times), recipe.rate) - 1])
     limits = {check: allowed * value for check, value in usual.items()}
     # What never happens in a clean cache is no matter of degree.
     return replace(clean, limits=limits | {check: max(_LEAST_LIMIT, 1 + never[check]) for check in EXACT})
@@ -199,10 +202,15 @@ def _usual(surprises: list[float]) -> float:
     return max(_LEAST_LIMIT, sum(most) / len(most))
 
 
+def judged_slots(ledger: Ledger, row: int) -> Bool[Tensor, "slots"]:
+    """Slots that every layer holds: not those that were hidden in one, or left its sliding window."""
+    return ledger.live[:, row].any(1).all(0) & ~ledger.padding[row]
+
+
 def layer_reads(model: Model, cache: AnyCache, row: int) -> Iterator[LayerRead]:
     """The layers of a row, one after the other, as they are scored."""
     ledger, rotaries = cache.ledger, rotaries_by_part(model)
-    held = (ledger.live_somewhere[row] & ~ledger.padding[row]).nonzero()[:, 0].cpu()
+    held = judged_slots(ledger, row).nonzero()[:, 0].cpu()
     origins, tokens = ledger.origins[row].cpu(), ledger.tokens[row].cpu()
     slots = held[origins[held] >= FIRST_SLOTS]
     lone: list[tuple[Tensor, ...]] = []

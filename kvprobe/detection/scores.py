@@ -100,11 +100,11 @@ def plain_scores(read: LayerRead) -> Iterator[Score]:
     """What needs no statistics of the model: numbers that are not finite, zeros, copies, coarse grids."""
     for part, tensor in read.stored.items():
         rows = tensor[0]
-        yield Score("finite", read.number, part, *_counted(~rows.isfinite().all(-1), read.held))
         empty = (rows == 0).all(-1)
-        yield Score("zeros", read.number, part, *_counted(empty, read.held))
+        yield Score("finite", read.number, part, (~rows.isfinite().all(-1)).float(), read.held)
+        yield Score("zeros", read.number, part, empty.float(), read.held)
         if read.number:
-            yield Score("copies", read.number, part, *_counted(_copies(rows, read.tokens) & ~empty, read.held))
+            yield Score("copies", read.number, part, (_copies(rows, read.tokens) & ~empty).float(), read.held)
         if rows.shape[-1] >= BLOCK:
             ordered = rows.abs().sort(-1).values
             yield Score("grid", read.number, part, (ordered[..., 1:] == ordered[..., :-1]).float().mean(-1), read.held)
@@ -186,12 +186,6 @@ def _means(values: Float[Tensor, "*rows slots"], starts: Int[Tensor, "blocks"], 
 
 def _log_mean(white: Float[Tensor, "*places d"]) -> Float[Tensor, "*places"]:
     return white.square().mean(-1).clamp_min(_TINY).log()
-
-
-def _counted(hits: Tensor, slots: Int[Tensor, "slots"]) -> tuple[Tensor, Tensor]:
-    """How many slots of each head are hit, at the place of the first that is."""
-    index = int(hits.any(0).int().argmax())
-    return hits.sum(-1, keepdim=True).float(), slots[index : index + 1]
 
 
 def _copies(rows: Float[Tensor, "heads slots d"], tokens: Int[Tensor, "slots"]) -> Tensor:

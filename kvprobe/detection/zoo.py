@@ -56,7 +56,11 @@ def _fault(kind: Callable[..., Fault], *settings: object) -> Make:
 
 
 def _flip(field: Literal["sign", "exponent", "mantissa"], part: Parts) -> Make:
-    return lambda scope: BitFlips("bf16", field=field, scope=replace(scope, unit="number", count=1, parts=part))
+    def make(scope: Scope) -> Fault:
+        struck = part if scope.parts == "kv" else scope.parts
+        return BitFlips("bf16", field=field, scope=replace(scope, unit="number", count=1, parts=struck))
+
+    return make
 
 
 def _last_places(scope: Scope) -> Fault:

@@ -6,22 +6,24 @@ from pathlib import Path
 from kvprobe.arguments import checked_arguments
 from kvprobe.cache.file import FORMAT, opened, read_header, read_layer
 from kvprobe.cache.stored import LazyLayers, StoredCache
+from kvprobe.engines.llamacpp import open_slot
 from kvprobe.engines.plain import open_plain
-from kvprobe.engines.slot import read_slot, stored
 from kvprobe.engines.slot_file import is_slot
 from kvprobe.errors import UserError
 from kvprobe.files import expanded, told
+from kvprobe.inference.model import Model
 
 
 @checked_arguments
-def open_cache(path: str | Path) -> StoredCache:
+def open_cache(path: str | Path, model: Model | None = None) -> StoredCache:
     """The cache in a file, of which a layer is read when it is asked for.
 
     A file of kvprobe is read without a look at its digest, so that a damaged one can be held against a sound one.
 
     Args:
-        path: a file that `KVCache.save` wrote, a saved slot of llama.cpp (each layer as one wide head; see
-            `kvprobe.engines.llamacpp.open_slot` with a model), or a plain dump: its JSON, its tensors, or its folder.
+        path: a file that `KVCache.save` wrote, a saved slot of llama.cpp, or a plain dump: its JSON, tensors or
+            folder.
+        model: whose it is. A slot of llama.cpp needs it, or each layer is one wide head.
 
     Raises:
         UserError: the file is missing, truncated, or of another kind.
@@ -35,7 +37,7 @@ def open_cache(path: str | Path) -> StoredCache:
         with path.open("rb") as file:
             beginning = file.read(9)
     if is_slot(path):
-        return stored(read_slot(path))
+        return open_slot(path, model)
     if beginning.lstrip()[:1] == b"{":
         return open_plain(path)
     if beginning[8:] == b"{":

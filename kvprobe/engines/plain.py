@@ -8,7 +8,7 @@ which of the blocks in the tensors holds the first slots of the text, which the 
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -113,7 +113,7 @@ def save_plain(
 
     Args:
         path: the JSON; the tensors go into a file beside it.
-        engine, model, block: see `PlainHeader`.
+        engine, model, block: see `PlainHeader`; the block is that of a stored cache, by default.
 
     Raises:
         UserError: the cache has several rows, hidden slots, or keys that were given other positions.
@@ -132,7 +132,9 @@ def save_plain(
         for part, tensor in layer.items()
     }
     tensors |= {"tokens": ledger.tokens[0].clone(), "positions": ledger.positions[0].clone()}
-    header = PlainHeader(FORMAT, len(cache.layers), engine=engine, model=model, block=block)
+    known = {"block": cache.block, "lacks": cache.lacks} if isinstance(cache, StoredCache) else {}
+    known |= {"block": block} if block else {}
+    header = replace(PlainHeader(FORMAT, len(cache.layers), engine=engine, model=model), **known)
     path = expanded(path)
     if path.suffix != ".json":
         raise UserError(f"{path} is to be the JSON of a plain dump; let its name end in .json.")

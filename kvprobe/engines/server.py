@@ -4,7 +4,6 @@ The server may be any `llama-server` that was started with `--slot-save-path`, o
 process with the package xllamacpp (`pip install 'kvprobe[llamacpp]'`).
 """
 
-import json
 import math
 import os
 from collections.abc import Generator, Mapping, Sequence
@@ -14,11 +13,10 @@ from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+from typing import Any, ClassVar, Literal
 
 from kvprobe.arguments import AtLeastOne, AtLeastZero, checked_arguments
+from kvprobe.engines.http import JsonServer
 from kvprobe.errors import UserError
 from kvprobe.names import one_line
 
@@ -26,8 +24,6 @@ CacheType = Literal["f32", "f16", "q8_0", "q4_0"]
 """How llama.cpp stores K and V."""
 URL = "http://127.0.0.1:8080"
 """Where `llama-server` listens by default."""
-_MOST_BYTES = 2**28
-"""Of a reply; all log-probabilities of 32 tokens of a large vocabulary are a tenth of it each."""
 _MOST_UNSHOWN = 16
 """Tokens that are asked for before it is given up to learn their log-probabilities."""
 _LEAST = -1e38
@@ -51,7 +47,7 @@ class Completion:
 
 @checked_arguments
 @dataclass(frozen=True)
-class LlamaServer:
+class LlamaServer(JsonServer):
     """A client of a llama.cpp server.
 
     Attributes:
@@ -63,6 +59,7 @@ class LlamaServer:
     url: str = URL
     timeout: float = 120.0
     folder: Path | None = None
+    kind: ClassVar[str] = "llama-server"
 
     def complete(
         self,
@@ -114,14 +111,12 @@ class LlamaServer:
         return replace(first, log_probabilities=known)
 
     def _completion(self, asked: Mapping[str, object]) -> Completion:
-        reply = self._ask("/completion", asked)
-        try:
-            tokens, reused = tuple(map(int, reply["tokens"])), int(reply["timings"]["cache_n"])
+        def read(reply: Any) -> Completion:
             steps = reply.get("completion_probabilities", [])
             likeliest = tuple({int(one["id"]): _log(one["logprob"]) for one in step["top_logprobs"]} for step in steps)
-            return Completion(tokens, likeliest, reused)
-        except (LookupError, TypeError, ValueError) as error:
-            raise self._strange(error) from error
+            return Completion(tuple(map(int, reply["tokens"])), likeliest, int(reply["timings"]["cache_n"]))
+
+        return self.read(read, "/completion", asked)
 
     def save(self, slot: AtLeastZero, name: str) -> int:
         """Write a slot to the file `name` in the server's folder, and return how many tokens it holds.
@@ -153,11 +148,8 @@ class LlamaServer:
         Raises:
             UserError: the server cannot be reached, or refuses.
         """
-        reply = self._ask("/tokenize", {"content": text, "add_special": special})
-        try:
-            return tuple(map(int, reply["tokens"]))
-        except (LookupError, TypeError, ValueError) as error:
-            raise self._strange(error) from error
+        body = {"content": text, "add_special": special}
+        return self.read(lambda reply: tuple(map(int, reply["tokens"])), "/tokenize", body)
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of tokens.
@@ -165,11 +157,7 @@ class LlamaServer:
         Raises:
             UserError: the server cannot be reached, or refuses.
         """
-        reply = self._ask("/detokenize", {"tokens": [*ids]})
-        try:
-            return str(reply["content"])
-        except (LookupError, TypeError) as error:
-            raise self._strange(error) from error
+        return self.read(lambda reply: str(reply["content"]), "/detokenize", {"tokens": [*ids]})
 
     @cached_property
     def vocabulary(self) -> int:
@@ -178,11 +166,7 @@ class LlamaServer:
         Raises:
             UserError: the server cannot be reached, or does not say.
         """
-        reply = self._ask("/v1/models")
-        try:
-            return int(reply["data"][0]["meta"]["n_vocab"])
-        except (LookupError, TypeError, ValueError) as error:
-            raise self._strange(error) from error
+        return self.read(lambda reply: int(reply["data"][0]["meta"]["n_vocab"]), "/v1/models")
 
     def path(self, name: str) -> Path:
         """Where the server saves a slot.
@@ -198,35 +182,8 @@ class LlamaServer:
         return self.folder / name
 
     def _slot(self, slot: int, action: str, name: str | None, count: str) -> int:
-        reply = self._ask(f"/slots/{slot}?action={action}", {} if name is None else {"filename": name})
-        try:
-            return int(reply[count])
-        except (LookupError, TypeError, ValueError) as error:
-            raise self._strange(error) from error
-
-    def _ask(self, place: str, body: Mapping[str, object] | None = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            request = Request(self.url.rstrip("/") + place, data, {"Content-Type": "application/json"})
-            with urlopen(request, timeout=self.timeout) as reply:
-                text = reply.read(_MOST_BYTES + 1)
-            if len(text) > _MOST_BYTES:
-                raise self._strange(ValueError(f"it is longer than {_MOST_BYTES:,} bytes"))
-            return json.loads(text)
-        except HTTPError as error:
-            raise UserError(f"The server at {self.url} refuses {place}: {_reason(error)}.") from error
-        except (URLError, OSError) as error:
-            raise UserError(
-                f"No server answers at {self.url} ({one_line(error)}); start llama-server there, or give its URL."
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise error if isinstance(error, UserError) else self._strange(error) from error
-
-    def _strange(self, error: Exception) -> UserError:
-        return UserError(
-            f"What {self.url} answers is not what llama-server answers ({one_line(error)}); give the URL of a "
-            "llama-server of 2026."
-        )
+        body = {} if name is None else {"filename": name}
+        return self.read(lambda reply: int(reply[count]), f"/slots/{slot}?action={action}", body)
 
 
 @contextmanager
@@ -279,8 +236,10 @@ def served(
             server = library.Server(params)
         except Exception as error:
             raise UserError(f"llama.cpp cannot serve {gguf.name} ({one_line(error)}); check the file.") from error
-        yield LlamaServer(server.listening_address, folder=Path(folder))
-        del server
+        try:
+            yield LlamaServer(server.listening_address, folder=Path(folder))
+        finally:
+            del server
 
 
 def _summing_to_one(logs: Mapping[int, float]) -> Mapping[int, float]:
@@ -292,11 +251,3 @@ def _summing_to_one(logs: Mapping[int, float]) -> Mapping[int, float]:
 def _log(number: object) -> float:
     value = float(number)  # type: ignore[arg-type]
     return -math.inf if value < _LEAST else value
-
-
-def _reason(error: HTTPError) -> str:
-    """What a server says about its refusal."""
-    try:
-        return one_line(ValueError(json.loads(error.read(2**16))["error"]["message"]))
-    except (ValueError, LookupError, TypeError, OSError):
-        return f"status {error.code}"

@@ -7,7 +7,7 @@ layer is one wide head, as it lies in the file.
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -197,18 +197,8 @@ def _ledger(slot: Slot, layout: SlotLayout, positions: Sequence[int]) -> Ledger:
             live[number, 0, 0] = held
     if bool(live.all()):
         live = live[:1]
-    return Ledger(
-        tokens=torch.tensor([[slot.tokens[position] for position in positions]], dtype=torch.long),
-        positions=at,
-        origins=at,
-        segments=torch.zeros_like(at),
-        recomputed=torch.zeros_like(at, dtype=torch.bool),
-        delimiters=torch.zeros_like(at, dtype=torch.bool),
-        quantised=torch.full_like(at, -1),
-        live=live,
-        following=torch.tensor([len(slot.tokens)]),
-        names=("slot",),
-    )
+    tokens = torch.tensor([[slot.tokens[position] for position in positions]], dtype=torch.long)
+    return replace(Ledger.of(tokens, at), live=live, following=torch.tensor([len(slot.tokens)]), names=("slot",))
 
 
 def _layer(slot: Slot, layout: SlotLayout, number: int, positions: Sequence[int]) -> Layer:

@@ -1,10 +1,10 @@
 """A budget as a table for people, and as numbers for programs."""
 
 from collections.abc import Iterator
-from itertools import groupby
 
 from kvprobe.memory.needs import Needs
 from kvprobe.memory.units import both, short
+from kvprobe.names import number_ranges
 
 ENGINES = {"hf": "transformers", "vllm": "vLLM", "logical": "logical view"}
 """The engines' names in prose."""
@@ -221,9 +221,5 @@ def _remarks(budget: Needs) -> Iterator[str]:
 
 def _ranges(numbers: list[int]) -> str:
     """`0–4, 6–10, …`."""
-    runs = []
-    for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        members = [number for _, number in group]
-        runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}–{members[-1]}")
-    text = ", ".join(runs)
-    return text if len(text) <= 14 else f"{', '.join(runs[:2])}, …"[:15]
+    text = number_ranges(numbers)
+    return text if len(text) <= 14 else f"{', '.join(text.split(', ')[:2])}, …"[:15]

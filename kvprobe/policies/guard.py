@@ -20,6 +20,7 @@ from kvprobe.files import expanded, replacing
 from kvprobe.fingerprint import Maker
 from kvprobe.names import one_line
 from kvprobe.policies.policy import Live, Policy, Scene
+from kvprobe.stats import conformal_rank
 
 FORMAT = "kvprobe-guard-1"
 FEWEST = 4
@@ -67,7 +68,7 @@ class Sound(Brief):
         middles, ranges = zip(*pairs, strict=True)
         sound = cls(middles, ranges, math.inf, rate, tuple(rotaries), caches[0].made_by)
         scores = torch.cat([sound.scores(cache)[cache.ledger.live_somewhere] for cache in caches[1::2]])
-        place = math.ceil((len(scores) + 1) * (1 - rate))
+        place = conformal_rank(len(scores), rate)
         if place > len(scores):
             raise UserError(
                 f"A rate of {rate:g} cannot be met from {len(scores)} slots; give conversations of at least "

@@ -1,6 +1,7 @@
 """The audit: clean caches pass, and what the model would not have written is found where it is."""
 
 import json
+import math
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -15,6 +16,7 @@ from kvprobe.detection.audit import audit
 from kvprobe.detection.clean import Clean, CleanRecipe, clean_of, learn_clean, load_clean, save_clean
 from kvprobe.detection.clean_texts import as_by_another_engine, clean_texts, in_q8
 from kvprobe.detection.columns import lone_columns, spot_columns
+from kvprobe.detection.scores import Score
 from kvprobe.faults import BitFlips, Draws, NotANumber, PositionShift, Scope, Zeros
 from kvprobe.inference.model import Model
 from kvprobe.report.views.audit import save_audit
@@ -64,6 +66,26 @@ def test_clean_caches_pass_also_by_another_engine(tiny: Model, clean: Clean):
     alarms = sum(audit(tiny, as_by_another_engine(tiny, text), clean).suspicious for text in texts)
     alarms += sum(audit(tiny, tiny.prefill(text), clean).suspicious for text in texts)
     assert alarms <= 2  # of 24, though the limits come from few texts
+
+
+def test_slots_that_left_the_window_of_a_layer_are_judged_in_none(tiny: Model, clean: Clean, cache: KVCache):
+    gone = cache.mask(slots=range(5, 9), layers=[1])
+    emptied = Zeros(scope=Scope(layers=(1,), slots=range(5, 9)))
+    assert audit(tiny, cache.corrupt(emptied), clean).suspicious
+    found = audit(tiny, gone.corrupt(emptied), clean)
+    assert not found.suspicious
+    assert "4 slots that some layer does not hold, or hides, are judged in none." in found.unseen
+
+
+def test_what_is_not_a_number_is_as_unusual_as_can_be(clean: Clean):
+    key = next(key for key in clean.tails if key.startswith("computed anew.1."))
+    check, layer, part = key.split(".")
+    score = Score(check, int(layer), part, torch.full((len(clean.tails[key]), 1), math.nan), torch.tensor([0]))
+    assert clean.excess(score).isposinf().all()
+
+
+def test_a_cache_longer_than_what_was_learnt_says_so(tiny: Model, clean: Clean):
+    assert any("at most 48 tokens" in sentence for sentence in audit(tiny, tiny.prefill(IDS * 2), clean).unseen)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """The canary: a sound engine passes, each planted bug fails the property that it breaks, and noise raises no alarm."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from zlib import crc32
 
@@ -51,6 +51,37 @@ def test_the_smallest_script_is_shorter_and_has_no_step_too_many():
     assert failure.gap > result.threshold
     assert failure.length <= 2 * BLOCK
     assert len(failure.script) == 2
+
+
+@dataclass
+class Altered(PagedEngine):
+    """One whose answers are altered before they are given: `alter` takes whether reuse was asked for."""
+
+    alter: Callable[[EngineAnswer, bool], EngineAnswer] = lambda answer, reuse: answer
+
+    def ask(self, prompts: Sequence[Prompt], new: int, reuse: bool) -> list[EngineAnswer]:
+        return [self.alter(answer, reuse) for answer in super().ask(prompts, new, reuse)]
+
+
+def ending_at(tokens: int, answer: EngineAnswer) -> EngineAnswer:
+    return replace(answer, tokens=answer.tokens[:tokens], tops=answer.tops[:tokens])
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_an_engine_whose_hits_end_early_fails(tokens: int):
+    engine = Altered(alter=lambda answer, reuse: ending_at(tokens, answer) if reuse and answer.reused else answer)
+    assert "hit" in canary(engine, sizes=SIZES).failed
+    engine = Altered(alter=lambda answer, reuse: ending_at(tokens, answer))
+    with pytest.raises(UserError, match="go on after an end of text"):
+        canary(engine, sizes=SIZES)
+
+
+def test_an_engine_that_does_not_report_what_it_reuses_is_not_said_to_have_used_its_cache():
+    result = canary(Altered(alter=lambda answer, reuse: replace(answer, reused=None)), sizes=SIZES)
+    assert {finding.state for finding in result.findings if finding.reused is None and finding.name == "hit"} == {
+        "not reported"
+    }
+    assert "does not report what it reuses" in result.verdict
 
 
 def test_an_engine_that_never_reuses_or_always_does_is_refused():

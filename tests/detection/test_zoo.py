@@ -91,6 +91,17 @@ def test_a_lost_state_is_that_of_tokens_that_wrote_nothing():
     assert torch.allclose(fold(planted.cache.layers[planted.layers[0]]), fold(writes, keep=kept), atol=1e-6)
 
 
+def test_where_layers_store_a_latent_a_bit_of_it_flips():
+    rng = torch.Generator().manual_seed(0)
+    latent = {"latent": torch.randn(1, 1, SLOTS, 6, generator=rng), "rope": torch.randn(1, 1, SLOTS, 2, generator=rng)}
+    cache = square_cache(0, SLOTS)
+    planted = plant("bit-flips", replace(cache, layers=(latent,) * cache.n_layers))
+    (layer,), (slot,) = planted.layers, planted.slots
+    now = planted.cache.layers[layer]
+    assert int((now["latent"] != latent["latent"]).sum()) == 1
+    assert bool((now["latent"] != latent["latent"])[0, 0, slot].any())
+
+
 def test_what_cannot_be_planted_is_refused(cache: KVCache):
     refused(lambda: plant("vllm-1", cache), "There is no bug called 'vllm-1'")
     refused(lambda: plant("vllm-45357", cache), "no donor called 'distractor'")

@@ -154,8 +154,10 @@ def test_without_a_model_a_slot_is_shown_as_it_lies_and_says_what_it_lacks(engin
     path = engine.saved("a")
     held = open_slot(path)
     assert "how many heads" in held.lacks
+    kv.save_plain(held, path.parent / "copy.json")
+    assert kv.open_cache(path.parent / "copy.json").lacks == held.lacks
     assert held.layers[0]["K"].shape == (1, 1, len(IDS), 16)
-    known = open_slot(path, engine.model)
+    known = kv.open_cache(path, engine.model)
     assert known.lacks == ""
     assert held.layers[1]["K"][0, 0, :, :8:2].equal(known.layers[1]["K"][0, 0, :, :4])
     masked = write_slot(engine.server.path("b"), held.cache().mask(slots=HIDDEN), read_slot(path))

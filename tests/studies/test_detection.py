@@ -8,8 +8,7 @@ import pytest
 
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
-from kvprobe.studies.detection import Config
-from kvprobe.studies.detection.caches import COARSE, ROUNDING
+from kvprobe.studies.detection import COARSE, ROUNDING, Config
 from kvprobe.studies.detection.collect import LOUD
 from kvprobe.studies.detection.conclude import PAIRS, concluded, threshold, verdicts
 from kvprobe.studies.detection.study import STUDY
@@ -18,7 +17,7 @@ from tests.experiments.made_up import answer_of
 from tests.studies.runs import every
 
 BUGS = ("vllm-45357", "flash-attention-1745", "llama-cpp-3825")
-SMALL = Config(samples=4, bugs=BUGS, sizes=("spot", "reported"), tokens=4)
+SMALL = Config(samples=4, alarms=10.0, bugs=BUGS, sizes=("spot", "reported"), tokens=4)
 MODEL, HOLD = "roomy", [True]
 
 
@@ -37,7 +36,7 @@ def test_a_run_holds_every_cache_and_sound_ones_read_the_same(finished: Run):
     assert (finite["logprob"] - finite["surprise"]).min() >= 0
 
 
-@pytest.mark.parametrize(("alarms", "above"), [(1.0, 0), (10.0, 1), (50.0, 5)])
+@pytest.mark.parametrize(("alarms", "above"), [(10.0, 0), (20.0, 1), (50.0, 4)])
 def test_a_threshold_leaves_at_most_so_many_sound_caches_above_it(alarms: float, above: int):
     scores = pd.Series(np.arange(9.0))
     assert int((scores > threshold(scores, alarms)).sum()) == above

@@ -1,38 +1,33 @@
 """Engines behind a URL as targets of a canary: llama-server, and any with OpenAI's completions."""
 
-import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+from typing import Any, ClassVar
 
 from kvprobe.arguments import checked_arguments
 from kvprobe.detection.canary.target import CanaryTarget, EngineAnswer, Prompt, Token
+from kvprobe.engines.http import JsonServer, RefusedError
 from kvprobe.engines.server import LlamaServer
-from kvprobe.errors import UserError
-from kvprobe.names import one_line
 
 TOPS = 20
 """Log-probabilities of an answer's token; vLLM gives no more by default."""
-_MOST_BYTES = 2**24
-"""Of a reply."""
 _PIECES = re.compile(r"\s?\d|\s?[^\W\d]+|\s|\S")
 _SAVED = "kvprobe-canary.bin"
 
 
 @checked_arguments
 def llama_server(server: LlamaServer) -> CanaryTarget:
-    """A llama-server as a target; with saved slots, if it was started with `--slot-save-path`."""
+    """A llama-server as a target; with saved slots, if it was started with `--slot-save-path`.
+
+    Whether it was is found by emptying slot 0. A run leaves the file `kvprobe-canary.bin` in that folder.
+    """
     try:
         server.erase(0)
-    except UserError as error:
-        if "No server answers" in str(error):
-            raise
+    except RefusedError:
         return _Llama(server)
     return _LlamaWithSlots(server)
 
@@ -48,12 +43,12 @@ def openai_endpoint(url: str, model: str | None = None, timeout: float = 120.0) 
         url: without `/v1`.
         model: by its name there; the first that the endpoint lists, by default.
     """
-    target = _OpenAI(url.rstrip("/").removesuffix("/v1"), model or "", timeout)
+    url = url.rstrip("/").removesuffix("/v1")
     try:
-        target.post("/reset_prefix_cache", {})
-    except _RefusedError:
-        return target
-    return _OpenAIWithStore(target.url, target.model, timeout)
+        _Endpoint(url, timeout).ask("/reset_prefix_cache", {})
+    except RefusedError:
+        return _OpenAI(url, timeout, model)
+    return _OpenAIWithStore(url, timeout, model)
 
 
 class _Llama:
@@ -88,28 +83,27 @@ class _LlamaWithSlots(_Llama):
         self.server.restore(0, _SAVED)
 
 
-class _RefusedError(UserError):
-    """An endpoint answers, and refuses."""
-
-
-@dataclass
-class _OpenAI:
+@dataclass(frozen=True)
+class _Endpoint(JsonServer):
     """An endpoint with OpenAI's completions."""
 
-    url: str
-    model: str
-    timeout: float
+    kind: ClassVar[str] = "an endpoint with OpenAI's completions and log-probabilities"
 
-    def __post_init__(self) -> None:
-        self.model = self.model or self._read(lambda reply: str(reply["data"][0]["id"]), self.post("/v1/models"))
-        self.name = f"{self.model} at {self.url}"
+
+class _OpenAI:
+    """An endpoint as a target; its model is the first that it lists, by default."""
+
+    def __init__(self, url: str, timeout: float, model: str | None) -> None:
+        self.server = _Endpoint(url, timeout)
+        self.model = model or self.server.read(lambda reply: str(reply["data"][0]["id"]), "/v1/models")
+        self.name = f"{self.model} at {url}"
 
     @cached_property
     def _counts(self) -> bool:
         """Whether the endpoint gives and takes numbers of tokens."""
         try:
-            self.post("/tokenize", {"model": self.model, "prompt": "a", "add_special_tokens": False})
-        except _RefusedError:
+            self.server.ask("/tokenize", {"model": self.model, "prompt": "a", "add_special_tokens": False})
+        except RefusedError:
             return False
         return True
 
@@ -117,14 +111,14 @@ class _OpenAI:
         """Numbers of tokens; where the endpoint has no `/tokenize`, words and digits, which stand for tokens."""
         if not self._counts:
             return tuple(_PIECES.findall(text))
-        reply = self.post("/tokenize", {"model": self.model, "prompt": text, "add_special_tokens": first})
-        return self._read(lambda reply: tuple(map(int, reply["tokens"])), reply)
+        body = {"model": self.model, "prompt": text, "add_special_tokens": first}
+        return self.server.read(lambda reply: tuple(map(int, reply["tokens"])), "/tokenize", body)
 
     def text(self, prompt: Prompt) -> str:
         if not self._counts:
             return "".join(map(str, prompt))
-        reply = self.post("/detokenize", {"model": self.model, "tokens": prompt})
-        return self._read(lambda reply: str(reply["prompt"]), reply)
+        body = {"model": self.model, "tokens": prompt}
+        return self.server.read(lambda reply: str(reply["prompt"]), "/detokenize", body)
 
     def ask(self, prompts: Sequence[Prompt], new: int, reuse: bool) -> list[EngineAnswer]:
         def answer(prompt: Prompt) -> EngineAnswer:
@@ -135,44 +129,20 @@ class _OpenAI:
                 "temperature": 0,
                 "logprobs": TOPS,
                 "ignore_eos": True,
-                "return_tokens_as_token_ids": True,
+                # Only where the next prompt may be of numbers, too.
+                "return_tokens_as_token_ids": self._counts,
             }
-            reply = self.post("/v1/completions", asked if reuse else asked | {"cache_salt": secrets.token_hex(16)})
-            return self._read(_answer, reply)
+            salt = {} if reuse else {"cache_salt": secrets.token_hex(16)}
+            return self.server.read(_answer, "/v1/completions", asked | salt)
 
         return _at_once(answer, prompts)
-
-    def post(self, place: str, body: Mapping[str, object] | None = None) -> Any:
-        """What the endpoint answers; it is asked for a place without a body by GET."""
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            request = Request(self.url + place, data, {"Content-Type": "application/json"})
-            with urlopen(request, timeout=self.timeout) as reply:
-                text = reply.read(_MOST_BYTES)
-            return json.loads(text) if text else {}
-        except HTTPError as error:
-            said = one_line(ValueError(error.read(2**12).decode(errors="replace")))
-            raise _RefusedError(f"The endpoint at {self.url} refuses {place} ({error.code}: {said}).") from error
-        except (URLError, OSError, ValueError, RecursionError) as error:
-            raise UserError(
-                f"{self.url}{place} gives no usable answer ({one_line(error)}); give the URL of a running endpoint."
-            ) from error
-
-    def _read(self, what: Callable[[Any], Any], reply: Any) -> Any:
-        try:
-            return what(reply)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(
-                f"What {self.url} answers is not what an endpoint with OpenAI's completions and log-probabilities "
-                f"answers ({one_line(error)}); give the URL of another."
-            ) from error
 
 
 class _OpenAIWithStore(_OpenAI):
     """One that can drop its own cache."""
 
     def forget(self) -> None:
-        self.post("/reset_prefix_cache", {})
+        self.server.ask("/reset_prefix_cache", {})
 
 
 def _answer(reply: Any) -> EngineAnswer:

@@ -15,7 +15,8 @@ from kvprobe.detection.canary.properties import NEW, PROPERTIES, SIDE_BY_SIDE, C
 from kvprobe.detection.canary.target import CanaryTarget, EngineAnswer, Forgets, Prompt, SavesSlots
 from kvprobe.errors import UserError
 
-CanaryState = Literal["sound", "failed", "not exercised", "not offered"]
+CanaryState = Literal["sound", "not reported", "failed", "not exercised", "not offered"]
+"""Not reported: answers are alike, but the engine does not say whether they came from its cache."""
 FLOOR_PROMPTS = 16
 """From which the floors are measured."""
 POWER = 0.9
@@ -116,9 +117,11 @@ class Canary:
     @property
     def verdict(self) -> str:
         """In a sentence."""
-        tried = [finding for finding in self.findings if finding.state in ("sound", "failed")]
+        tried = [finding for finding in self.findings if finding.state in ("sound", "failed", "not reported")]
+        silent = any(finding.state == "not reported" for finding in tried)
         if not self.failed:
-            return f"Sound: {len(tried)} properties hold in {sum(one.compared for one in tried)} answers."
+            doubt = " The engine does not report what it reuses, so its cache may not have been used." if silent else ""
+            return f"Sound: {len(tried)} properties hold in {sum(one.compared for one in tried)} answers.{doubt}"
         return f"Failed: {', '.join(self.failed)} ({len(self.failed)} of {len(tried)} properties)."
 
     def record(self) -> dict[str, Any]:
@@ -258,6 +261,11 @@ class _Session:
                 f"{self._target.name} reused {answer.reused} tokens of a request that was to be read anew, so there is "
                 "nothing to hold its cache against; see which requests without reuse it offers."
             )
+        if not len(answer.tokens) == len(answer.tops) == new:
+            raise UserError(
+                f"{self._target.name} gave {len(answer.tokens)} tokens and log-probabilities of {len(answer.tops)}, "
+                f"where {new} were asked for; let it go on after an end of text, and give those of each token."
+            )
         return answer
 
     def _ask(self, prompts: Sequence[Prompt], new: int, reuse: bool) -> list[EngineAnswer]:
@@ -278,7 +286,7 @@ class _Session:
         finding = PropertyFinding(
             one.name,
             one.meaning,
-            "failed" if failing else "sound" if exercised else "not exercised",
+            "failed" if failing else "not exercised" if not exercised else "sound" if known else "not reported",
             len(answers),
             max(gaps),
             sum(known) if known else None,

@@ -1,12 +1,19 @@
 """Who sees a wrong cache: a score, texts, perplexity, hashes or log-probabilities?"""
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal
 
+from kvprobe.errors import UserError
 from kvprobe.experiments.settings import Settings, ranged
+from kvprobe.stats import conformal_rank
 from kvprobe.studies import STUDIES
 from kvprobe.studies.settings import require_rates
 
+ROUNDING = ("chunks", "batch", "eager", "bf16", "fp16", "vllm-39146")
+"""Ways to the same cache that differ in rounding."""
+COARSE = ("int8", "fp8")
+"""The cache stored in 8 bits, where the reference is not."""
 Size = Literal["spot", "block", "layer", "reported"]
 """One block of one layer; one block of all layers; all blocks of one layer; as large as was reported."""
 
@@ -26,7 +33,7 @@ class Config(Settings):
     """
 
     task: str = "retrieve"
-    samples: int = ranged(16, 4, 100_000)
+    samples: int = ranged(40, 4, 100_000)
     bugs: tuple[str, ...] = ()
     sizes: tuple[Size, ...] = ("spot", "block", "layer", "reported")
     tokens: int = ranged(24, 4, 512)
@@ -34,6 +41,12 @@ class Config(Settings):
 
     def validate(self) -> None:
         require_rates("alarms", (self.alarms,), 50)
+        sound = (self.samples + 1) // 2 * len(ROUNDING)
+        if conformal_rank(sound, self.alarms / 100) > sound:
+            raise UserError(
+                f"Setting 'alarms': {self.alarms:g} % cannot be met from {sound} sound caches; take at least "
+                f"{2 * ceil(100 / self.alarms / len(ROUNDING))} samples, or allow {ceil(100 / (sound + 1))} %."
+            )
 
 
 run = STUDIES["detection"].run

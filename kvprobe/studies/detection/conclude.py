@@ -10,13 +10,13 @@ import numpy as np
 import pandas as pd
 from scipy.stats import binom
 
+from kvprobe.detection.reports import REPORTS
 from kvprobe.experiments.estimands import Estimand, Mean, Pooled, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.findings import Findings
-from kvprobe.stats import DIFFERENCE, SHARE
-from kvprobe.studies.detection import Config
-from kvprobe.studies.detection.caches import COARSE, ROUNDING
+from kvprobe.stats import DIFFERENCE, SHARE, conformal_rank
+from kvprobe.studies.detection import COARSE, ROUNDING, Config
 from kvprobe.tidy import Rows
 from kvprobe.wording import few_clusters
 
@@ -34,9 +34,8 @@ BENCHMARKS = (100, 1319)
 
 
 def threshold(scores: pd.Series, alarms: float) -> float:
-    """The score above which a share of `alarms` percent of sound caches lies at most."""
-    ordered = np.sort(scores.to_numpy(float))[::-1]
-    return float(ordered[int(alarms / 100 * (len(ordered) + 1))])
+    """The score that a new sound cache exceeds in at most `alarms` percent of the cases."""
+    return float(np.sort(scores.to_numpy(float))[conformal_rank(len(scores), alarms / 100) - 1])
 
 
 def verdicts(table: Rows, config: Config) -> Rows:
@@ -99,6 +98,8 @@ def concluded(table: Rows, config: Config) -> Conclusion:
     correct = float(table.groupby("sample")["was_right"].first().mean())
     findings.number("sound", correct)
     findings.number("planted", len(caches))
+    asked = len(config.bugs or [bug for bug in REPORTS.values() if not bug.benign]) * len(config.sizes)
+    findings.number("left_out", asked * caches["sample"].nunique() - len(caches))
     findings.number("silent_nats", SILENT)
     for items in BENCHMARKS:
         add_benchmark(findings, caches, correct, items, config.alarms)

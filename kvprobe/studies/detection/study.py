@@ -73,6 +73,6 @@ STUDY = Study(
         ),
         "ahead": points,
         "limit": two_digits,
-        "silent_nats": lambda nats: f"{nats.mean:g}",
+        **dict.fromkeys(("silent_nats", "left_out"), lambda number: f"{number.mean:g}"),
     },
 )  # fmt: skip
