@@ -56,12 +56,12 @@ def main() -> None:
 
     many = clean_texts(model, 60 * arguments.texts, 320, rng)
     texts = [text for text in many if len(text) > LEAST and len(set(text.ids)) < 0.9 * len(text)][: arguments.texts]
-    rows = [row for number in Bar(range(len(texts)), desc="Bugs", unit="text") for row in planted(model, texts, number)]
     by_bug: dict[tuple[str, str], list[tuple[float, bool, bool]]] = defaultdict(list)
-    for name, size, cache, moved, layer in rows:
-        found = audit(model, cache, clean)
-        first = min((one for finding in found.findings for one in finding.layers), default=-1)
-        by_bug[name, size].append((moved, found.suspicious, first == layer))
+    for number in Bar(range(len(texts)), desc="Bugs", unit="text"):
+        for name, size, cache, moved, layer in planted(model, texts, number):
+            found = audit(model, cache, clean)
+            first = min((one for finding in found.findings for one in finding.layers), default=-1)
+            by_bug[name, size].append((moved, found.suspicious, first == layer))
     for (name, size), results in by_bug.items():
         moves = ", ".join(f"{moved:.2g}" for moved, _, _ in results)
         seen, right = (sum(result[place] for result in results) for place in (1, 2))
