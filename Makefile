@@ -46,9 +46,8 @@ test-newest:
 # Caches of vLLM, in and out, against transformers, on the embedded model; and of a tiny one, recorded for the tests.
 # vLLM (2.5 GB) has an environment of its own.
 engines: $(VENV)/.installed .venv-engines/.vllm
-	PYTHONPATH=. .venv-engines/bin/python benchmarks/engines_vllm.py "$$($(PY) -c 'import kvprobe as kv; \
-		from kvprobe.models.catalogue import cache_folder; kv.load("smollm2-135m"); \
-		print(cache_folder() / "models" / "smollm2-135m")' | tail -1)"
+	PYTHONPATH=. .venv-engines/bin/python benchmarks/engines_vllm.py "$$($(PY) -c \
+		'from kvprobe.models.loading import resolve_folder; print(resolve_folder("smollm2-135m"))')"
 	PYTHONPATH=. .venv-engines/bin/python benchmarks/engines_vllm.py tests/engines/recorded/model \
 		--record tests/engines/recorded
 

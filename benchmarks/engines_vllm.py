@@ -23,8 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.engines.opened import open_cache
-from kvprobe.engines.plain import save_plain
+from kvprobe.engines.plain import open_plain, save_plain
 
 BLOCK, TOKENS, CUT, TOP = 32, 80, 64, 20
 ALLOWED = {"float32": 1e-5, "bfloat16": 0.05}
@@ -110,9 +109,9 @@ def main() -> None:
         failed |= difference > limit
         print(f"{what:62}{difference:10.1e}{limit:10.1e}  {'ok' if difference <= limit else 'FAILED'}")
 
-    print(f"{open_cache(dump(asked, folder, clean, 'clean.json'))}\n\n{'':62}{'found':>10}{'allowed':>10}")
+    print(f"{open_plain(dump(asked, folder, clean, 'clean.json'))}\n\n{'':62}{'found':>10}{'allowed':>10}")
     dump(asked, folder, other, "other.json")
-    caches = {name: open_cache(folder / f"{name}.json").cache() for name in ("clean", "other")}
+    caches = {name: open_plain(folder / f"{name}.json").cache() for name in ("clean", "other")}
     for name, ids in (("clean", clean), ("other", other)):
         past, _ = reference(model, ids)
         for part, held in (("K", "keys"), ("V", "values")):

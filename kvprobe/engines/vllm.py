@@ -23,8 +23,8 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.stored import StoredCache
+from kvprobe.engines.files import open_file
 from kvprobe.engines.formats import VLLM, installed
-from kvprobe.engines.opened import open_cache
 from kvprobe.engines.plain import save_plain
 from kvprobe.errors import UserError
 from kvprobe.files import expanded
@@ -219,7 +219,7 @@ class KvprobeConnector(_Connector):
             )
         if request.skip_reading_prefix_cache:
             raise UserError("vLLM loads no cache for a request with prompt_logprobs; ask for logprobs of new tokens.")
-        return loadable(open_cache(self._folder / file), request.prompt_token_ids, self._block), False
+        return loadable(open_file(self._folder / file), request.prompt_token_ids, self._block), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note that blocks for a cache to be loaded are there."""
@@ -252,7 +252,7 @@ class KvprobeConnector(_Connector):
         request = self._requests[name]
         if name in self._to_load:
             self._to_load.remove(name)
-            slots = open_cache(file := self._folder / request.wanted["load"]).ledger.slots
+            slots = open_file(file := self._folder / request.wanted["load"]).ledger.slots
             blocks = request.blocks[: slots // self._block]
             transfers.loads.append(Transfer(str(file), request.tokens[:slots], blocks))
         if "dump" in request.wanted and not request.dumped and computed >= len(request.tokens):
@@ -267,7 +267,7 @@ class KvprobeConnector(_Connector):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Put caches into their blocks."""
         for load in self._transfers().loads:
-            stored = open_cache(load.file)
+            stored = open_file(Path(load.file))
             if len(stored.layers) != len(self._pools):
                 raise UserError(f"{load.file} has {len(stored.layers)} layers; the model has {len(self._pools)}.")
             for layer, (name, pool) in zip(stored.layers, self._in_order(), strict=True):
