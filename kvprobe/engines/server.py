@@ -69,6 +69,7 @@ class LlamaServer(JsonServer):
         n_probs: AtLeastZero | Literal["all"] = 0,
         reuse: bool = True,
         slot: AtLeastZero | None = 0,
+        forget: tuple[AtLeastZero, AtLeastOne] | None = None,
     ) -> Completion:
         """Continue these tokens greedily.
 
@@ -79,6 +80,8 @@ class LlamaServer(JsonServer):
             reuse: keep the tokens in the slot that the prompt begins with. The last token of a prompt is computed
                 anyway.
             slot: of the server; None: the one that holds most of the prompt.
+            forget: of a server that shifts: where the tokens begin that a full slot forgets, and how many they are; the
+                older half of all by default.
 
         Raises:
             UserError: the server cannot be reached, or refuses.
@@ -93,6 +96,8 @@ class LlamaServer(JsonServer):
             "return_tokens": True,
             "ignore_eos": True,
         }
+        if forget is not None:
+            asked["n_keep"], asked["n_discard"] = forget
         first = answer = self._completion(asked)
         unshown: list[int] = []
         # The server leaves out what it knows of a token that ends within a character; it is asked for another one.
@@ -133,6 +138,31 @@ class LlamaServer(JsonServer):
             UserError: the server cannot be reached, or refuses, as it does for a slot of another model.
         """
         return self._slot(slot, "restore", name, "n_restored")
+
+    def go_on(
+        self,
+        name: str,
+        ids: Sequence[int],
+        n_predict: AtLeastOne = 1,
+        *,
+        n_probs: AtLeastZero | Literal["all"] = 0,
+        slot: AtLeastZero = 0,
+    ) -> Completion:
+        """Restore a slot from the file `name`, and continue these tokens, with which it begins; see `complete`.
+
+        Raises:
+            UserError: see `restore` and `complete`; or the server read tokens of the slot again, so that what was
+                edited in it is lost.
+        """
+        restored = self.restore(slot, name)
+        answer = self.complete(ids, n_predict, n_probs=n_probs, slot=slot)
+        if answer.reused < min(restored, len(ids) - 1):
+            raise UserError(
+                f"The server used {answer.reused:,} of the {restored:,} tokens of the slot {name!r} and read the others "
+                "again, so what was edited in it is lost; give tokens that begin with the slot's, and start "
+                "llama-server with --swa-full if layers of the model slide over a window."
+            )
+        return answer
 
     def erase(self, slot: AtLeastZero) -> int:
         """Empty a slot, and return how many tokens it held.
@@ -197,6 +227,7 @@ def served(
     threads: AtLeastOne | None = None,
     flash: bool = True,
     shift: bool = False,
+    whole: bool = True,
 ) -> Generator[LlamaServer]:
     """While this lasts, a llama.cpp server runs in this process on a loopback port, and saves slots in a folder of its
     own, which is removed.
@@ -208,7 +239,9 @@ def served(
         slots: conversations that are held at once.
         threads: that compute; one for each core that this process may use by default.
         flash: whether to compute flash attention; without it V is stored transposed and cannot be quantised.
-        shift: whether a full slot forgets its older half and goes on, or stops.
+        shift: whether a full slot forgets tokens and goes on, or stops; see `LlamaServer.complete`.
+        whole: whether layers that slide over a window keep all slots, or those in it alone, as servers do by default;
+            then what is edited in a slot is lost, which `LlamaServer.go_on` refuses.
 
     Raises:
         UserError: xllamacpp is not installed, or it cannot load the file.
@@ -230,7 +263,7 @@ def served(
         kinds = library.llama_flash_attn_type
         params.flash_attn_type = getattr(kinds, f"LLAMA_FLASH_ATTN_TYPE_{'ENABLED' if flash else 'DISABLED'}")
         params.cpuparams.n_threads = threads or len(os.sched_getaffinity(0))
-        params.kv_unified, params.swa_full, params.cache_ram_mib = False, True, 0
+        params.kv_unified, params.swa_full, params.cache_ram_mib = False, whole, 0
         params.fit_params, params.warmup, params.verbosity = False, False, -1
         try:
             server = library.Server(params)

@@ -155,8 +155,8 @@ def write_slot(path: Path, cache: KVCache | StoredCache, like: Slot, layout: Slo
         like: saved by the server that is to restore it, for the same model and cache types.
 
     Raises:
-        UserError: the cache has other layers, rows or rotations, or what the format cannot express: slots that are
-            live in some heads or layers alone.
+        UserError: the cache has other layers, rows or rotations, or what the engine cannot express: slots that are
+            live in some heads or layers alone, or a last slot that is not live.
     """
     known = layout or SlotLayout.of(like)
     known.refuse_other(like)
@@ -256,6 +256,11 @@ def _attention(
     positions = [*map(int, cache.ledger.positions[0, kept])]
     if not positions or len(set(positions)) < len(positions):
         raise UserError("llama.cpp needs a live slot, and no two at one position; leave one in view, or re-index.")
+    if positions[-1] != (last := int(cache.ledger.following[0]) - 1):
+        raise UserError(
+            f"llama.cpp goes on right after a live slot alone, and the last one, at position {last}, is not live; leave "
+            "it in view, re-index, or hide what comes before once more was read."
+        )
     place = {position: cell for cell, position in enumerate(memory.positions)}
     cells = torch.tensor([place.get(position, -1) for position in positions])
     yield struct.pack("<I", memory.streams) + bytes(4 * memory.stream)

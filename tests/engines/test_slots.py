@@ -55,9 +55,8 @@ class Engine:
     def after(self, path: Path, slot: int = 0) -> torch.Tensor:
         """Log-probabilities when the engine goes on from a slot, having computed none of it again."""
         self.server.erase(slot)
-        self.server.restore(slot, path.name)
         held = read_slot(path).tokens
-        answer = self.server.complete([*held, *NEXT], n_probs="all", slot=slot)
+        answer = self.server.go_on(path.name, [*held, *NEXT], n_probs="all", slot=slot)
         assert answer.reused == len(held)
         (given,) = answer.log_probabilities
         return torch.tensor([given[token] for token in range(len(given))])
@@ -189,10 +188,40 @@ def test_what_cannot_be_proved_or_expressed_is_refused(engines: dict[str, Engine
     refused(lambda: to_slot(cache.mask(slots=[3], layers=[1]), out, path, engine.model), "some layers or heads")
     refused(lambda: to_slot(cache.mask(slots=[*range(30)]), out, path, engine.model), "a live slot")
     refused(lambda: to_slot(cache.fork(2), out, path, engine.model), "2 rows")
+    refused(lambda: to_slot(cache.mask(slots=[29]), out, path, engine.model), "position 29, is not live")
     refused(
         lambda: write_slot(out, moved, read_slot(path)),
         "rotated",
     )
+
+
+def test_the_servers_own_shift_is_eviction_and_re_indexing(engines: dict[str, Engine], tmp_path: Path):
+    model, size = engines["llama"].model, 256
+    ids = torch.randint(2, 60, (size - 1,), generator=torch.Generator().manual_seed(1)).tolist()
+    with served(engines["llama"].gguf, cache="f32", context=size, threads=1, flash=False, shift=True) as server:
+        server.complete(ids)
+        server.save(0, "full")
+        server.complete(ids, 2, reuse=False, forget=(10, 100))
+        server.save(0, "shifted")
+        evicted = model.as_seen(from_slot(server.path("full"), model).evict(slots=[*range(10, 110)]).reindex())
+        shifted = from_slot(server.path("shifted"), model)
+    assert shifted.ledger.tokens[0, : size - 101].tolist() == ids[:10] + ids[110:]
+    for own, other in zip(shifted.layers, evicted.layers, strict=True):
+        for name in ("K", "V"):
+            assert torch.allclose(own[name][:, :, : size - 101], other[name], rtol=0, atol=5e-6)
+
+
+def test_an_edit_that_the_server_reads_over_is_refused(engines: dict[str, Engine]):
+    engine = engines["gemma3"]
+    with served(engine.gguf, cache="f32", context=64, threads=1, flash=False, whole=False) as server:
+        server.complete(IDS)
+        server.save(0, "a")
+        cache = from_slot(server.path("a"), engine.model).mask(slots=HIDDEN)
+        to_slot(cache, server.path("b"), server.path("a"), engine.model)
+        refused(lambda: server.go_on("b", [*IDS, *NEXT]), "what was edited in it is lost", "--swa-full")
+    path = engine.saved("a")
+    refused(lambda: engine.server.go_on("a", [1, *IDS[1:], *NEXT]), "tokens that begin with the slot's")
+    assert engine.server.go_on(path.name, [*IDS, *NEXT]).reused == len(IDS)
 
 
 def test_absurd_counts_unknown_versions_and_types_are_refused(engines: dict[str, Engine], tmp_path: Path):
