@@ -16,6 +16,7 @@ from kvprobe.comparison import Comparison as Comparison
 from kvprobe.comparison import compare as compare
 from kvprobe.detection.audit import audit as audit
 from kvprobe.detection.canary import canary as canary
+from kvprobe.detection.diff import diff as diff
 from kvprobe.engines.opened import open_cache as open_cache
 from kvprobe.engines.plain import save_plain as save_plain
 from kvprobe.errors import UserError as UserError

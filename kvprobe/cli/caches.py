@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from kvprobe.cli.flags import Source, Whole
 from kvprobe.errors import UserError
-from kvprobe.models.catalogue import Dtype
+from kvprobe.models.catalogue import Dtype, check_source
 from kvprobe.names import unknown
 
 
@@ -46,6 +46,53 @@ def audit(
 
         print(f"\nPage: {save_audit(found, out)}", file=sys.stderr if json else sys.stdout)
     sys.exit(int(found.suspicious))
+
+
+def diff(
+    cache: Path,
+    reference: Annotated[
+        Path | None, Parameter(help="The right cache; with none, --model reads the tokens again.")
+    ] = None,
+    *,
+    model: Annotated[str | None, Parameter(help="Whose caches they are; it also says what it would write.")] = None,
+    block: Annotated[Whole | None, Parameter(help="Slots in a block; what the files say, or 16.")] = None,
+    out: Annotated[Path | None, Parameter(help="Also write a page.")] = None,
+    json: Annotated[bool, Parameter(help="Print JSON for a program.", negative="")] = False,
+    device: str = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Say where two caches differ, and what happened; exit code 1 if they do.
+
+    Args:
+        cache: a file of kvprobe, or of any engine that `kvprobe engines` names.
+    """
+    if model is not None:
+        check_source(model)
+    from kvprobe.engines.opened import open_cache
+
+    for path in (cache, reference):
+        if path is not None:
+            open_cache(path)  # what is no cache is refused before a model is loaded
+    if reference is None and model is None:
+        raise UserError("Give a second cache to compare with, or --model, which reads the tokens again.")
+    from kvprobe.detection.diff import diff as compared
+    from kvprobe.inference.model import load
+
+    loaded = None if model is None else load(model, device=device, dtype=dtype)
+    right = loaded if reference is None else open_cache(reference, loaded)
+    assert right is not None
+    found = compared(open_cache(cache, loaded), right, model=loaded, block=block)
+    if json:
+        from json import dumps
+
+        print(dumps(found.as_mapping(), indent=2))
+    else:
+        print(found)
+    if out is not None:
+        from kvprobe.report.views.diff import save_diff
+
+        print(f"\nPage: {save_diff(found, out)}", file=sys.stderr if json else sys.stdout)
+    sys.exit(int(found.differs))
 
 
 def engines() -> None:

@@ -8,7 +8,7 @@ import traceback
 
 from cyclopts import App, CycloptsError
 
-from kvprobe.cli.caches import audit, canary, engines
+from kvprobe.cli.caches import audit, canary, diff, engines
 from kvprobe.cli.instruments import attend, budget, compare, doctor, prefix, scan
 from kvprobe.cli.runs import add_run_commands, list_names, new, publish, report, runs_app, view
 from kvprobe.cli.training import train_app
@@ -25,7 +25,22 @@ app = App(
 app.command(runs_app)
 app.command(train_app)
 app.command(list_names, name="ls")
-for command in (audit, canary, compare, prefix, attend, scan, budget, doctor, engines, report, view, publish, new):
+for command in (
+    audit,
+    diff,
+    canary,
+    compare,
+    prefix,
+    attend,
+    scan,
+    budget,
+    doctor,
+    engines,
+    report,
+    view,
+    publish,
+    new,
+):
     app.command(command)
 app.register_install_completion_command(help="Let a shell complete commands, presets and flags.", show=False)
 

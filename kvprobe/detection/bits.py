@@ -1,0 +1,179 @@
+"""Differences of single numbers: a flipped bit, and numbers that were rounded."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvprobe.cache.ledger import QuantisationFormat
+from kvprobe.detection.clean_texts import in_q8
+from kvprobe.detection.damaged import Damaged, Explanation
+from kvprobe.errors import UserError
+from kvprobe.faults.bit_flips import LAYOUTS, flipped
+from kvprobe.policies.codes import codes_of_keys, codes_of_values
+
+MOST_FLIPS = 32
+"""Numbers of a layer that may have flipped."""
+_PER_VECTOR = 3
+_GROUPS, _BITS = (32, 64, 128), (8, 4, 3, 2)
+
+
+def flips(damaged: Damaged) -> Iterator[Explanation]:
+    """A few numbers of which one bit is another."""
+    changed: list[tuple[Tensor, Tensor]] = []
+    for part in damaged.parts:
+        held, right = damaged.vectors(part)
+        heads = damaged.places[part].nonzero()[:, 0]
+        off = (held - right).abs().nan_to_num(torch.inf, torch.inf)
+        usual = damaged.noise[part][heads] * right.norm(dim=-1) / right.shape[1] ** 0.5
+        beyond = off > torch.maximum(12 * usual[:, None], 0.05 * off.amax(1, keepdim=True))
+        if int(beyond.sum(1).max()) > _PER_VECTOR:
+            return
+        changed.append((held[beyond], right[beyond]))
+    now, was = (torch.cat([entry[place] for entry in changed]) for place in (0, 1))
+    if not 0 < len(now) <= MOST_FLIPS:
+        return
+    best: tuple[float, str, Tensor] | None = None
+    for name, layout in LAYOUTS.items():
+        stored = now.to(layout.dtype)
+        if not bool((stored.float().nan_to_num() == now.nan_to_num()).all()):
+            continue
+        bits = torch.arange(layout.bits).expand(len(now), -1)
+        every = flipped(stored[:, None].expand_as(bits).contiguous(), bits).float()
+        left = (every - was[:, None]).abs().nan_to_num(torch.inf, torch.inf)
+        nearest, which = left.min(1)
+        whole = (now - was).abs().nan_to_num(3e38, 3e38).clamp(min=1e-30)
+        share = float((nearest.square() / whole.square()).mean())
+        # A number of bfloat16 is one of the others, too: the coarsest that explains it is taken.
+        if best is None or share < 0.5 * best[0] - 1e-6 or (share < 2 * best[0] + 1e-6 and best[1] == "fp32"):
+            best = share, name, which
+    if best is None:
+        return
+    share, name, which = best
+    layout = LAYOUTS[name]
+    bit = int(which[0])
+    field = layout.field_of(bit)
+    yield Explanation(
+        "bit flip",
+        share,
+        f"{len(now)} number{'s' if len(now) > 1 else ''} changed; one bit of {name} explains it: bit {bit} ({field}), "
+        f"{float(was[0]):.4g} became {float(now[0]):.4g}.",
+        0.001 if len(now) <= 2 else 0.01,
+        {"bit": bit, "stored": name, "field": field},
+    )
+
+
+def rounded(damaged: Damaged) -> Iterator[Explanation]:
+    """Numbers that were rounded to another precision."""
+    for name, bits in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+        guess = {part: damaged.vectors(part)[1].to(bits).float() for part in damaged.parts}
+        yield Explanation(
+            "numerics", damaged.unexplained(guess), f"Numbers are rounded to {name}.", 0.004, {"stored": name}
+        )
+    if all(_last_places(*damaged.vectors(part)) for part in damaged.parts):
+        yield Explanation("numerics", 0.0, "No number is off by more than the last place of bfloat16.", 0.1)
+    for words, scheme in _schemes():
+        try:
+            guess = {part: scheme(damaged, part) for part in damaged.parts}
+        except (UserError, RuntimeError):
+            continue
+        yield Explanation("quantisation", damaged.unexplained(guess), f"Numbers are rounded to {words}.", 0.006)
+    yield from _on_a_grid(damaged)
+
+
+def _last_places(held: Float[Tensor, "damaged d"], right: Float[Tensor, "damaged d"]) -> bool:
+    """Whether all but a few numbers are off by at most the last place of bfloat16."""
+    return float(((held - right).abs() <= 2**-7 * 1.5 * right.abs()).float().mean()) > 0.99
+
+
+def _schemes() -> Iterator[tuple[str, Callable[[Damaged, str], Tensor]]]:
+    for most in (127, 7):
+        yield f"{'8' if most == 127 else '4'} bits, a scale for each vector", _by_vector(most)
+    yield "8 bits in groups of 32 (q8_0)", lambda damaged, part: in_q8(damaged.vectors(part)[1])
+    for bits in _BITS:
+        for group in _GROUPS:
+            yield f"{bits} bits in groups of {group} channels", _by_group(bits, group)
+        yield f"{bits} bits, keys by channel", _by_slots(bits)
+    for name, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)):
+        yield f"fp8 ({name})", _in_fp8(dtype, by_head=False)
+        yield f"fp8 ({name}), a scale for each head", _in_fp8(dtype, by_head=True)
+
+
+def _by_vector(most: int) -> Callable[[Damaged, str], Tensor]:
+    def scheme(damaged: Damaged, part: str) -> Tensor:
+        right = damaged.vectors(part)[1]
+        scale = (right.abs().amax(-1, keepdim=True) / most).clamp(min=1e-30)
+        return (right / scale).round() * scale
+
+    return scheme
+
+
+def _by_group(bits: int, group: int) -> Callable[[Damaged, str], Tensor]:
+    def scheme(damaged: Damaged, part: str) -> Tensor:
+        right = damaged.vectors(part)[1]
+        if right.shape[1] < group and group != _GROUPS[0]:
+            raise UserError("groups are wider than vectors")
+        return codes_of_values(right[None, :, None], QuantisationFormat(bits, group)).numbers()[0, :, 0]
+
+    return scheme
+
+
+def _by_slots(bits: int) -> Callable[[Damaged, str], Tensor]:
+    """KIVI: keys in groups of 32 slots that share a scale for each channel, values in groups of 32 channels."""
+
+    def scheme(damaged: Damaged, part: str) -> Tensor:
+        if part != "K":
+            return _by_group(bits, 32)(damaged, part)
+        right, group = damaged.right[part], 32
+        whole = right.shape[1] // group * group
+        groups = right[:, :whole].unflatten(1, (-1, group))
+        numbers = codes_of_keys(groups, QuantisationFormat(bits, group)).numbers().flatten(1, 2)
+        return torch.cat([numbers.view(right.shape[0], whole, -1), right[:, whole:]], 1)[damaged.places[part]]
+
+    return scheme
+
+
+def _in_fp8(dtype: torch.dtype, by_head: bool) -> Callable[[Damaged, str], Tensor]:
+    def scheme(damaged: Damaged, part: str) -> Tensor:
+        limit, right = torch.finfo(dtype).max, damaged.right[part]
+        largest = right.abs().amax((1, 2), keepdim=True) if by_head else right.abs().max()
+        scale = (largest / limit).clamp(min=1e-30)
+        return ((right / scale).clamp(-limit, limit).to(dtype).float() * scale)[damaged.places[part]]
+
+    return scheme
+
+
+def _on_a_grid(damaged: Damaged) -> Iterator[Explanation]:
+    """Numbers near the right ones that take few values, whatever the scales."""
+    near, fewest = 0.0, 0
+    for part in damaged.parts:
+        held, right = damaged.vectors(part)
+        near = max(near, float((held - right).norm() / right.norm().clamp(min=1e-30)))
+        fewest = max(fewest, min(_mantissas(held), _levels(held)))
+        if min(_mantissas(right), _levels(right)) <= 16:
+            return
+    if near < 0.35 and 0 < fewest <= 16:
+        yield Explanation(
+            "quantisation",
+            0.05,
+            f"Numbers are off by {near:.2g} of their size, and take {fewest} values at most.",
+            0.02,
+        )
+
+
+def _mantissas(numbers: Float[Tensor, "damaged d"]) -> int:
+    """Different mantissas, of which fp8 has at most 8."""
+    some = numbers[numbers != 0][:4096].abs()
+    if len(some) < 64:
+        return 10**6
+    mantissas = torch.frexp(some)[0]
+    return len((mantissas * 2**7).round().unique()) if len((mantissas * 2**12).round().unique()) <= 16 else 10**6
+
+
+def _levels(numbers: Float[Tensor, "damaged d"]) -> int:
+    """Different numbers in a vector's groups of 32, at most; 3 and 4 bits have 8 and 16."""
+    if numbers.shape[1] % 32:
+        return 10**6
+    groups = numbers.unflatten(1, (-1, 32)).flatten(0, 1)[:256]
+    return max(len(group.unique()) for group in groups)

@@ -1,0 +1,176 @@
+"""The damaged slots of one layer beside what they should hold, and how well a hypothesis explains them."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvprobe.cache.rotary import Rotary
+
+Kind = Literal[
+    "numerics",
+    "quantisation",
+    "stale",
+    "foreign prefix",
+    "permuted blocks",
+    "repeated blocks",
+    "position shift",
+    "scale error",
+    "K and V swapped",
+    "K and V interleaved",
+    "bit flip",
+    "zeroed",
+    "not finite",
+    "truncated",
+    "channel order",
+    "another tokenisation",
+    "another text",
+    "state lost",
+    "state doubled",
+    "unknown",
+]
+"""Kinds of differences."""
+
+
+@dataclass(frozen=True, eq=False)
+class Damaged:
+    """One row of a layer, of which some places differ.
+
+    Attributes:
+        held: what the layer holds, by part, in fp32.
+        right: what the reference holds.
+        places: the damaged vectors of each part.
+        noise: of the pair, relative to a vector's size, by head.
+        positions: at which the keys of the slots were computed.
+        block: slots in a block.
+        rotary: the layer's rotary embedding, where it is known.
+    """
+
+    held: Mapping[str, Float[Tensor, "_ slots _"]]
+    right: Mapping[str, Float[Tensor, "_ slots _"]]
+    places: Mapping[str, Bool[Tensor, "_ slots"]]
+    noise: Mapping[str, Float[Tensor, "_"]]
+    positions: Int[Tensor, "slots"]
+    block: int
+    rotary: Rotary | None = None
+
+    @cached_property
+    def parts(self) -> list[str]:
+        """Those with damaged places."""
+        return [part for part, where in self.places.items() if bool(where.any())]
+
+    @cached_property
+    def slots(self) -> Int[Tensor, "damaged"]:
+        """Slots that are damaged in some part and head."""
+        return torch.stack([where.any(0) for where in self.places.values()]).any(0).nonzero()[:, 0]
+
+    @property
+    def count(self) -> int:
+        """Of all slots."""
+        return len(self.positions)
+
+    def vectors(self, part: str) -> tuple[Float[Tensor, "damaged d"], Float[Tensor, "damaged d"]]:
+        """The damaged vectors of a part, and what they should be."""
+        where = self.places[part]
+        return self.held[part][where], self.right[part][where]
+
+    def heads(self, part: str) -> Int[Tensor, "heads"]:
+        """Heads that are damaged in a part."""
+        return self.places[part].any(1).nonzero()[:, 0]
+
+    def within(self, slots: Iterable[int]) -> "Damaged":
+        """The same with only the damage in these slots."""
+        inside = torch.zeros(self.count, dtype=torch.bool)
+        inside[list(slots)] = True
+        places = {part: where & inside for part, where in self.places.items()}
+        return Damaged(self.held, self.right, places, self.noise, self.positions, self.block, self.rotary)
+
+    def unexplained(self, predicted: Mapping[str, Float[Tensor, "_ _"]]) -> float:
+        """The share of the difference that is left when the damaged vectors are taken to be these; the mean over parts.
+
+        What the pair's own noise leaves is taken off.
+        """
+        shares: list[float] = []
+        for part in self.parts:
+            held, right = self.vectors(part)
+            shares.append(_share(held, right, predicted.get(part, right), self._noise_of(part)))
+        return sum(shares) / len(shares)
+
+    def unexplained_blocks(
+        self, predicted: Mapping[str, Float[Tensor, "_ chosen _"]], slots: Int[Tensor, "chosen"]
+    ) -> float:
+        """The same for a prediction of whole slots, sound ones among them; damage elsewhere stays unexplained."""
+        shares: list[float] = []
+        for part, guess in predicted.items():
+            held, right = self.held[part][:, slots], self.right[part][:, slots]
+            allowed = 2 * (self.noise[part][:, None] * right.norm(dim=-1)).square().sum()
+            moved = float((guess - right).square().sum())
+            whole, inside = self.vectors(part), float((held - right).square().sum())
+            elsewhere = max(0.0, float((whole[0] - whole[1]).square().sum()) - inside)
+            if not (moved > 4 * float(allowed) or bool(self.places[part].any())):
+                continue
+            left = max(0.0, float((held - guess).square().sum()) - float(allowed)) + elsewhere
+            shares.append(left / max(inside + elsewhere, moved, 1e-30))
+        return sum(shares) / len(shares) if shares else 1.0
+
+    def _noise_of(self, part: str) -> Float[Tensor, "damaged"]:
+        where = self.places[part]
+        return self.noise[part][where.nonzero()[:, 0]]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A kind of difference, and how much of the difference it leaves unexplained.
+
+    Attributes:
+        left: share of the squared difference that is left.
+        cost: added to it, for what the kind may choose.
+        evidence: in a sentence.
+        numbers: what was found: `shift`, `factor`, `bit`, `from`, …
+    """
+
+    kind: Kind
+    left: float
+    evidence: str
+    cost: float = 0.0
+    numbers: Mapping[str, float | int | str] = field(default_factory=dict[str, float | int | str])
+
+    @property
+    def score(self) -> float:
+        """The lower, the better."""
+        return self.left + self.cost
+
+
+def _share(
+    held: Float[Tensor, "damaged d"],
+    right: Float[Tensor, "damaged d"],
+    guess: Float[Tensor, "damaged d"],
+    noise: Float[Tensor, "damaged"],
+) -> float:
+    allowed = float(2 * (noise * right.norm(dim=-1)).square().sum())
+    left, whole = float((held - guess).square().sum()), float((held - right).square().sum())
+    return max(0.0, left - allowed) / max(whole, 1e-30)
+
+
+def slots_in_words(slots: Int[Tensor, "chosen"] | range) -> str:
+    """Runs of slots, the first few of them."""
+    pieces = list(_runs(list(slots) if isinstance(slots, range) else slots.tolist()))
+    words = [str(first) if first == last else f"{first} to {last}" for first, last in pieces]
+    return ", ".join(words[:4]) + (f" and {len(words) - 4} more runs" if len(words) > 4 else "")
+
+
+def _runs(slots: list[int]) -> Iterator[tuple[int, int]]:
+    start = previous = None
+    for slot in slots:
+        if start is None or previous is None:
+            start = slot
+        elif slot != previous + 1:
+            yield start, previous
+            start = slot
+        previous = slot
+    if start is not None and previous is not None:
+        yield start, previous

@@ -1,0 +1,382 @@
+"""Two caches side by side: whether they differ by more than numerics, where first, where most, and what happened.
+
+Both may lie in files; one layer of each is in memory at a time.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvprobe.arguments import AtLeastOne, checked_arguments
+from kvprobe.brief import Brief, Table
+from kvprobe.cache.layer import Layer, shape_of
+from kvprobe.cache.parts import described
+from kvprobe.cache.rotary import Rotary
+from kvprobe.cache.stored import StoredCache
+from kvprobe.detection.columns import AnyCache
+from kvprobe.detection.damaged import Damaged, Explanation, slots_in_words
+from kvprobe.detection.effects import OutputEffect, effect_of, reference_of
+from kvprobe.detection.floors_of_pairs import Floor, floor_of
+from kvprobe.detection.hypotheses import GUESSED, NOTHING, explanations
+from kvprobe.detection.places import DamagedPlaces, Distances, damage_of, distances_of_layer, runs
+from kvprobe.detection.texts import TextDifference, compared, compared_slots
+from kvprobe.errors import UserError
+from kvprobe.inference.model import Model
+from kvprobe.names import number_ranges
+
+BLOCK = 16
+"""Slots in a block, where neither cache says."""
+MOST_EXPLAINED = 8
+"""Layers that are explained: the first, the worst, and others evenly between."""
+_WELL = 0.15
+"""Share of a difference that may be left by what explains all of a layer."""
+
+
+@dataclass(frozen=True)
+class DifferentPlace:
+    """One vector that differs.
+
+    Attributes:
+        distance: ‖difference‖ / ‖reference‖.
+        excess: as a multiple of what is allowed there.
+    """
+
+    row: int
+    layer: int
+    part: str
+    head: int
+    slot: int
+    block: int
+    distance: float
+    excess: float
+
+    def __str__(self) -> str:
+        row = f", row {self.row}" if self.row else ""
+        return f"{self.part} of layer {self.layer}, head {self.head}, slot {self.slot} (block {self.block}){row}"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What happened in some layers.
+
+    Attributes:
+        kind: see `kvprobe.detection.damaged.Kind`.
+        layers: in which it was found, of those that were explained.
+        slots: a run of slots, in words.
+        left: share of the difference that this explanation leaves.
+        control: the second best explanation of another kind, and what that leaves.
+        confidence: from 0 to 1; how much more the second best leaves.
+    """
+
+    kind: str
+    layers: tuple[int, ...]
+    slots: str
+    evidence: str
+    left: float
+    control: str
+    confidence: float
+    numbers: Mapping[str, float | int | str] = field(default_factory=dict[str, float | int | str])
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind}, layers {number_ranges(self.layers)}, slots {self.slots}: {self.evidence} {self.control} "
+            f"Confidence {self.confidence:.2f}."
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class CacheDifference(Brief):
+    """How two caches differ.
+
+    Attributes:
+        kind: of the first difference; `numerics` where there is none beyond that.
+        first: the first place, in the order of layers and then slots; None where none differs.
+        worst: the place whose distance is the largest.
+        causes: what happened, the first in that order first.
+        texts: where tokens differ.
+        layers: in which some place differs.
+        floor: what was taken for numerics.
+        effect: on the model's output, where one was given.
+        distances: the largest relative distance of each layer in each block.
+        excess: the same as a multiple of what is allowed.
+    """
+
+    kind: str
+    first: DifferentPlace | None
+    worst: DifferentPlace | None
+    causes: tuple[Cause, ...]
+    texts: tuple[TextDifference, ...]
+    layers: tuple[int, ...]
+    names: tuple[str, str]
+    slots: int
+    block: int
+    floor: Floor
+    effect: OutputEffect | None
+    distances: Float[Tensor, "layers blocks"] = field(repr=False)
+    excess: Float[Tensor, "layers blocks"] = field(repr=False)
+
+    @property
+    def differs(self) -> bool:
+        """Whether the caches differ by more than numerics."""
+        return self.first is not None or bool(self.texts)
+
+    @property
+    def confidence(self) -> float:
+        """In the kind."""
+        return self.causes[0].confidence if self.causes else 1.0
+
+    @property
+    def verdict(self) -> str:
+        """In a sentence."""
+        if not self.differs:
+            most = float(self.distances.max()) if self.distances.numel() else 0.0
+            return f"Alike: nothing differs by more than numerics (relative distance {most:.2g} at most)."
+        if self.first is None:
+            return f"They differ: {self.kind}. {self.texts[0].sentence}"
+        return f"They differ: {self.kind}, first in {self.first}."
+
+    def as_mapping(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "verdict": "differ" if self.differs else "alike",
+            "kind": self.kind,
+            "confidence": self.confidence,
+            "caches": list(self.names),
+            "slots": self.slots,
+            "block": self.block,
+            "layers": list(self.layers),
+            "first": None if self.first is None else _finite(vars(self.first)),
+            "worst": None if self.worst is None else _finite(vars(self.worst)),
+            "causes": [{**vars(cause), "layers": list(cause.layers)} for cause in self.causes],
+            "texts": [vars(text) for text in self.texts],
+            "floor": vars(self.floor),
+            "effect": None if self.effect is None else vars(self.effect),
+        }
+
+    def __str__(self) -> str:
+        lines = [self.verdict]
+        lines += [f"  {text.sentence}" for text in self.texts if self.first is not None]
+        if self.first is not None and self.worst is not None:
+            lines.append(f"  worst: {self.worst}, off by {self.worst.distance:.3g} of its size")
+        lines += [f"  {cause}" for cause in self.causes]
+        if self.effect is not None:
+            lines.append(f"  {self.effect}")
+        return "\n".join(lines)
+
+    def _facts(self) -> Iterable[str]:
+        yield self.kind if self.differs else "alike"
+        yield f"{self.slots} slots"
+        if self.first is not None:
+            yield f"first in {self.first}"
+
+    def _table(self) -> Table:
+        rows = [(cause.kind, number_ranges(cause.layers), cause.slots, cause.confidence) for cause in self.causes]
+        return ("kind", "layers", "slots", "confidence"), rows
+
+
+@checked_arguments
+def diff(
+    cache: AnyCache, reference: AnyCache | Model, *, model: Model | None = None, block: AtLeastOne | None = None
+) -> CacheDifference:
+    """How a cache differs from another one of the same model, which is taken to be right.
+
+    Args:
+        reference: the right cache; or the model, which then reads the cache's tokens at their positions again.
+        model: names the rotation of keys, and says what the difference does to its output.
+        block: slots in a block; what a file says, or 16, by default.
+
+    Raises:
+        UserError: the caches are of other shapes, or have different numbers of rows; or a model cannot read the tokens.
+    """
+    if isinstance(reference, Model):
+        model, reference = reference, reference_of(reference, cache)
+    _refuse_other_shape(cache, reference)
+    block = block or _block_of(cache) or _block_of(reference) or BLOCK
+    count, texts = compared_slots(cache.ledger, reference.ledger)
+    floor = floor_of(cache, reference)
+    distances = _measured(cache, reference, count)
+    damage = damage_of(distances, floor, block)
+    rotaries = model.lanes.rotaries if model is not None else None
+    causes = list(_causes(cache, reference, damage, count, block, rotaries))
+    first, worst = _first(distances, damage, block), _worst(distances, damage, block)
+    kind = causes[0].kind if causes else texts[0].kind if texts else "numerics"
+    return CacheDifference(
+        kind,
+        first,
+        worst,
+        tuple(causes),
+        tuple(texts),
+        tuple(damage.layers),
+        (_name(cache), _name(reference)),
+        count,
+        block,
+        floor,
+        None if model is None or texts else effect_of(model, cache, reference),
+        _by_block(distances.parts, count, block),
+        _by_block(damage.excess, count, block),
+    )
+
+
+def _measured(cache: AnyCache, reference: AnyCache, count: int) -> Distances:
+    def distances(number: int) -> Mapping[str, Tensor]:  # a function, so that no layer outlives it
+        held, right = (_cut(one.layers[number], count) for one in (cache, reference))
+        return distances_of_layer(held, right, compared(cache.ledger, reference.ledger, number, count))
+
+    return Distances(tuple(map(distances, range(len(cache.layers)))))
+
+
+def _cut(layer: Layer, count: int) -> dict[str, Tensor]:
+    return {part: tensor[:, :, :count] for part, tensor in layer.items()}
+
+
+def _causes(
+    cache: AnyCache,
+    reference: AnyCache,
+    damage: DamagedPlaces,
+    count: int,
+    block: int,
+    rotaries: Sequence[Rotary | None] | None,
+) -> Iterator[Cause]:
+    """What happened, layer by layer; the same cause of several layers is one."""
+    found: dict[str, list[tuple[int, str, Explanation, Explanation]]] = defaultdict(list)
+
+    def explain(layer: int) -> None:  # a function, so that no layer outlives it
+        held, right = (_cut(one.layers[layer], count) for one in (cache, reference))
+        for row in range(cache.ledger.batch):
+            places = {part: where[row] for part, where in damage.places[layer].items()}
+            if not any(bool(where.any()) for where in places.values()):
+                continue
+            damaged = Damaged(
+                {part: tensor[row].float() for part, tensor in held.items()},
+                {part: tensor[row].float() for part, tensor in right.items()},
+                places,
+                damage.noise[layer],
+                reference.ledger.origins[row, :count],
+                block,
+                rotaries[layer] if rotaries is not None else None,
+            )
+            for some, ranked in _explained(damaged):
+                second = next((one for one in ranked if one.kind != ranked[0].kind), NOTHING)
+                found[ranked[0].kind].append((layer, slots_in_words(some.slots), ranked[0], second))
+
+    for layer in _chosen(damage):
+        explain(layer)
+    for kind, entries in sorted(found.items(), key=lambda item: min(entry[0] for entry in item[1])):
+        layer, slots, best, second = min(entries, key=lambda entry: (entry[0], entry[2].score))
+        yield Cause(
+            kind,
+            tuple(sorted({entry[0] for entry in entries})),
+            slots,
+            best.evidence,
+            best.left,
+            _control(best, second),
+            _confidence(best, second),
+            best.numbers,
+        )
+
+
+def _explained(damaged: Damaged) -> Iterator[tuple[Damaged, list[Explanation]]]:
+    """All damage of a layer by one explanation; or, where none explains it, run of slots by run of slots."""
+    ranked = explanations(damaged)
+    if ranked[0].score <= _WELL:
+        yield damaged, ranked
+        return
+    where = torch.zeros(damaged.count, dtype=torch.bool)
+    where[damaged.slots] = True
+    pieces = list(runs(where, damaged.block))
+    if len(pieces) < 2:
+        yield damaged, ranked
+        return
+    for piece in pieces[:MOST_EXPLAINED]:
+        some = damaged.within(piece)
+        yield some, explanations(some)
+
+
+def _control(best: Explanation, second: Explanation) -> str:
+    nearest = f"The nearest hypothesis, {second.kind}, leaves {second.left:.0%} of the difference."
+    if second.kind == "unknown":
+        return "No other hypothesis explains half of the difference."
+    if best.kind in GUESSED:
+        return nearest
+    return f"It leaves {best.left:.1%} of the difference unexplained, and the next, {second.kind}, {second.left:.0%}."
+
+
+def _confidence(best: Explanation, second: Explanation) -> float:
+    """How much more the second best leaves: 1 where it leaves half or more, and the best nothing."""
+    if best.kind in GUESSED:
+        return 0.0 if best.kind == "unknown" else round(min(0.9, max(0.3, second.left)), 3)
+    return round(max(0.0, 1 - best.score / max(min(second.score, NOTHING.score), 1e-9)), 3)
+
+
+def _chosen(damage: DamagedPlaces) -> list[int]:
+    """The layers that are explained."""
+    layers = damage.layers
+    if len(layers) <= MOST_EXPLAINED:
+        return layers
+    places = torch.linspace(0, len(layers) - 1, MOST_EXPLAINED).round().long().tolist()
+    return [layers[place] for place in dict.fromkeys(places)]
+
+
+def _first(distances: Distances, damage: DamagedPlaces, block: int) -> DifferentPlace | None:
+    for layer in damage.layers:
+        places = damage.places[layer]
+        row, slot, part, head = min(
+            (row, slot, part, head) for part, where in places.items() for row, head, slot in where.nonzero().tolist()
+        )
+        return _place(distances, damage, block, row, layer, part, head, slot)
+    return None
+
+
+def _worst(distances: Distances, damage: DamagedPlaces, block: int) -> DifferentPlace | None:
+    worst: tuple[float, int, int, str, int, int] | None = None
+    for layer in damage.layers:
+        for part, where in damage.places[layer].items():
+            off = distances.parts[layer][part].masked_fill(~where, -1.0)
+            row, head, slot = (int(axis) for axis in torch.unravel_index(off.argmax(), off.shape))
+            if worst is None or float(off[row, head, slot]) > worst[0]:
+                worst = float(off[row, head, slot]), row, layer, part, head, slot
+    return None if worst is None else _place(distances, damage, block, worst[1], *worst[2:])
+
+
+def _place(
+    distances: Distances, damage: DamagedPlaces, block: int, row: int, layer: int, part: str, head: int, slot: int
+) -> DifferentPlace:
+    off, excess = (some[layer][part][row, head, slot] for some in (distances.parts, damage.excess))
+    return DifferentPlace(row, layer, part, head, slot, slot // block, float(off), float(excess))
+
+
+def _by_block(parts: Sequence[Mapping[str, Tensor]], count: int, block: int) -> Float[Tensor, "layers blocks"]:
+    """The largest number of each layer in each block."""
+    table = torch.zeros(len(parts), max(1, -(-count // block)))
+    blocks = torch.arange(count) // block
+    for number, layer in enumerate(parts):
+        for off in layer.values():
+            table[number].scatter_reduce_(0, blocks, off.flatten(0, 1).amax(0), "amax")
+    return table
+
+
+def _refuse_other_shape(cache: AnyCache, reference: AnyCache) -> None:
+    shapes = [tuple(map(shape_of, (one.layers[0], one.layers[len(one.layers) - 1]))) for one in (cache, reference)]
+    counts = [len(one.layers) for one in (cache, reference)]
+    if counts[0] != counts[1] or shapes[0] != shapes[1]:
+        raise UserError(
+            f"The first cache has {counts[0]} layers of {described(shapes[0])}, the second {counts[1]} of "
+            f"{described(shapes[1])}; compare caches of one model."
+        )
+
+
+def _block_of(cache: AnyCache) -> int | None:
+    return cache.block if isinstance(cache, StoredCache) else None
+
+
+def _name(cache: AnyCache) -> str:
+    return cache.origin if isinstance(cache, StoredCache) else "a cache in memory"
+
+
+def _finite(fields: Mapping[str, object]) -> dict[str, object]:
+    """For JSON, which knows no infinity."""
+    return {name: min(value, 1e9) if isinstance(value, float) else value for name, value in fields.items()}

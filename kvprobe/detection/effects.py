@@ -1,0 +1,102 @@
+"""What a difference between two caches does to the model's output."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.entries import entries
+from kvprobe.cache.stored import StoredCache
+from kvprobe.detection.columns import AnyCache
+from kvprobe.inference.model import Model
+from kvprobe.inference.sweep import first_divergence
+from kvprobe.text.tokens import Tokens
+
+NEW = 16
+"""Tokens that are written greedily."""
+
+
+@dataclass(frozen=True)
+class OutputEffect:
+    """What the model says after one cache, held against what it says after the reference.
+
+    Attributes:
+        kl: of the next token's distribution, in nats; None where a number is not finite.
+        top: whether the likeliest next token is the same.
+        divergence: index of the first token, of those written greedily, that differs; None if none does.
+        tokens: how many were written.
+    """
+
+    kl: float | None
+    top: bool
+    divergence: int | None
+    tokens: int
+
+    def __str__(self) -> str:
+        if self.kl is None:
+            return "Output: the model's logits are not finite."
+        top = "the same" if self.top else "another"
+        written = (
+            f"all {self.tokens} tokens written greedily are the same"
+            if self.divergence is None
+            else f"of {self.tokens} tokens written greedily, number {self.divergence} is the first that differs"
+        )
+        return f"Output: the next token's distribution moves by {self.kl:.2g} nats (KL), its mode is {top}; {written}."
+
+
+def reference_of(model: Model, cache: AnyCache) -> KVCache:
+    """What the model computes of a cache's tokens, at the positions at which its keys were computed.
+
+    Raises:
+        UserError: the model cannot read these tokens.
+    """
+    ledger = cache.ledger
+    rows = [_row(cache, row) for row in range(ledger.batch)]
+    return model.prefill(rows)
+
+
+def effect_of(model: Model, cache: AnyCache, reference: AnyCache) -> OutputEffect | None:
+    """Read the last token of the first row again, after each of the caches, and go on greedily."""
+    ledger = reference.ledger
+    if ledger.slots < 2 or bool(ledger.padding[0].any()):
+        return None
+    last = Tokens.of([int(ledger.tokens[0, -1])], start=int(ledger.positions[0, -1]))
+    logits: list[Tensor] = []
+    written: list[list[int]] = []
+    for one in (cache, reference):
+        held = (one.cache() if isinstance(one, StoredCache) else one).rows([0])
+        held = replace(held, made_by=model.lanes.maker).to(model.lanes.device)
+        layers = tuple({part: tensor.to(model.lanes.dtype) for part, tensor in layer.items()} for layer in held.layers)
+        before = replace(held, layers=layers).rewind(slots=held.slots - 1)
+        if not all(bool(tensor.isfinite().all()) for tensor in before.tensors):
+            return OutputEffect(None, False, 0, 0)
+        logits.append(_next(model, before, last))
+        written.append(_written(model, before, last))
+    found, right = (some.double().log_softmax(-1) for some in logits)
+    kl = float((right.exp() * (right - found)).sum())
+    return OutputEffect(max(0.0, kl), int(found.argmax()) == int(right.argmax()), first_divergence(*written), NEW)
+
+
+def _row(cache: AnyCache, row: int) -> Tokens:
+    ledger = cache.ledger
+    held = ~ledger.padding[row]
+    run = Tokens.of(entries(ledger.tokens[row, held], int))
+    return replace(run, positions=entries(ledger.origins[row, held], int))
+
+
+def _next(model: Model, cache: KVCache, token: Tokens) -> Float[Tensor, "vocab"]:
+    with torch.no_grad():
+        return model.extend(cache, [token])[1][0, -1].float()
+
+
+def _written(model: Model, cache: KVCache, token: Tokens) -> list[int]:
+    """The tokens that follow, each the likeliest."""
+    said: list[int] = []
+    for _ in range(NEW):
+        with torch.no_grad():
+            cache, logits = model.extend(cache, [token])
+        said.append(int(logits[0, -1].argmax()))
+        token = Tokens.of([said[-1]], start=int(cache.ledger.following[0]))
+    return said

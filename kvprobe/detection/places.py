@@ -1,0 +1,197 @@
+"""Where two caches differ by more than numerics.
+
+What a slot holds in one cache is at a relative distance from what it holds in the other. Benign differences (another
+order of sums, another precision) are everywhere, much the same in all slots of a layer and head, and grow with depth;
+once a slot differs, it differs in all deeper layers, which are computed from it. A fault breaks one of these. So the
+noise of a pair is measured in the pair itself, layer by layer, and capped by what such pairs were measured to have.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kvprobe.cache.layer import Layer
+from kvprobe.detection.floors_of_pairs import Floor
+
+SLOT_LIMIT, BLOCK_LIMIT = 30.0, 5.0
+"""How many times the noise of its layer and head a slot may be off, and the median of the slots of a block. Of benign
+pairs none was off by more than 13 and 3 times."""
+NEWBORN = 8.0
+"""How many steps of the coarser precision a slot may be off in the first layer in which it differs at all."""
+RISE = 4.0
+"""How many times the noise of the layers around it that of a layer may be."""
+_AROUND = 2
+_HEALED = 2
+"""So many deeper layers must be equal, bit for bit, for a difference not to come from computing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Distances:
+    """How far what each slot holds is off, by layer and part.
+
+    Attributes:
+        parts: ‖difference‖ / ‖reference‖, infinite where a number is not finite; a norm counts at least as the median
+            of its head. 0 where a slot is not compared.
+    """
+
+    parts: tuple[Mapping[str, Float[Tensor, "rows _ slots"]], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class DamagedPlaces:
+    """The places that differ by more than numerics, by layer and part.
+
+    Attributes:
+        places: which they are.
+        excess: distances as multiples of what is allowed.
+        noise: the pair's own, relative, by head.
+    """
+
+    places: tuple[Mapping[str, Bool[Tensor, "rows _ slots"]], ...]
+    excess: tuple[Mapping[str, Float[Tensor, "rows _ slots"]], ...]
+    noise: tuple[Mapping[str, Float[Tensor, "_"]], ...]
+
+    @property
+    def layers(self) -> list[int]:
+        """Layers in which some place differs."""
+        return [number for number, parts in enumerate(self.places) if any(bool(one.any()) for one in parts.values())]
+
+
+def distances_of_layer(
+    layer: Layer, reference: Layer, compared: Bool[Tensor, "rows _ slots"]
+) -> dict[str, Float[Tensor, "rows _ slots"]]:
+    """The relative distances of the parts of one layer; a head is in memory at a time, beside the layers."""
+    found: dict[str, Tensor] = {}
+    for part, right in reference.items():
+        off = torch.zeros(right.shape[:3])
+        for row in range(right.shape[0]):
+            for head in range(right.shape[1]):
+                chosen = compared[row, head if compared.shape[1] > 1 else 0]
+                if not bool(chosen.any()):
+                    continue
+                expected = right[row, head].float()
+                size = expected.norm(dim=-1)
+                typical = size[chosen & size.isfinite()]
+                least = typical.median() if len(typical) else torch.ones(())
+                size = torch.maximum(size, least.clamp(min=1e-30))
+                distance = (layer[part][row, head].float() - expected).norm(dim=-1) / size
+                off[row, head] = distance.nan_to_num(torch.inf, torch.inf) * chosen
+                off[row, head][~chosen] = 0.0
+        found[part] = off
+    return found
+
+
+def damage_of(distances: Distances, floor: Floor, block: int) -> DamagedPlaces:
+    """The places at which two caches differ by more than numerics.
+
+    Args:
+        floor: what pairs like this one were measured to have.
+        block: slots in a block.
+    """
+    present = [number for number, parts in enumerate(distances.parts) if parts]
+    differing = {number: _any(distances.parts[number]) for number in present}
+    healed, newborn = _healed(present, differing), _newborn(present, differing)
+    own = {
+        number: {part: _noise(off, ~healed[number]) for part, off in distances.parts[number].items()}
+        for number in present
+    }
+    places: list[Mapping[str, Tensor]] = []
+    excesses: list[Mapping[str, Tensor]] = []
+    noises: list[Mapping[str, Tensor]] = []
+    for number, parts in enumerate(distances.parts):
+        if not parts:
+            places.append({})
+            excesses.append({})
+            noises.append({})
+            continue
+        noise = {part: _capped(own, present, number, part, floor) for part in parts}
+        excess: dict[str, Tensor] = {}
+        for part, off in parts.items():
+            limit = SLOT_LIMIT * noise[part][None, :, None].expand_as(off)
+            young = newborn[number][:, None].expand_as(off)
+            limit = torch.where(young, torch.full_like(limit, NEWBORN * floor.step), limit)
+            over = off / limit.clamp(min=1e-12)
+            over = torch.where((healed[number][:, None]) & (off > 0), over.clamp(min=0) + 1.0 + 1e-6, over)
+            by_block = _block_medians(off, block) / (BLOCK_LIMIT * noise[part][None, :, None]).clamp(min=1e-12)
+            by_block = torch.where(young | (off <= BLOCK_LIMIT * noise[part][None, :, None]), 0.0, by_block)
+            excess[part] = torch.maximum(over, by_block).nan_to_num(torch.inf, torch.inf)
+        places.append({part: over > 1 for part, over in excess.items()})
+        excesses.append(excess)
+        noises.append(noise)
+    return DamagedPlaces(tuple(places), tuple(excesses), tuple(noises))
+
+
+def runs(struck: Bool[Tensor, "slots"], joined: int = 1) -> Iterator[range]:
+    """The runs of struck slots; those less than `joined` apart are one."""
+    start = last = None
+    for slot in struck.nonzero()[:, 0].tolist():
+        if start is None or last is None:
+            start = slot
+        elif slot - last > joined:
+            yield range(start, last + 1)
+            start = slot
+        last = slot
+    if start is not None and last is not None:
+        yield range(start, last + 1)
+
+
+def _any(parts: Mapping[str, Tensor]) -> Bool[Tensor, "rows slots"]:
+    return torch.stack([(off > 0).any(1) for off in parts.values()]).any(0)
+
+
+def _healed(present: Sequence[int], differing: Mapping[int, Tensor]) -> dict[int, Bool[Tensor, "rows slots"]]:
+    """Slots that differ in a layer and are equal in all of the next ones."""
+    healed: dict[int, Tensor] = {}
+    for place, number in enumerate(present):
+        after = present[place + 1 : place + 1 + _HEALED]
+        equal = torch.stack([~differing[other] for other in after]).all(0) if after else differing[number] & False
+        healed[number] = differing[number] & equal
+    return healed
+
+
+def _newborn(present: Sequence[int], differing: Mapping[int, Tensor]) -> dict[int, Bool[Tensor, "rows slots"]]:
+    """Slots that differ in a layer and in none before it; in the first layer none counts."""
+    before = torch.ones_like(differing[present[0]])
+    born: dict[int, Tensor] = {}
+    for place, number in enumerate(present):
+        born[number] = differing[number] & ~before
+        before = differing[number] if place == 0 else before | differing[number]
+    return born
+
+
+def _noise(off: Float[Tensor, "rows heads slots"], counts: Bool[Tensor, "rows slots"]) -> Float[Tensor, "heads"]:
+    """The median of the distances of each head that are not zero; 0 where all are."""
+    by_head = off.transpose(0, 1).flatten(1)
+    chosen = (by_head > 0) & by_head.isfinite() & counts.flatten()
+    medians = [
+        head[some].median() if bool(some.any()) else torch.zeros(()) for head, some in zip(by_head, chosen, strict=True)
+    ]
+    return torch.stack(medians)
+
+
+def _capped(
+    own: Mapping[int, Mapping[str, Tensor]], present: Sequence[int], number: int, part: str, floor: Floor
+) -> Float[Tensor, "heads"]:
+    """The noise of a layer's part, at most that of the layers around it times `RISE`, and that of such pairs."""
+    noise, place = own[number][part], present.index(number)
+    around = [
+        other
+        for other in present[max(0, place - _AROUND) : place + _AROUND + 1]
+        if other != number and part in own[other]
+    ]
+    most = [max((float(own[other][part].median()) for other in around), default=torch.inf)]
+    every = [float(parts[part].median()) for parts in own.values() if part in parts]
+    if positive := [one for one in every if one > 0]:
+        most.append(2 * float(torch.tensor(positive).median()))
+    least = floor.step / SLOT_LIMIT * NEWBORN
+    return noise.clamp(max=max(least, RISE * min(most))).clamp(max=floor.of(part))
+
+
+def _block_medians(off: Float[Tensor, "rows heads slots"], block: int) -> Float[Tensor, "rows heads slots"]:
+    """The median of each block in place of its slots; 0 in a last one that is not full."""
+    whole = off.shape[2] // block * block
+    medians = off[:, :, :whole].unflatten(2, (-1, block)).median(-1, keepdim=True).values.expand(-1, -1, -1, block)
+    return torch.nn.functional.pad(medians.flatten(2), (0, off.shape[2] - whole))

@@ -1,0 +1,117 @@
+"""Whether two caches are of the same text, and which of their slots are compared."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from kvprobe.cache.ledger import Ledger
+from kvprobe.errors import UserError
+
+_SHOWN, _MOST = 8, 20_000
+
+
+@dataclass(frozen=True)
+class TextDifference:
+    """Where the tokens of two caches differ.
+
+    Attributes:
+        kind: the first cache lacks slots or has more, or the tokens are others.
+        row: of the batch.
+        slot: the first that differs.
+        sentence: what differs.
+    """
+
+    kind: str
+    row: int
+    slot: int
+    sentence: str
+
+
+def compared_slots(one: Ledger, other: Ledger) -> tuple[int, list[TextDifference]]:
+    """How many slots from the first on are compared, those of all rows that hold the same tokens; and what differs
+    behind them.
+
+    Raises:
+        UserError: the caches have different numbers of rows, or no first slot in common.
+    """
+    if one.batch != other.batch:
+        raise UserError(
+            f"The caches have {one.batch} and {other.batch} rows; compare as many of each, chosen with KVCache.rows."
+        )
+    common, differences = min(one.slots, other.slots), list[TextDifference]()
+    for row in range(one.batch):
+        first, second = _filled(one, row), _filled(other, row)
+        length = next(
+            (place for place, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]),
+            min(len(first), len(second)),
+        )
+        if length == len(first) == len(second):
+            continue
+        common = min(common, length)
+        differences.append(_difference(row, length, first, second))
+    return common, differences
+
+
+def compared(one: Ledger, other: Ledger, layer: int, count: int) -> Bool[Tensor, "rows heads slots"]:
+    """The slots of a layer that hold a token and are live in both caches; the head axis is 1 where all heads agree."""
+    masks: list[Tensor] = []
+    for ledger in (one, other):
+        live = ledger.live[layer if ledger.live.shape[0] > 1 else 0]
+        masks.append((live & ~ledger.padding[:, None])[..., :count])
+    return masks[0] & masks[1]
+
+
+def _filled(ledger: Ledger, row: int) -> list[tuple[int, int]]:
+    """Token and position of the key of each slot."""
+    held = ~ledger.padding[row]
+    count = int(held.nonzero()[-1]) + 1 if bool(held.any()) else 0
+    return list(zip(ledger.tokens[row, :count].tolist(), ledger.origins[row, :count].tolist(), strict=True))
+
+
+def _difference(
+    row: int, slot: int, first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]
+) -> TextDifference:
+    at = f"row {row}, slot {slot}" if row else f"slot {slot}"
+    if slot == min(len(first), len(second)):
+        fewer = len(first) < len(second)
+        return TextDifference(
+            "truncated",
+            row,
+            slot,
+            f"The {'first' if fewer else 'second'} cache ends at {at}; the other has {abs(len(first) - len(second))} "
+            "slots more, with the same tokens before.",
+        )
+    ids, others = ([token for token, _ in some] for some in (first, second))
+    if ids[slot] == others[slot]:
+        places = first[slot][1], second[slot][1]
+        return TextDifference(
+            "position shift",
+            row,
+            slot,
+            f"From {at} on the ledgers name other positions for the same tokens: {places[0]} and {places[1]}.",
+        )
+    matcher = SequenceMatcher(None, ids[slot : slot + _MOST], others[slot : slot + _MOST], autojunk=False)
+    blocks = [block for block in matcher.get_matching_blocks() if block.size]
+    shared = sum(block.size for block in blocks)
+    rest = max(len(ids), len(others)) - slot
+    again = (
+        f"; slot {slot + blocks[0].a} of the first is slot {slot + blocks[0].b} of the second again" if blocks else ""
+    )
+    alike = shared >= 0.5 * rest
+    return TextDifference(
+        "another tokenisation" if alike else "another text",
+        row,
+        slot,
+        f"At {at} the first cache has tokens {ids[slot : slot + _SHOWN]}, the second "
+        f"{others[slot : slot + _SHOWN]}{again}; {shared} of {rest} tokens from there on are the same.",
+    )
+
+
+def same_prefix(ledger: Ledger, count: int) -> Ledger:
+    """The ledger of the first slots."""
+    slots = torch.arange(count).expand(ledger.batch, -1)
+    return ledger.take(slots, ledger.padding[:, :count])

@@ -1,0 +1,230 @@
+"""Two caches side by side: benign pairs are alike, and what was planted is found where it is, by its kind."""
+
+import json
+import re
+from dataclasses import replace
+from html import escape
+from pathlib import Path
+from weakref import WeakSet
+
+import numpy as np
+import pytest
+import torch
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.layer import Layer
+from kvprobe.cache.stored import LazyLayers, StoredCache
+from kvprobe.detection.diff import diff
+from kvprobe.faults import (
+    BitFlips,
+    ChannelOrder,
+    Draws,
+    Fault,
+    FaultContext,
+    ForeignBlock,
+    ForeignScales,
+    Misread,
+    NotANumber,
+    OverlappingKV,
+    PositionShift,
+    QuantisationNoise,
+    Scaled,
+    Scope,
+    StaleBlock,
+    WrongPointers,
+    Zeros,
+)
+from kvprobe.inference.model import Model, load
+from kvprobe.report.views.diff import save_diff
+from tests.models import llama
+from tests.refusals import refused
+
+RNG = np.random.default_rng(5)
+IDS = RNG.integers(1, 60, 96).tolist()
+LAYER, BLOCK = 1, range(32, 48)
+SCOPE = Scope(layers=(LAYER,), slots=BLOCK)
+KEYS = replace(SCOPE, parts="k")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Model:
+    """A tiny Llama whose weights are large, so that what a slot sees is felt."""
+    plain = llama(head_dim=32).lanes.plain
+    for parameter in plain.parameters():
+        if parameter.ndim == 2:
+            parameter.data *= 3
+    return load(plain)
+
+
+@pytest.fixture(scope="module")
+def right(tiny: Model) -> KVCache:
+    return tiny.prefill(IDS)
+
+
+@pytest.fixture(scope="module")
+def chunked(tiny: Model) -> KVCache:
+    return tiny.extend(tiny.prefill(IDS[:40]), [IDS[40:]])[0]
+
+
+@pytest.fixture(scope="module")
+def context(tiny: Model, right: KVCache) -> FaultContext:
+    other = tiny.prefill(np.random.default_rng(6).integers(1, 60, 96).tolist())
+    return FaultContext(right, {"distractor": other}, tiny.lanes.rotaries)
+
+
+def struck(fault: Fault, cache: KVCache, context: FaultContext) -> KVCache:
+    return fault.corrupt(cache, [Draws(seed=1)], [context])
+
+
+FAULTS: dict[str, tuple[Fault, str]] = {
+    "zeros": (Zeros(scope=SCOPE), "zeroed"),
+    "NaN": (NotANumber(scope=SCOPE), "not finite"),
+    "factor": (Scaled(1.5, scope=SCOPE), "scale error"),
+    "scales of others": (ForeignScales(scope=SCOPE), "scale error"),
+    "8 bits": (QuantisationNoise(8, scope=SCOPE), "quantisation"),
+    "4 bits": (QuantisationNoise(4, scope=SCOPE), "quantisation"),
+    "another text": (ForeignBlock(scope=SCOPE), "foreign prefix"),
+    "what was there before": (StaleBlock(scope=SCOPE), "stale"),
+    "another block": (WrongPointers("repeated", scope=SCOPE), "repeated blocks"),
+    "two blocks": (WrongPointers(scope=replace(KEYS, slots=range(32, 64))), "permuted blocks"),
+    "positions": (PositionShift(7, scope=KEYS), "position shift"),
+    "K over V": (OverlappingKV(last="k", scope=SCOPE), "K and V swapped"),
+    "layout": (Misread(scope=SCOPE), "K and V interleaved"),
+    "channels": (ChannelOrder(scope=KEYS), "channel order"),
+    "sign": (BitFlips(field="sign", scope=replace(KEYS, unit="number", count=1)), "bit flip"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_was_planted_is_found_in_its_layer_and_slots_by_its_kind(
+    name: str, right: KVCache, chunked: KVCache, context: FaultContext
+):
+    fault, kind = FAULTS[name]
+    found = diff(struck(fault, chunked, context), right)
+    assert found.differs
+    assert found.kind == kind, str(found)
+    assert found.layers == (LAYER,)
+    assert found.first is not None
+    assert found.worst is not None
+    assert {found.first.slot, found.worst.slot} <= set(fault.scope.slots or ())
+    assert found.confidence > 0.3
+    assert str(found.causes[0]) in str(found)
+
+
+def test_shift_factor_and_bit_are_said(right: KVCache, context: FaultContext):
+    """Without the model, the rotation is recognised by the angles between the pairs of a key."""
+
+    def numbers(fault: Fault) -> dict[str, float | int | str]:
+        return dict(diff(struck(fault, right, context), right).causes[0].numbers)
+
+    assert numbers(PositionShift(-11, scope=KEYS))["shift"] == -11
+    assert numbers(Scaled(0.25, scope=SCOPE))["factor"] == pytest.approx(0.25, rel=1e-4)
+    flip = numbers(BitFlips(bit=29, scope=replace(KEYS, unit="number", count=1)))
+    assert (flip["bit"], flip["stored"], flip["field"]) == (29, "fp32", "exponent")
+    brain = numbers(BitFlips("bf16", bit=6, scope=replace(KEYS, unit="number", count=1)))
+    assert (brain["bit"], brain["stored"], brain["field"]) == (6, "bf16", "mantissa")
+
+
+def test_benign_pairs_are_alike(tiny: Model, right: KVCache, chunked: KVCache):
+    batch = tiny.prefill([IDS, IDS[::-1]]).rows([0])
+    half = replace(
+        right, layers=tuple({part: held.bfloat16() for part, held in layer.items()} for layer in right.layers)
+    )
+    for other in (right, chunked, batch, half):
+        found = diff(other, right)
+        assert not found.differs, str(found)
+        assert found.kind == "numerics"
+
+
+def test_the_model_is_a_reference_and_says_what_it_would_write(tiny: Model, right: KVCache, context: FaultContext):
+    same = diff(right, tiny)
+    assert not same.differs
+    assert same.effect is not None
+    assert same.effect.top
+    assert same.effect.kl == pytest.approx(0, abs=1e-6)
+    assert same.effect.divergence is None
+    wrong = diff(struck(Scaled(8.0, scope=replace(SCOPE, parts="v")), right, context), tiny)
+    assert wrong.kind == "scale error"
+    assert wrong.effect is not None
+    assert wrong.effect.kl is not None
+    assert wrong.effect.kl > 1e-4
+
+
+def test_other_tokens_end_the_comparison_where_they_begin(tiny: Model, right: KVCache):
+    kinds = {
+        "truncated": IDS[:80],
+        "another tokenisation": [*IDS[:50], 7, 7, *IDS[51:]],
+        "another text": [*IDS[:50], *IDS[:46:-1]],
+    }
+    for kind, ids in kinds.items():
+        found = diff(tiny.prefill(ids), right)
+        assert (found.kind, found.first, found.differs) == (kind, None, True)
+        assert found.texts[0].slot in (80, 50)
+        assert found.slots == found.texts[0].slot
+
+
+def test_one_layer_of_each_is_in_memory_at_a_time(right: KVCache, chunked: KVCache, context: FaultContext):
+    wrong = struck(Zeros(scope=SCOPE), chunked, context)
+    held: WeakSet[torch.Tensor] = WeakSet()
+    most = 0
+
+    def stored(cache: KVCache) -> StoredCache:
+        def read(number: int) -> Layer:
+            nonlocal most
+            layer = {part: tensor.clone() for part, tensor in cache.layers[number].items()}
+            for tensor in layer.values():
+                held.add(tensor)
+            most = max(most, len(held))
+            return layer
+
+        return StoredCache(LazyLayers(len(cache.layers), read), cache.ledger, "a file of a test")
+
+    assert str(diff(stored(wrong), stored(right))) == str(diff(wrong, right))
+    assert most <= 6  # of two layers of one and one of the other, K and V
+
+
+def test_other_shapes_and_rows_are_refused(tiny: Model, right: KVCache):
+    refused(lambda: diff(right.fork(2), right), "2 and 1 rows")
+    shorter = replace(right, layers=right.layers[:1])
+    refused(lambda: diff(shorter, right), "compare caches of one model")
+
+
+def test_the_command_has_exit_codes_a_page_and_json(
+    right: KVCache,
+    context: FaultContext,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    from kvprobe.cli.entry import main
+
+    wrong = struck(Zeros(scope=SCOPE), right, context)
+    for name, cache in (("right", right), ("wrong", wrong)):
+        replace(cache, made_by=None).save(tmp_path / name)
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["kvprobe", "diff", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            main()
+        out = capsys.readouterr()
+        return int(left.value.code or 0), out.out, out.err
+
+    assert run(tmp_path / "right", tmp_path / "right")[:2] == (0, str(diff(right, right)) + "\n")
+    page = tmp_path / "diff.html"
+    code, printed, _ = run(tmp_path / "wrong", tmp_path / "right", "--json", "--out", page)
+    said = json.loads(printed)
+    assert (code, said["verdict"], said["kind"]) == (1, "differ", "zeroed")
+    assert (said["first"]["layer"], said["first"]["slot"]) == (LAYER, BLOCK.start)
+    assert escape(said["causes"][0]["evidence"], quote=False) in page.read_text()
+    code, _, error = run(tmp_path / "nothing", tmp_path / "right")
+    assert code == 2
+    assert "nothing" in error
+    assert run(tmp_path / "right")[0] == 2
+
+
+def test_a_page_shows_where_it_is_and_is_inert(right: KVCache, context: FaultContext, tmp_path: Path):
+    hostile = "<script>alert(1)</script>"
+    layers = struck(Zeros(scope=SCOPE), right, context).layers
+    page = save_diff(diff(StoredCache(layers, right.ledger, hostile), right), tmp_path / "page.html").read_text()
+    assert hostile not in page
+    assert re.search(r"<td><b>zeroed</b></td>", page)
