@@ -57,6 +57,7 @@ MODULES = {
     "guard": "test_guard",
     "ghost_state": "test_ghost_state",
     "detection": "test_detection",
+    "engines": "test_engines",
 }
 """Where each study's tiny run is."""
 AROUND = {

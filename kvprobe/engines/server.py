@@ -246,13 +246,7 @@ def served(
     Raises:
         UserError: xllamacpp is not installed, or it cannot load the file.
     """
-    try:
-        library: Any = import_module("xllamacpp")
-    except ImportError as error:
-        raise UserError(
-            "A llama.cpp server in this process needs xllamacpp, which is not installed; install it with "
-            "pip install 'kvprobe[llamacpp]', or give the URL of a running llama-server."
-        ) from error
+    library = require_xllamacpp()
     if not gguf.is_file():
         raise UserError(f"There is no GGUF file at {gguf}; check the path.")
     with TemporaryDirectory(prefix="kvprobe-slots-") as folder:
@@ -273,6 +267,21 @@ def served(
             yield LlamaServer(server.listening_address, folder=Path(folder))
         finally:
             del server
+
+
+def require_xllamacpp() -> Any:
+    """The package xllamacpp.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        return import_module("xllamacpp")
+    except ImportError as error:
+        raise UserError(
+            "A llama.cpp server in this process needs xllamacpp, which is not installed; install it with "
+            "pip install 'kvprobe[llamacpp]', or give the URL of a running llama-server."
+        ) from error
 
 
 def _summing_to_one(logs: Mapping[int, float]) -> Mapping[int, float]:

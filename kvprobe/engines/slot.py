@@ -258,8 +258,8 @@ def _attention(
         raise UserError("llama.cpp needs a live slot, and no two at one position; leave one in view, or re-index.")
     if positions[-1] != (last := int(cache.ledger.following[0]) - 1):
         raise UserError(
-            f"llama.cpp goes on right after a live slot alone, and the last one, at position {last}, is not live; leave "
-            "it in view, re-index, or hide what comes before once more was read."
+            f"llama.cpp goes on right after a live slot alone, and the last one, at position {last}, is not live; "
+            "leave it in view, re-index, or hide what comes before once more was read."
         )
     place = {position: cell for cell, position in enumerate(memory.positions)}
     cells = torch.tensor([place.get(position, -1) for position in positions])

@@ -92,6 +92,7 @@ STUDIES = {
         "guard",
         "ghost_state",
         "detection",
+        "engines",
     )
 }
 

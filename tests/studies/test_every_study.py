@@ -96,6 +96,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"bugs": ("vllm-39146",)}, "no bug that is not benign called 'vllm-39146'"),
         ({"alarms": 0.0}, "'alarms' has 0; expected percents above 0, up to 50"),
     ],
+    "engines": [
+        ({"model": "ordinal"}, "ordinal has no GGUF file that kvprobe knows; give it as gguf"),
+        ({"gguf": "nowhere.gguf"}, "There is no GGUF file at nowhere.gguf"),
+    ],
     "features": [({"active": 2000}, "'active' is 2000; expected 1 to 1024")],
 }
 """What a study refuses beside numbers that are out of the range of their setting."""
