@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int, Num, Shaped
-from scipy.special import betaincinv, stdtrit
+from scipy.special import bdtr, betaincinv, stdtrit
 
 from kvprobe.errors import UserError
 
@@ -336,6 +336,13 @@ def conformal_rank(scores: int, rate: float) -> int:
     """Which of so many sorted scores, counted from 1, a new one of the same kind exceeds with a probability of at most
     `rate`; more than there are where so few cannot bound it (split conformal prediction; Vovk et al. 2005)."""
     return ceil((scores + 1) * (1 - rate))
+
+
+def ranks_of_quantile(scores: int, rate: float) -> tuple[int, int]:
+    """The 95 % interval of how many of so many scores lie beyond the value that a share of `rate` exceeds: the value
+    lies between two of the sorted scores, of which so many are larger."""
+    below = bdtr(np.arange(scores + 1), scores, rate)
+    return int(np.searchsorted(below, 0.025)), int(np.searchsorted(below, 0.975))
 
 
 def binomial(successes: int | float, trials: int, comparisons: int = 1) -> Estimate:

@@ -1,0 +1,241 @@
+"""Measures how far the caches of one text lie apart when they are computed in different ways, and writes the table
+that `kvprobe.cache.floors` reads.
+
+    python benchmarks/floors.py measure smollm2-135m --texts 200 --out floors/
+    python benchmarks/floors.py measure smollm2-135m --texts 200 --out floors/ --engine llamacpp
+    python benchmarks/floors.py write floors/
+    python benchmarks/floors.py check floors/
+
+`measure` takes the relative distance of each vector, ‖a - b‖ / ‖b‖, of every layer, head and slot, of K and of V, and
+keeps them all. `write` makes the table of the first half of the texts of the models that it learns from; `check` counts
+false alarms on the second half, on longer texts, and on the model that was held out.
+"""
+
+import argparse
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+import kvprobe as kv
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.floors import FILE, Floor, Measured, Place, apart, fitted
+from kvprobe.cache.layer import Layer
+from kvprobe.detection.clean_texts import clean_texts
+from kvprobe.engines.llamacpp import from_slot
+from kvprobe.engines.server import LlamaServer, served
+from kvprobe.inference.model import Model
+from kvprobe.models.catalogue import gguf_of
+from kvprobe.stats import binomial
+from kvprobe.text.tokens import Tokens
+
+CHUNK, DECODED, ROWS = 16, 2, 4
+"""Tokens of a chunk, of the end that is read one at a time, and rows of a batch."""
+CACHES = ("f32", "f16", "q8_0", "q4_0")
+LEARNT, HELD_OUT, FOLDS = ("smollm2-135m", "qwen2.5-coder-0.5b"), "gemma3-270m", 5
+PAIRS: dict[str, tuple[str, ...]] = {
+    "float32 / float32": ("float32 eager", "float32 batched", "float32 portions"),
+    "bfloat16 / bfloat16": ("bfloat16 eager", "bfloat16 portions"),
+    "bfloat16 / float32": ("bfloat16",),
+    "float16 / float32": ("float16",),
+    **{f"llama.cpp {kind} / float32": (f"llama.cpp {kind}",) for kind in CACHES},
+    **{f"llama.cpp {kind} / llama.cpp {kind}": (f"llama.cpp {kind} portions",) for kind in CACHES},
+}
+"""What is measured of each pair; of several ways the largest distance of each vector counts."""
+Layers = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def read(bare: Any, runs: list[list[int]], cuts: tuple[int, ...] = ()) -> list[Layers]:
+    """K and V of each layer, `[1, heads, slots, d]`, of runs that are read as rows of one batch, in portions."""
+    longest = max(map(len, runs))
+    ids = torch.tensor([[*run, *[0] * (longest - len(run))] for run in runs])
+    mask = torch.tensor([[1] * len(run) + [0] * (longest - len(run)) for run in runs]) if len(runs) > 1 else None
+    past = DynamicCache()
+    ends = [0, *cuts, longest]
+    with torch.no_grad():
+        for begin, end in pairwise(ends):
+            bare(ids[:, begin:end], past_key_values=past, attention_mask=mask, logits_to_keep=1)
+    return [
+        [
+            (layer.keys[row : row + 1, :, : len(run)], layer.values[row : row + 1, :, : len(run)])
+            for layer in past.layers
+        ]
+        for row, run in enumerate(runs)
+    ]
+
+
+def as_layers(layers: Layers) -> list[Layer]:
+    return [{"K": keys, "V": values} for keys, values in layers]
+
+
+def distances(ours: Layers, theirs: Layers) -> np.ndarray:
+    return apart(as_layers(ours), as_layers(theirs))
+
+
+def portions(length: int) -> tuple[int, ...]:
+    last = max(1, length - DECODED)
+    return (*range(CHUNK, last, CHUNK), *range(last, length))
+
+
+def in_transformers(model: Model, texts: list[Tokens], half: list[str]) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """Distances of ways to compute, for each text: `float32 eager` and so on to float32 as it is, `bfloat16` to
+    float32, and `bfloat16 eager` and so on to bfloat16."""
+    bare: Any = model.lanes.plain
+    eager = copy.deepcopy(bare)
+    eager.set_attn_implementation("eager")
+    in_half = {name: copy.deepcopy(bare).to(getattr(torch, name)) for name in half}
+    eager_half = {name: copy.deepcopy(bare).to(getattr(torch, name)) for name in half}
+    for other in eager_half.values():
+        other.set_attn_implementation("eager")
+    for start in range(0, len(texts), ROWS):
+        numbers = range(start, min(start + ROWS, len(texts)))
+        runs = [[*texts[number].ids] for number in numbers]
+        batched = read(bare, runs)
+        for row, (number, run) in enumerate(zip(numbers, runs, strict=True)):
+            (true,) = read(bare, [run])
+            found = {
+                "float32 eager": distances(read(eager, [run])[0], true),
+                "float32 batched": distances(batched[row], true),
+            }
+            found["float32 portions"] = distances(read(bare, [run], portions(len(run)))[0], true)
+            if number % 8 == 0:
+                torch.set_num_threads(2)
+                found["float32 threads"] = distances(read(bare, [run])[0], true)
+                torch.set_num_threads(1)
+            for name, other in in_half.items():
+                (own,) = read(other, [run])
+                found[name] = distances(own, true)
+                if name == "bfloat16":
+                    found[f"{name} eager"] = distances(read(eager_half[name], [run])[0], own)
+                    found[f"{name} portions"] = distances(read(other, [run], portions(len(run)))[0], own)
+            yield number, found
+
+
+def in_llama_cpp(model: Model, texts: list[Tokens], name: str) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """Distances of llama.cpp's caches of each type to float32 in transformers, and to themselves where the first half
+    of the text was read before."""
+
+    with TemporaryDirectory() as folder:
+        gguf = gguf_of(name, Path(folder))
+        for kind in CACHES:
+            with served(gguf, cache=kind, context=max(map(len, texts)) + 8, flash=kind != "f32", threads=1) as server:
+
+                def cache_of(run: list[int], ends: tuple[int, ...] = (), server: LlamaServer = server) -> KVCache:
+                    for number, end in enumerate((*ends, len(run))):
+                        server.complete(run[:end], reuse=number > 0)
+                    server.save(0, "run")
+                    return from_slot(server.path("run"), model)
+
+                for number, text in enumerate(texts):
+                    run = [*text.ids]
+                    own, (true,) = cache_of(run), read(model.lanes.plain, [run])
+                    again = cache_of(run, (len(run) // 2, *range(len(run) - DECODED, len(run))))
+                    yield (
+                        number,
+                        {
+                            f"llama.cpp {kind}": apart(own.layers, as_layers(true)),
+                            f"llama.cpp {kind} portions": apart(again.layers, own.layers),
+                        },
+                    )
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    model = kv.load(arguments.model)
+    texts = clean_texts(model, arguments.texts, arguments.longest, np.random.default_rng(arguments.seed))
+    out = arguments.out / arguments.model
+    out.mkdir(parents=True, exist_ok=True)
+    ways = (
+        in_llama_cpp(model, texts, arguments.model)
+        if arguments.engine == "llamacpp"
+        else in_transformers(model, texts, arguments.half)
+    )
+    for number, found in ways:
+        for way, off in found.items():
+            np.save(out / f"{way} {arguments.seed}-{number:03}.npy", off.astype(np.float32))
+        print(number, len(texts[number]), {way: f"{off.max():.1e}" for way, off in found.items()}, flush=True)
+
+
+def texts_of(folder: Path, model: str, ways: tuple[str, ...]) -> list[np.ndarray]:
+    """The distances of each text; of several ways the largest."""
+    of_ways = [
+        {path.stem.rsplit(" ", 1)[1]: path for path in (folder / model).glob(f"{way} [0-9]*-*.npy")} for way in ways
+    ]
+    common = sorted(set.intersection(*map(set, of_ways)))
+    return [np.max([np.load(paths[text]) for paths in of_ways], 0).astype(float) for text in common]
+
+
+def learnt(folder: Path, ways: tuple[str, ...]) -> dict[str, list[np.ndarray]]:
+    texts = {model: texts_of(folder, model, ways) for model in LEARNT}
+    return {model: found for model, found in texts.items() if found}
+
+
+def write(arguments: argparse.Namespace) -> None:
+    known = {pair: fitted(found) for pair, ways in PAIRS.items() if (found := learnt(arguments.folder, ways))}
+    FILE.write_text(json.dumps({pair: asdict(of) for pair, of in known.items()}) + "\n", encoding="utf-8")
+    print(f"{len(known)} pairs, {FILE.stat().st_size / 1e3:.1f} kB\n")
+    print("| pair | texts | usual | allowed |\n|---|---|---|---|")
+    for pair, of in known.items():
+        floor, usual = Floor(pair, "", (of,)), of.at("V", 0.5)
+        most = floor.times(100, place="vector")
+        ends = " to ".join(f"{usual * end:.1e}" for end in (most.low, most.high))
+        print(f"| {pair} | {of.tails['vector'].caches} | {usual:.1e} | {usual * most.mean:.1e} ({ends}) |")
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """False alarms: of texts of the same models in five folds, and of the model that was held out."""
+    for pair, ways in PAIRS.items():
+        found = learnt(arguments.folder, ways)
+        if not found:
+            continue
+        tested: dict[str, list[tuple[Measured, np.ndarray]]] = {"new texts": [], HELD_OUT: []}
+        for fold in range(FOLDS):
+            part = fitted(
+                {model: [one for n, one in enumerate(texts) if n % FOLDS != fold] for model, texts in found.items()}
+            )
+            tested["new texts"] += [(part, one) for texts in found.values() for one in texts[fold::FOLDS]]
+        whole = fitted(found)
+        tested[HELD_OUT] = [(whole, one) for one in texts_of(arguments.folder, HELD_OUT, ways)]
+        for what, cases in tested.items():
+            for place in get_args(Place):
+                alarms = {rate: [of.exceeds(off, place, rate) for of, off in cases] for rate in (0.01, 0.05, 0.1)}
+                if cases:
+                    print(
+                        pair,
+                        what,
+                        place,
+                        *(f"{rate}: {binomial(sum(of), len(of))} of {len(of)}" for rate, of in alarms.items()),
+                        sep=" | ",
+                    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    one = commands.add_parser("measure")
+    one.add_argument("model")
+    one.add_argument("--texts", type=int, default=200)
+    one.add_argument("--longest", type=int, default=128)
+    one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--half", nargs="*", default=["bfloat16", "float16"])
+    one.add_argument("--engine", choices=["transformers", "llamacpp"], default="transformers")
+    one.add_argument("--out", type=Path, required=True)
+    one.set_defaults(run=measure)
+    for run in (write, check):
+        other = commands.add_parser(run.__name__)
+        other.add_argument("folder", type=Path)
+        other.set_defaults(run=run)
+    arguments = parser.parse_args()
+    arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""Noise floors: how far two caches of one text lie apart where nothing is wrong.
+
+A cache depends on who computed it: another kernel, batch or portion of the prompt adds up in another order, halves
+round, engines round weights and activations. `floor_between` gives what was measured of such a pair, by part and
+relative depth, in many texts and models.
+
+Limits hold for whole caches, not for vectors. Of each cache the most unusual place counts, so that a sound cache
+exceeds its limit at most at the stated rate (conformal prediction; Vovk et al. 2005). The most unusual places of caches
+fall off as a power of the distance, so that a limit for more slots, or at a lower rate than the texts can show, lies
+farther out on that tail.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Float, Num
+from torch import Tensor
+
+from kvprobe.arguments import AtLeastOne, Share, checked_arguments
+from kvprobe.cache.layer import Layer
+from kvprobe.cache.parts import ROTATED
+from kvprobe.errors import UserError
+from kvprobe.stats import Estimate, conformal_rank, ranks_of_quantile
+
+Computed = Literal[
+    "float32", "bfloat16", "float16", "llama.cpp f32", "llama.cpp f16", "llama.cpp q8_0", "llama.cpp q4_0"
+]
+"""How a cache was computed: in a dtype, by transformers or by an engine that rounds no more than it does, such as vLLM;
+or by llama.cpp with weights in 4 bits, by the type of its cache."""
+Place = Literal["vector", "layer", "outlier", "block"]
+"""What is held against a limit: the distance of a vector; the median of a part of a layer; and, relative to that median
+where it is above the usual one, the distance of a vector, and the median of `BLOCK` slots of a head."""
+REFERENCE = "float32"
+"""Through it, pairs that were not measured are compared."""
+RATE = 0.01
+"""Sound caches that exceed a limit."""
+BLOCK, DEPTHS = 16, 6
+"""Slots of a block, and ranges of relative depth; the first layer, which depends on the token alone, is apart."""
+_NUMPY: Any = np  # its annotations are incomplete
+FILE = Path(__file__).with_name("floors.json")
+"""What `benchmarks/floors.py` measured."""
+_LEAST = float(torch.finfo(torch.float32).eps)
+_ALIKE = 0.1
+"""Caches that are equal, or nearly so, count as so far apart, as a multiple of what is usual."""
+_TAIL, _KEPT = 0.2, 40
+"""The share of caches whose most unusual places are the tail, and how many are kept."""
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The most unusual places of sound caches.
+
+    Attributes:
+        caches: how many were measured.
+        worst: of the most unusual ones, in falling order, the logarithm of the largest distance as a multiple of the
+            usual one; with less than one slot's share of it, `width` times the logarithm of the slots.
+        width: of the tail, in logarithms.
+    """
+
+    caches: int
+    worst: tuple[float, ...]
+    width: float
+
+    def limit(self, slots: int, rate: float) -> float:
+        """Which multiple of the usual distance a sound cache of so many slots exceeds at most at this rate."""
+        place = self.caches - conformal_rank(self.caches, rate)
+        beyond = math.log(1 / (rate * (self.caches + 1))) if place < 0 else 0.0
+        if place >= len(self.worst):
+            raise UserError(f"Sound caches are known at rates below {len(self.worst) / self.caches:.2f}; got {rate:g}.")
+        return math.exp(self.worst[max(place, 0)] + self.width * (beyond + math.log(slots)))
+
+    def interval(self, slots: int, rate: float) -> tuple[float, float]:
+        """The 95 % interval of that quantile of sound caches, from order statistics; infinite at its upper end where
+        the caches are too few to bound it."""
+        least, most = ranks_of_quantile(self.caches, rate)
+        sizes = [math.exp(one + self.width * math.log(slots)) for one in self.worst]
+        return (sizes[most] if most < len(sizes) else 0.0), (sizes[least - 1] if least else math.inf)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of one pair.
+
+    Attributes:
+        usual: the median distance, where there is any, of K and V, of slot 0 and of other slots, in the first layer
+            and at `DEPTHS` depths; of several models the largest. Slot 0 often holds the same token, to which it was
+            not fitted: it has at least what others have.
+        tails: by `Place`.
+        models: in which it was measured.
+        slots: of the shortest and of the longest text.
+    """
+
+    usual: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]]
+    tails: Mapping[str, Tail]
+    models: tuple[str, ...]
+    slots: tuple[int, int]
+
+    def at(self, part: str, depth: float, first: bool = False) -> float:
+        return float(_profile(self.usual[_alike(part)][not first], np.array(depth)))
+
+    def scores(self, off: Float[np.ndarray, "layers parts heads slots"]) -> dict[str, float]:
+        """The largest distance in a cache as a multiple of the usual one, by `Place`; none of blocks without one."""
+        layers, _, _, slots = off.shape
+        depth = _NUMPY.arange(layers) / max(1, layers - 1)
+        first, others = (
+            np.stack([_profile(self.usual[part][place], depth) for part in ("K", "V")], 1) for place in (0, 1)
+        )
+        expected = np.concatenate([first[..., None], np.repeat(others[..., None], slots - 1, 2)], 2)[:, :, None]
+        middle = np.median(off, (2, 3), keepdims=True)
+        own = off / np.maximum(expected, middle)
+        scores = {
+            "vector": (off / expected).max(),
+            "layer": (middle / others[:, :, None, None]).max(),
+            "outlier": own.max(),
+        }
+        if whole := slots // BLOCK * BLOCK:
+            scores["block"] = np.median(own[..., :whole].reshape(*own.shape[:3], -1, BLOCK), -1).max()
+        return {place: float(score) for place, score in scores.items()}
+
+    def exceeds(self, off: Float[np.ndarray, "layers parts heads slots"], place: Place, rate: float = RATE) -> bool:
+        """Whether the most unusual place of a cache is beyond the limit."""
+        return self.scores(off).get(place, 0.0) > self.tails[place].limit(_counted(place, off.shape[-1]), rate)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """How far sound caches of a pair lie apart.
+
+    Attributes:
+        one, other: how the caches were computed.
+        measured: of this pair; or of each of the two and `REFERENCE`. Such a floor is wide: distances add up, and each
+            has half of the rate.
+    """
+
+    one: str
+    other: str
+    measured: tuple[Measured, ...]
+
+    def usual(self, part: str, depth: float, first: bool = False) -> float:
+        """The median distance of a vector.
+
+        Args:
+            part: of K, V and others; a rotated key counts as K, and what is not rotated as V.
+            depth: of the layer: 0 is the first and 1 the last.
+            first: whether it is of slot 0, which sees nothing but itself.
+        """
+        return sum(one.at(part, depth, first) for one in self.measured)
+
+    @checked_arguments
+    def allowed(
+        self,
+        part: str,
+        depth: Share,
+        slots: AtLeastOne,
+        *,
+        first: bool = False,
+        place: Place = "vector",
+        rate: Share = RATE,
+    ) -> float:
+        """The distance that no place of a sound cache exceeds, but at this rate.
+
+        Args:
+            part, depth, first: see `usual`.
+            slots: of the cache.
+            place: of "outlier" and "block" it is what is allowed where the median of the layer is usual.
+        """
+        limits = self._limits(slots, place, rate)
+        return sum(one.at(part, depth, first) * limit for one, limit in zip(self.measured, limits, strict=True))
+
+    @checked_arguments
+    def times(self, slots: AtLeastOne, *, place: Place = "outlier", rate: Share = RATE) -> Estimate:
+        """The limit as a multiple of the usual distance, with the interval of the quantile of the caches that were
+        measured; of a pair that was not measured the larger limit."""
+        limits = self._limits(slots, place, rate)
+        if len(limits) > 1:
+            return Estimate(max(limits))
+        tail = self.measured[0].tails[place]
+        return Estimate(limits[0], *tail.interval(_counted(place, slots), rate), tail.caches)
+
+    def _limits(self, slots: int, place: Place, rate: float) -> list[float]:
+        each = rate / len(self.measured)
+        return [one.tails[place].limit(_counted(place, slots), each) for one in self.measured]
+
+
+@checked_arguments
+def floor_between(one: Computed, other: Computed) -> Floor:
+    """What is known of caches of one text that were computed in two ways; their order does not matter.
+
+    A pair that was not measured gets a wide floor, of what each of the two was measured to differ from float32 in
+    transformers.
+
+    Raises:
+        UserError: nothing was measured of one of the two.
+    """
+    known = _shipped()
+    found = known.get(f"{one} / {other}") or known.get(f"{other} / {one}")
+    through = [found] if found else [known.get(f"{side} / {REFERENCE}") for side in (one, other)]
+    measured = tuple(each for each in through if each is not None)
+    if len(measured) < len(through):
+        raise UserError(
+            f"How far {one} and {other} lie apart was not measured; known are {', '.join(sorted(known))}. Measure "
+            "pairs of your own with kvprobe.cache.floors.fitted."
+        )
+    return Floor(one, other, measured)
+
+
+def apart(one: Iterable[Layer], other: Iterable[Layer]) -> Float[np.ndarray, "layers parts heads slots"]:
+    """The distance of each vector of the first row; see `vectors_apart`. All layers have the same parts and heads."""
+    pairs = zip(one, other, strict=True)
+    return torch.stack(
+        [torch.stack([vectors_apart(ours[name][0], theirs[name][0]) for name in theirs]) for ours, theirs in pairs]
+    ).numpy()
+
+
+def vectors_apart(
+    one: Num[Tensor, "heads slots numbers"], other: Num[Tensor, "heads slots numbers"]
+) -> Float[Tensor, "heads slots"]:
+    """‖one - other‖ / ‖other‖ of each vector, where a short vector counts as long as the median of its head: that of a
+    slot which stores next to nothing of its text, as sinks do, has no precision of its own. Infinite where a number is
+    not finite."""
+    true: Any = other.float()
+    length = true.norm(dim=-1)
+    usual = length.nanmedian(-1, keepdim=True).values
+    return ((one.float() - true).norm(dim=-1) / length.maximum(usual).clamp(min=1e-30)).nan_to_num(math.inf, math.inf)
+
+
+def fitted(distances: Mapping[str, Sequence[Float[np.ndarray, "layers parts heads slots"]]]) -> Measured:
+    """A floor from the distances (`apart`) of texts of each model, K before V.
+
+    Raises:
+        UserError: there is none.
+    """
+    models = tuple(model for model, texts in distances.items() if texts)
+    if not models:
+        raise UserError("There are no distances to learn from; give those of at least one text.")
+    curves = np.max(
+        [[[_curve(distances[name], part, first) for first in (True, False)] for part in (0, 1)] for name in models], 0
+    )
+    curves[:, 0] = curves.max(1)
+    usual = {
+        part: (tuple(first), tuple(others)) for part, (first, others) in zip(("K", "V"), curves.tolist(), strict=True)
+    }
+    texts = [off for model in models for off in distances[model]]
+    sizes = [off.shape[-1] for off in texts]
+    bare = Measured(usual, {}, models, (min(sizes), max(sizes)))
+    scores = [bare.scores(off) for off in texts]
+    tails = {
+        place: _tail(
+            [(score[place], _counted(place, size)) for score, size in zip(scores, sizes, strict=True) if place in score]
+        )
+        for place in get_args(Place)
+    }
+    return Measured(usual, tails, models, bare.slots)
+
+
+def _tail(caches: Sequence[tuple[float, int]]) -> Tail:
+    """Of the largest multiple of each cache, and the number of its slots."""
+    sizes: Any = _NUMPY.log(np.maximum([score for score, _ in caches], _ALIKE))
+    tail: Any = np.sort(sizes)[-max(2, math.ceil(_TAIL * len(sizes))) :]
+    width = round(float((tail[1:] - tail[0]).mean()), 4) if len(tail) > 1 else 0.0
+    by_slot = np.sort(sizes - width * np.log([slots for _, slots in caches]))[::-1]
+    return Tail(len(sizes), tuple(np.round(by_slot[:_KEPT], 3).tolist()), width)
+
+
+def _curve(texts: Sequence[np.ndarray], part: int, first: bool) -> list[float]:
+    """Medians of the distances that are not 0, in the first layer and in `DEPTHS` ranges of depth; of a range without a
+    layer, that of the nearest one."""
+    layers = texts[0].shape[0]
+    ranges = _NUMPY.ceil(np.arange(layers) / max(1, layers - 1) * DEPTHS - 1e-9)
+    values = [off[:, part, :, :1] if first else off[:, part, :, 1:] for off in texts]
+    medians = dict.fromkeys(map(int, _NUMPY.unique(ranges)), 0.0)
+    for number in medians:
+        every = np.concatenate([off[ranges == number].ravel() for off in values])
+        if every.any():
+            medians[number] = float(np.median(every[every > 0]))
+    near = [min(medians, key=lambda known, number=number: abs(known - number)) for number in range(DEPTHS + 1)]
+    return [float(f"{max(_LEAST, medians[number]):.3g}") for number in near]
+
+
+def _profile(curve: Sequence[float], depth: np.ndarray) -> np.ndarray:
+    """The usual distance at depths: that of the first layer, and straight lines of logarithms between the middles of
+    ranges."""
+    middles = (np.arange(DEPTHS) + 0.5) / DEPTHS
+    return np.where(depth <= 0, curve[0], np.exp(np.interp(depth, middles, np.log(curve[1:]))))
+
+
+def _counted(place: str, slots: int) -> int:
+    """By how many slots a place is multiplied: medians of a layer are few however many slots it has."""
+    return 1 if place == "layer" else slots
+
+
+def _alike(part: str) -> str:
+    return "K" if part in ROTATED else "V"
+
+
+@cache
+def _shipped() -> dict[str, Measured]:
+    known: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return {pair: _of_record(record) for pair, record in known.items()}
+
+
+def _of_record(record: dict[str, Any]) -> Measured:
+    usual = {part: (tuple(first), tuple(others)) for part, (first, others) in record["usual"].items()}
+    tails = {place: Tail(of["caches"], tuple(of["worst"]), of["width"]) for place, of in record["tails"].items()}
+    return Measured(usual, tails, tuple(record["models"]), (record["slots"][0], record["slots"][1]))

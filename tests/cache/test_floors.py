@@ -1,0 +1,167 @@
+"""Noise floors: of sound caches as few exceed a limit as is stated, and caches with a fault do."""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvprobe as kv
+from kvprobe.cache.floors import Measured, Place, Tail, apart, fitted, floor_between
+from kvprobe.cache.layer import Layer
+from kvprobe.inference.model import Model
+from kvprobe.stats import binomial
+from kvprobe.text.tokens import Tokens
+from tests.models import llama, qwen3
+from tests.refusals import refused
+
+RATE = 0.05
+RECORDED = Path(__file__).parent.parent / "engines" / "recorded"
+
+
+def ids_of(rows: int, seed: int, slots: int = 64) -> torch.Tensor:
+    return torch.randint(2, 60, (rows, slots), generator=torch.Generator().manual_seed(seed))
+
+
+class Pair:
+    """A model, and the same weights in bfloat16."""
+
+    def __init__(self, model: Model) -> None:
+        self.plain: Any = model.lanes.plain
+        self.half: Any = copy.deepcopy(model.lanes.plain).to(torch.bfloat16)
+
+    def apart(self, ids: torch.Tensor) -> list[np.ndarray]:
+        """Of each row."""
+        half, plain = layers_of(self.half, ids), layers_of(self.plain, ids)
+        return [apart(row_of(half, row), row_of(plain, row)) for row in range(len(ids))]
+
+
+def layers_of(plain: Any, ids: torch.Tensor) -> list[Layer]:
+    past = DynamicCache()
+    with torch.no_grad():
+        plain(ids, past_key_values=past)
+    return [{"K": layer.keys, "V": layer.values} for layer in past.layers]
+
+
+def row_of(layers: Sequence[Layer], row: int) -> list[Layer]:
+    return [{name: part[row : row + 1] for name, part in layer.items()} for layer in layers]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return Pair(llama())
+
+
+@pytest.fixture(scope="module")
+def floor(pair: Pair) -> Measured:
+    return fitted({"tiny": pair.apart(ids_of(120, 0))})
+
+
+@pytest.fixture(scope="module")
+def fresh(pair: Pair) -> list[np.ndarray]:
+    return pair.apart(ids_of(100, 1))
+
+
+@pytest.mark.parametrize("place", ["vector", "layer", "outlier", "block"])
+def test_sound_caches_of_new_texts_exceed_a_limit_as_rarely_as_stated(
+    place: Place, fresh: list[np.ndarray], floor: Measured
+):
+    alarms = [floor.exceeds(off, place, RATE) for off in fresh]
+    assert binomial(sum(alarms), len(alarms)).low <= RATE
+    # A limit that nothing exceeds would pass the above.
+    assert np.mean([floor.exceeds(_worse(off, place), place, RATE) for off in fresh]) > 0.9
+
+
+def _worse(off: np.ndarray, place: Place) -> np.ndarray:
+    """With a vector, a block or all of a part of a layer farther off."""
+    off = off.copy()
+    if place == "layer":
+        off[1, 1] *= 3
+    elif place == "block":
+        off[1, 1, :, 16:32] *= 3
+    else:
+        off[1, 1, 0, 20] *= 10
+    return off
+
+
+def test_a_block_of_another_text_exceeds_the_limit_in_its_layer(pair: Pair, floor: Measured):
+    ids = ids_of(2, 2)
+    half, true = layers_of(pair.half, ids), row_of(layers_of(pair.plain, ids), 0)
+    assert not floor.exceeds(apart(row_of(half, 0), true), "block")
+    wrong = [{name: part.clone() for name, part in layer.items()} for layer in half]
+    wrong[1]["V"][0, :, 16:32] = half[1]["V"][1, :, 16:32]
+    assert floor.exceeds(apart(row_of(wrong, 0), true), "block")
+
+
+def test_a_limit_is_higher_for_more_slots_and_fewer_false_alarms():
+    tail = Tail(200, tuple(np.log(np.linspace(3, 2, 40)).tolist()), 0.2)
+    assert tail.limit(10, 0.01) < tail.limit(100, 0.01) < tail.limit(100, 0.001)
+    assert tail.limit(100, 0.001) / tail.limit(100, 0.0001) == pytest.approx(10**-0.2)
+    low, high = tail.interval(1, 0.05)
+    assert low < tail.limit(1, 0.05) < high < 3
+    assert tail.interval(1, 0.01)[1] == np.inf
+    refused(lambda: tail.limit(1, 0.5), "rates below 0.20")
+
+
+def test_the_rate_of_a_limit_is_that_of_caches_like_those_measured():
+    """Of maxima that fall off as a power, limits at a rate below what the caches show hold, too."""
+    rng = np.random.default_rng(0)
+
+    def caches(count: int) -> list[np.ndarray]:
+        size = [rng.uniform(0.9, 1.1, (2, 2, 1, int(rng.integers(4, 12)))) for _ in range(count)]
+        for off in size:
+            off[1, 1, 0, 2] *= rng.pareto(4) + 1
+        return size
+
+    for count, rate in ((200, 0.05), (50, 0.01)):
+        shares = []
+        for _ in range(6):
+            learnt = fitted({"made up": caches(count)})
+            shares.append(np.mean([learnt.exceeds(off, "vector", rate) for off in caches(100)]))
+        assert 0.2 * rate < np.mean(shares) < 2.5 * rate
+
+
+def test_pairs_that_were_not_measured_are_as_far_apart_as_both_from_float32():
+    one, other = floor_between("bfloat16", "float32"), floor_between("float16", "float32")
+    both = floor_between("float16", "bfloat16")
+    assert both.usual("K", 0.3) == pytest.approx(one.usual("K", 0.3) + other.usual("K", 0.3))
+    wide = sum(each.allowed("V", 0.5, 64, rate=0.005) for each in (one, other))
+    assert both.allowed("V", 0.5, 64, rate=0.01) == pytest.approx(wide)
+    assert floor_between("float32", "bfloat16").measured == one.measured
+    assert floor_between("float32", "float32").usual("latent", 1.0) < 1e-5 < one.usual("latent", 1.0)
+    refused(lambda: floor_between("float32", "int3"), "int3")
+
+
+@pytest.mark.parametrize("name", ["clean", "other"])
+def test_vllm_is_within_the_floor_of_another_kernel_in_float32(name: str):
+    model = kv.load(str(RECORDED / "model"), device="cpu", dtype="float32")
+    dumped = kv.open_cache(RECORDED / f"{name}.json")
+    true = model.prefill(Tokens.of(dumped.ledger.tokens[0].tolist()))
+    (known,) = floor_between("float32", "float32").measured
+    off = apart(dumped.layers, true.layers)
+    assert not any(known.exceeds(off, place) for place in ("vector", "layer", "block"))
+    moved = [{name: part * (1 + 1e-3) for name, part in layer.items()} for layer in true.layers]
+    assert known.exceeds(apart(moved, true.layers), "vector")
+
+
+def test_a_short_vector_counts_as_long_as_the_median_of_its_head():
+    true = torch.ones(1, 1, 9, 4)
+    true[0, 0, 3] = 0
+    layer, other = {"K": true + 0.01, "V": true}, {"K": true, "V": true}
+    off = apart([layer], [other])
+    assert off[0, 0] == pytest.approx(0.01, rel=1e-4)
+    assert not off[0, 1].any()
+    layer["V"] = true / 0
+    assert np.isinf(apart([layer], [other])[0, 1]).all()
+
+
+def test_another_architecture_is_about_as_far_apart(floor: Measured):
+    assert all(0.3 < floor.scores(off)["layer"] < 3 for off in Pair(qwen3()).apart(ids_of(10, 4)))
+
+
+def test_nothing_measured_is_refused():
+    refused(lambda: fitted({"none": []}), "no distances")
