@@ -49,6 +49,7 @@ FIGURES: dict[str, tuple[str, str | Figure]] = {
     "mask_or_restart": ("compaction", "arms"),
     "dangling_attention": ("compaction", "dangling"),
     "rebuilt_cache": ("idle_rebuild", "drift_by_layer"),
+    "engines": ("engines", "distances"),
     "policies": ("policies", "quality_by_memory"),
     "policies-gemma": ("policies-gemma", "quality_by_memory"),
     "noise_by_layer": ("bands-smollm2", "kl_by_layer"),

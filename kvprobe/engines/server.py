@@ -158,8 +158,8 @@ class LlamaServer(JsonServer):
         answer = self.complete(ids, n_predict, n_probs=n_probs, slot=slot)
         if answer.reused < min(restored, len(ids) - 1):
             raise UserError(
-                f"The server used {answer.reused:,} of the {restored:,} tokens of the slot {name!r} and read the others "
-                "again, so what was edited in it is lost; give tokens that begin with the slot's, and start "
+                f"The server used {answer.reused:,} of the {restored:,} tokens of the slot {name!r} and read the "
+                "others again, so what was edited in it is lost; give tokens that begin with the slot's, and start "
                 "llama-server with --swa-full if layers of the model slide over a window."
             )
         return answer

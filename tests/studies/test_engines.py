@@ -132,10 +132,10 @@ def test_planted_numbers_are_found(tmp_path: Path):
     assert findings.at("unexplained", engine="f16", pair="price").mean == pytest.approx(0.05 - 0.01 - 0.03)
     assert findings.at("unexplained", engine="f16", pair="bug").mean == pytest.approx(0.05 - 0.03 - 0.03)
     said = answer_of(STUDY, config, conclusion, tmp_path)
-    assert "a masked turn leaves it further from transformers than text that was not edited" in said
+    assert "with the turn masked it is further from transformers than text that was not edited" in said
     assert "still leans to the hidden fact" in said
     nothing = answer_of(STUDY, config, concluded(made_up(0.0, 0.0, 0.02), config), tmp_path / "nothing")
-    assert "leaves it not shown to be further" in nothing
+    assert "it is not shown to be further" in nothing
     assert "is not shown to lean" in nothing
 
 

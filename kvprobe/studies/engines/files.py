@@ -1,6 +1,7 @@
 """The GGUF files that llama.cpp is given: the model's own, and one with the same weights in float32."""
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,21 @@ _GGUF: Any = gguf  # its annotations are incomplete
 
 
 def inputs(config: Config) -> dict[str, str]:
-    """A digest of the file that the settings name.
+    """The version of xllamacpp, and a digest of the file that the settings name.
 
     Raises:
         UserError: there is no such file, or the model has none; or xllamacpp is not installed.
     """
     require_xllamacpp()
+    known = {"xllamacpp": version("xllamacpp")}
     if named := config.gguf or (config.model if config.model.endswith(".gguf") else ""):
-        return {"gguf": "".join(map(file_digest, parts_of(expanded(named))))}
+        return known | {"gguf": "".join(map(file_digest, parts_of(expanded(named))))}
     if config.model not in NAMED_MODELS or not NAMED_MODELS[config.model].wheels:
-        known = ", ".join(name for name, model in NAMED_MODELS.items() if model.wheels)
+        others = ", ".join(name for name, model in NAMED_MODELS.items() if model.wheels)
         raise UserError(
-            f"{config.model} has no GGUF file that kvprobe knows; give it as gguf (--gguf), or one of {known}."
+            f"{config.model} has no GGUF file that kvprobe knows; give it as gguf (--gguf), or one of {others}."
         )
-    return {}
+    return known
 
 
 def files(config: Config, folder: Path) -> Mapping[bool, Path]:
