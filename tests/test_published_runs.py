@@ -21,7 +21,7 @@ import yaml
 
 from kvprobe.experiments.study import Conclusion
 from kvprobe.presets import presets
-from kvprobe.report.findings import Finding, Findings
+from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.reported import reported
 from kvprobe.studies import find
 from kvprobe.studies.bands import PARTS
@@ -29,7 +29,7 @@ from kvprobe.wording import percent, plain
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 NOT_PUBLISHED = Path(__file__).parent / "intervals_without_runs.yaml"
-"""Of each page the intervals whose runs do not lie beside it, by the preset that each comes from."""
+"""Of each page the intervals whose runs do not lie beside it, by the preset that each comes from, with its finding."""
 LINKED = ("claims", "index")
 """Pages whose intervals are those of the pages that they link; those of claims, line by line."""
 NUMBER = r"[−+]?\d[\d,]*(?:\.\d+)?"
@@ -118,7 +118,7 @@ def is_among(interval: str, findings: np.ndarray) -> bool:
     return bool((np.abs(findings - values) <= half).all(1).any())
 
 
-def listed() -> dict[str, dict[str, list[str]]]:
+def listed() -> dict[str, dict[str, dict[str, dict[str, Key] | None]]]:
     return yaml.safe_load(NOT_PUBLISHED.read_text(encoding="utf-8"))
 
 
