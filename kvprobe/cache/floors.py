@@ -47,8 +47,6 @@ _NUMPY: Any = np  # its annotations are incomplete
 FILE = Path(__file__).with_name("floors.json")
 """What `benchmarks/floors.py` measured."""
 _LEAST = float(torch.finfo(torch.float32).eps)
-_ALIKE = 0.1
-"""Caches that are equal, or nearly so, count as so far apart, as a multiple of what is usual."""
 _TAIL, _KEPT = 0.2, 40
 """The share of caches whose most unusual places are the tail, and how many are kept."""
 
@@ -85,7 +83,7 @@ class Tail:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredPair:
     """What was measured of one pair.
 
     Attributes:
@@ -126,11 +124,11 @@ class Measured:
 
     def exceeds(self, off: Float[np.ndarray, "layers parts heads slots"], place: Place, rate: float = RATE) -> bool:
         """Whether the most unusual place of a cache is beyond the limit."""
-        return self.scores(off).get(place, 0.0) > self.tails[place].limit(_counted(place, off.shape[-1]), rate)
+        return self.scores(off).get(place, 0.0) > self.tails[place].limit(counted(place, off.shape[-1]), rate)
 
 
 @dataclass(frozen=True)
-class Floor:
+class NoiseFloor:
     """How far sound caches of a pair lie apart.
 
     Attributes:
@@ -141,7 +139,7 @@ class Floor:
 
     one: str
     other: str
-    measured: tuple[Measured, ...]
+    measured: tuple[MeasuredPair, ...]
 
     def usual(self, part: str, depth: float, first: bool = False) -> float:
         """The median distance of a vector.
@@ -182,15 +180,15 @@ class Floor:
         if len(limits) > 1:
             return Estimate(max(limits))
         tail = self.measured[0].tails[place]
-        return Estimate(limits[0], *tail.interval(_counted(place, slots), rate), tail.caches)
+        return Estimate(limits[0], *tail.interval(counted(place, slots), rate), tail.caches)
 
     def _limits(self, slots: int, place: Place, rate: float) -> list[float]:
         each = rate / len(self.measured)
-        return [one.tails[place].limit(_counted(place, slots), each) for one in self.measured]
+        return [one.tails[place].limit(counted(place, slots), each) for one in self.measured]
 
 
 @checked_arguments
-def floor_between(one: Computed, other: Computed) -> Floor:
+def floor_between(one: Computed, other: Computed) -> NoiseFloor:
     """What is known of caches of one text that were computed in two ways; their order does not matter.
 
     A pair that was not measured gets a wide floor, of what each of the two was measured to differ from float32 in
@@ -208,7 +206,7 @@ def floor_between(one: Computed, other: Computed) -> Floor:
             f"How far {one} and {other} lie apart was not measured; known are {', '.join(sorted(known))}. Measure "
             "pairs of your own with kvprobe.cache.floors.fitted."
         )
-    return Floor(one, other, measured)
+    return NoiseFloor(one, other, measured)
 
 
 def apart(one: Iterable[Layer], other: Iterable[Layer]) -> Float[np.ndarray, "layers parts heads slots"]:
@@ -231,7 +229,7 @@ def vectors_apart(
     return ((one.float() - true).norm(dim=-1) / length.maximum(usual).clamp(min=1e-30)).nan_to_num(math.inf, math.inf)
 
 
-def fitted(distances: Mapping[str, Sequence[Float[np.ndarray, "layers parts heads slots"]]]) -> Measured:
+def fitted(distances: Mapping[str, Sequence[Float[np.ndarray, "layers parts heads slots"]]]) -> MeasuredPair:
     """A floor from the distances (`apart`) of texts of each model, K before V.
 
     Raises:
@@ -249,21 +247,23 @@ def fitted(distances: Mapping[str, Sequence[Float[np.ndarray, "layers parts head
     }
     texts = [off for model in models for off in distances[model]]
     sizes = [off.shape[-1] for off in texts]
-    bare = Measured(usual, {}, models, (min(sizes), max(sizes)))
+    bare = MeasuredPair(usual, {}, models, (min(sizes), max(sizes)))
     scores = [bare.scores(off) for off in texts]
     tails = {
         place: _tail(
-            [(score[place], _counted(place, size)) for score, size in zip(scores, sizes, strict=True) if place in score]
+            [(score[place], counted(place, size)) for score, size in zip(scores, sizes, strict=True) if place in score]
         )
         for place in get_args(Place)
     }
-    return Measured(usual, tails, models, bare.slots)
+    return MeasuredPair(usual, tails, models, bare.slots)
 
 
 def _tail(caches: Sequence[tuple[float, int]]) -> Tail:
-    """Of the largest multiple of each cache, and the number of its slots."""
-    sizes: Any = _NUMPY.log(np.maximum([score for score, _ in caches], _ALIKE))
+    """Of the largest multiple of each cache, and the number of its slots; caches that are nearer than usual count as
+    usual."""
+    sizes: Any = _NUMPY.log(np.maximum([score for score, _ in caches], 1.0))
     tail: Any = np.sort(sizes)[-max(2, math.ceil(_TAIL * len(sizes))) :]
+    tail = tail[tail > 0]
     width = round(float((tail[1:] - tail[0]).mean()), 4) if len(tail) > 1 else 0.0
     by_slot = np.sort(sizes - width * np.log([slots for _, slots in caches]))[::-1]
     return Tail(len(sizes), tuple(np.round(by_slot[:_KEPT], 3).tolist()), width)
@@ -291,7 +291,7 @@ def _profile(curve: Sequence[float], depth: np.ndarray) -> np.ndarray:
     return np.where(depth <= 0, curve[0], np.exp(np.interp(depth, middles, np.log(curve[1:]))))
 
 
-def _counted(place: str, slots: int) -> int:
+def counted(place: str, slots: int) -> int:
     """By how many slots a place is multiplied: medians of a layer are few however many slots it has."""
     return 1 if place == "layer" else slots
 
@@ -301,12 +301,12 @@ def _alike(part: str) -> str:
 
 
 @cache
-def _shipped() -> dict[str, Measured]:
+def _shipped() -> dict[str, MeasuredPair]:
     known: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return {pair: _of_record(record) for pair, record in known.items()}
 
 
-def _of_record(record: dict[str, Any]) -> Measured:
+def _of_record(record: dict[str, Any]) -> MeasuredPair:
     usual = {part: (tuple(first), tuple(others)) for part, (first, others) in record["usual"].items()}
     tails = {place: Tail(of["caches"], tuple(of["worst"]), of["width"]) for place, of in record["tails"].items()}
-    return Measured(usual, tails, tuple(record["models"]), (record["slots"][0], record["slots"][1]))
+    return MeasuredPair(usual, tails, tuple(record["models"]), (record["slots"][0], record["slots"][1]))

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 import kvprobe as kv
-from kvprobe.cache.floors import Measured, Place, Tail, apart, fitted, floor_between
+from kvprobe.cache.floors import MeasuredPair, Place, Tail, apart, fitted, floor_between
 from kvprobe.cache.layer import Layer
 from kvprobe.inference.model import Model
 from kvprobe.stats import binomial
@@ -57,7 +57,7 @@ def pair() -> Pair:
 
 
 @pytest.fixture(scope="module")
-def floor(pair: Pair) -> Measured:
+def floor(pair: Pair) -> MeasuredPair:
     return fitted({"tiny": pair.apart(ids_of(120, 0))})
 
 
@@ -68,7 +68,7 @@ def fresh(pair: Pair) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("place", ["vector", "layer", "outlier", "block"])
 def test_sound_caches_of_new_texts_exceed_a_limit_as_rarely_as_stated(
-    place: Place, fresh: list[np.ndarray], floor: Measured
+    place: Place, fresh: list[np.ndarray], floor: MeasuredPair
 ):
     alarms = [floor.exceeds(off, place, RATE) for off in fresh]
     assert binomial(sum(alarms), len(alarms)).low <= RATE
@@ -88,7 +88,7 @@ def _worse(off: np.ndarray, place: Place) -> np.ndarray:
     return off
 
 
-def test_a_block_of_another_text_exceeds_the_limit_in_its_layer(pair: Pair, floor: Measured):
+def test_a_block_of_another_text_exceeds_the_limit_in_its_layer(pair: Pair, floor: MeasuredPair):
     ids = ids_of(2, 2)
     half, true = layers_of(pair.half, ids), row_of(layers_of(pair.plain, ids), 0)
     assert not floor.exceeds(apart(row_of(half, 0), true), "block")
@@ -159,7 +159,7 @@ def test_a_short_vector_counts_as_long_as_the_median_of_its_head():
     assert np.isinf(apart([layer], [other])[0, 1]).all()
 
 
-def test_another_architecture_is_about_as_far_apart(floor: Measured):
+def test_another_architecture_is_about_as_far_apart(floor: MeasuredPair):
     assert all(0.3 < floor.scores(off)["layer"] < 3 for off in Pair(qwen3()).apart(ids_of(10, 4)))
 
 
