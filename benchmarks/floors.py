@@ -27,7 +27,7 @@ from transformers import DynamicCache
 
 import kvprobe as kv
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.floors import FILE, NoiseFloor, MeasuredPair, Place, apart, counted, fitted
+from kvprobe.cache.floors import FILE, MeasuredPair, NoiseFloor, Place, apart, counted, fitted
 from kvprobe.cache.layer import Layer
 from kvprobe.detection.clean_texts import clean_texts
 from kvprobe.engines.llamacpp import from_slot
