@@ -21,6 +21,8 @@ from kvprobe.engines.opened import open_cache as open_cache
 from kvprobe.engines.plain import save_plain as save_plain
 from kvprobe.errors import UserError as UserError
 from kvprobe.experiments.runs import Run as Run
+from kvprobe.forgetting import HiddenSecret as HiddenSecret
+from kvprobe.forgetting import certify as certify
 from kvprobe.inference.capture import Captured as Captured
 from kvprobe.inference.doctor import examine as examine
 from kvprobe.inference.generate import Generation as Generation

@@ -58,6 +58,7 @@ def results(tiny_models: dict[str, Model], tmp_path_factory: pytest.TempPathFact
         "Comparison": [kv.compare(model, chat, ["m1"], HOSTILE, max_new_tokens=2)],
         "Design": [Design((sample,) * LONG, target)],
         "Generation": [generation, model.generate([long, tokens], max_new_tokens=2)],
+        "HiddenSecret": [kv.HiddenSecret(chat, ("m1",), "28</b>. 1")],
         "KVCache": [cache, masked, masked.fork(3), model.prefill(long), model.prefill([long, tokens])],
         "LayerMap": [kv.layer_map(model, unnamed, other, "a mill", progress=False)],
         "Ledger": [masked.ledger, model.prefill([long, tokens]).ledger],

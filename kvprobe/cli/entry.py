@@ -9,7 +9,7 @@ import traceback
 from cyclopts import App, CycloptsError
 
 from kvprobe.cli.caches import audit, canary, diff, engines
-from kvprobe.cli.instruments import attend, budget, compare, doctor, prefix, scan
+from kvprobe.cli.instruments import attend, budget, certify, compare, doctor, prefix, scan
 from kvprobe.cli.runs import add_run_commands, list_names, new, publish, report, runs_app, view
 from kvprobe.cli.training import train_app
 from kvprobe.errors import UserError
@@ -22,6 +22,7 @@ app = App(
     version_flags=["--version"],
     suppress_keyboard_interrupt=False,  # cyclopts would end without a word
 )
+app["--version"].show = False  # everyone knows it, and the list of commands is to fit a screen
 app.command(runs_app)
 app.command(train_app)
 app.command(list_names, name="ls")
@@ -33,6 +34,7 @@ for command in (
     prefix,
     attend,
     scan,
+    certify,
     budget,
     doctor,
     engines,

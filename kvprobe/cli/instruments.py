@@ -113,6 +113,63 @@ def scan(
     print(f"\nPage: {save_scan(readings, out)}")
 
 
+def certify(
+    model: Source = "smollm2-135m",
+    *,
+    chat: Chat,
+    conversation: Chosen = None,
+    hide: Hidden,
+    secret: Annotated[str, Parameter(help="A text in these messages and nowhere else, such as a code.")],
+    by: Annotated[str, Parameter(help="How: mask, evict, re-index, restart …, or a policy, \"RestartRebuilt('m0')\".")],
+    cache: Annotated[Path | None, Parameter(help="A saved cache, which must be what the way makes.")] = None,
+    ask: Annotated[str, Parameter(help="The user's next message, which asks for the secret.")] = "",
+    lead: Annotated[str, Parameter(help="How the answer begins, before the secret.")] = "",
+    others: Annotated[tuple[str, ...], several("Secrets in its place; its digits are drawn anew by default.")] = (),
+    secrets: Annotated[Whole, Parameter(help="How many secrets are tried.")] = 96,
+    conversations: Annotated[int, Parameter(help="Other conversations that probes learn from.")] = 0,
+    seed: Annotated[int, Parameter(help="Of the secrets that are drawn.")] = 0,
+    out: Annotated[Path | None, Parameter(help="Also write a page.")] = None,
+    json: Annotated[bool, Parameter(help="Print JSON for a program.", negative="")] = False,
+    device: str = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Say what a way to forget leaves of a secret; exit code 1 if anything."""
+    from kvprobe.text.chat_file import read_chat
+
+    read = read_chat(chat, conversation)
+    from kvprobe.forgetting import HiddenSecret, certify, way_of
+
+    hidden = HiddenSecret(read, hide, secret)
+    way_of(by)  # what is no way is refused before a model is loaded
+    from kvprobe.engines.opened import open_cache
+    from kvprobe.inference.model import load
+
+    loaded = load(model, device=device, dtype=dtype)
+    found = certify(
+        loaded,
+        hidden,
+        by,
+        None if cache is None else open_cache(cache, loaded).cache(),
+        ask=ask,
+        lead=lead,
+        others=others,
+        secrets=secrets,
+        conversations=conversations,
+        seed=seed,
+    )
+    if json:
+        from json import dumps
+
+        print(dumps(found.as_mapping(), indent=2))
+    else:
+        print(found)
+    if out is not None:
+        from kvprobe.report.views.certificate import save_certificate
+
+        print(f"\nPage: {save_certificate(found, out)}", file=sys.stderr if json else sys.stdout)
+    sys.exit(int(not found.clean))
+
+
 def budget(
     model: str = "smollm2-135m",
     *,

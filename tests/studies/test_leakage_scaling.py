@@ -20,7 +20,6 @@ from kvprobe.studies.leakage_scaling import Config, Reader
 from kvprobe.studies.leakage_scaling.collect import CODES, GRAMMAR, SHARED, UNTRAINED, worlds_of
 from kvprobe.studies.leakage_scaling.conclude import conclude
 from kvprobe.studies.leakage_scaling.curves import asymptote, points
-from kvprobe.studies.leakage_scaling.grammar import HELD_OUT, draw, random_codes
 from kvprobe.studies.leakage_scaling.readers import Known, read, scored
 from kvprobe.studies.leakage_scaling.reading import (
     RESTART,
@@ -37,6 +36,7 @@ from kvprobe.studies.leakage_scaling.reading import (
 )
 from kvprobe.studies.leakage_scaling.soft import SoftPrompt, soft_reader
 from kvprobe.studies.leakage_scaling.study import STUDY
+from kvprobe.tasks.grammar import HELD_OUT, draw, random_codes
 from kvprobe.text.tokens import Tokens
 from tests.models import any_model, llama, tiny_tokenizer
 from tests.studies.runs import close
@@ -79,7 +79,7 @@ def test_what_is_held_out_is_new_and_no_code_comes_twice():
 
 
 def test_texts_hold_the_code_where_they_should_alone():
-    lists = shipped_entries("studies/leakage_scaling/grammar")
+    lists = shipped_entries("tasks/grammar")
     assert len({text for text in lists["statements"] if text.count("{code}") == 1}) == len(lists["statements"]) > 10
     assert not any("{code}" in str(text) for name in ("summaries", "requests", "turns") for text in lists[name])
     for chat in draw(random_codes(5, np.random.default_rng(0)), np.random.default_rng(1)):

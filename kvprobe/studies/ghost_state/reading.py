@@ -7,7 +7,7 @@ the states alone, which are folded without it; or from both. That is done *at on
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -16,9 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.recurrence import fold, last_inputs
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
+from kvprobe.inference.states import state_of
 from kvprobe.tasks.recall import (
     ANSWER,
     BASE,
@@ -250,16 +250,6 @@ def vectors(model: Model, cache: KVCache, part: str) -> Float[Tensor, "layers te
     name = (LATER_WRITES | LATER_SLOTS | OWN_SLOTS)[part]
     where = cache.ledger.in_segments([PAIRS])[0] if part in OWN_SLOTS else slice(cache.slots - LAST, cache.slots)
     return torch.stack([cache.layers[layer][name][:, :, where].flatten(1).float().cpu() for layer in layers])
-
-
-def state_of(model: Model, cache: KVCache, layer: int) -> Float[Tensor, "texts heads d_key d_value"]:
-    """The state of one layer; of a short convolution alone, the inputs that it keeps."""
-    writes, lives = cache.layers[layer], cache.ledger.live
-    live = lives[layer if len(lives) > 1 else 0, :, 0]
-    if "decay" in writes:
-        return fold(writes, keep=live).cpu()
-    config: Any = model.lanes.plain.config
-    return last_inputs(writes["conv"], live, config.get_text_config().conv_L_cache - 1)[:, None].float().cpu()
 
 
 def narrowed(state: Float[Tensor, "texts heads d_key d_value"]) -> Float[Tensor, "texts heads numbers"]:

@@ -16,7 +16,6 @@ from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.probing.controls import random_model
 from kvprobe.studies.leakage_scaling import Config, Reader
-from kvprobe.studies.leakage_scaling.grammar import HELD_OUT, Conversation, draw, draw_shared, random_codes
 from kvprobe.studies.leakage_scaling.readers import READ_FROM, Evidence, Known, read, scored
 from kvprobe.studies.leakage_scaling.reading import (
     STATES,
@@ -28,6 +27,7 @@ from kvprobe.studies.leakage_scaling.reading import (
     spread,
 )
 from kvprobe.studies.leakage_scaling.soft import soft_reader
+from kvprobe.tasks.grammar import HELD_OUT, Conversation, draw, draw_shared, random_codes
 from kvprobe.tasks.passcode import CODE_LENGTH
 from kvprobe.tidy import Rows
 

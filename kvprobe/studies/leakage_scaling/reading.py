@@ -20,7 +20,7 @@ from kvprobe.cache.rotary import Rotation
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.progress import Bar
-from kvprobe.studies.leakage_scaling.grammar import Conversation
+from kvprobe.tasks.grammar import Conversation
 from kvprobe.tasks.passcode import CODE_LENGTH
 from kvprobe.text.tokens import Tokens
 

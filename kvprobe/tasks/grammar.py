@@ -21,7 +21,7 @@ from kvprobe.text.transcript import Transcript
 HeldOut = Literal["nothing", "wording", "subject", "both"]
 """What of a test conversation is new to a reader, beside its code."""
 HELD_OUT: tuple[HeldOut, ...] = get_args(HeldOut)
-GRAMMAR = "studies/leakage_scaling/grammar"
+GRAMMAR = "tasks/grammar"
 SEEN = 2 / 3
 """Share of each list that training conversations are drawn from."""
 SYSTEM = "You are a helpful assistant."
@@ -103,9 +103,9 @@ def draw_shared(codes: Sequence[str], contexts: int, rng: np.random.Generator) -
     return [replace(few[place % contexts], code=code) for place, code in enumerate(codes)]
 
 
-def random_codes(count: int, rng: np.random.Generator) -> list[str]:
-    """So many different codes."""
-    return [f"{number:0{CODE_LENGTH}d}" for number in rng.permutation(10**CODE_LENGTH)[:count]]
+def random_codes(count: int, rng: np.random.Generator, length: int = CODE_LENGTH) -> list[str]:
+    """So many different codes of so many digits."""
+    return [f"{number:0{length}d}" for number in rng.permutation(10**length)[:count]]
 
 
 def seen(entries: int) -> int:

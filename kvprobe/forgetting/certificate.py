@@ -1,0 +1,307 @@
+"""The certificate: what a way to forget leaves of a removed text, under one test for all ways.
+
+The conversation is read with many secrets in the place of its own, and forgets each in the same way. Whatever still
+depends on the secret was left. Four questions are asked of it, each beside a restart, which never read the secret, and
+beside the conversation with everything in view.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import numpy as np
+
+from kvprobe.arguments import AtLeastZero, Within, checked_arguments
+from kvprobe.brief import Brief, Table
+from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
+from kvprobe.forgetting.hidden_secret import FEWEST_SECRETS, HiddenSecret
+from kvprobe.forgetting.readers import SecretReading, known_reading, reading_from_others
+from kvprobe.forgetting.search import Search, distance, search
+from kvprobe.forgetting.trace import SecretTrace, Slots, trace_of
+from kvprobe.forgetting.use import Use, answers, use_of
+from kvprobe.forgetting.ways import NOTHING, WAYS, Way, forgotten, way_of
+from kvprobe.inference.model import Model
+from kvprobe.names import number_ranges
+from kvprobe.policies.policy import Policy
+from kvprobe.progress import Bar
+from kvprobe.stats import Estimate
+
+POWER = 0.9
+"""Share of the digits that a reader must find with everything in view before what it does not find counts."""
+SMALL = 0.05
+"""Share of the effect with everything in view below which a use is called none."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer to one question.
+
+    Attributes:
+        words: the answer, in three words.
+        left: whether something is left: None where that is not decided.
+        sentence: what was found, with its interval.
+    """
+
+    question: str
+    words: str
+    left: bool | None
+    sentence: str
+
+
+@dataclass(frozen=True, repr=False)
+class Certificate(Brief):
+    """What a way to forget leaves of a secret. The secret itself is not in it.
+
+    Attributes:
+        way: by its name.
+        hidden: the segments that were forgotten.
+        secrets: how many were tried in the place of the secret, its own among them.
+        stored: slots of these segments that are still in memory, though perhaps hidden.
+        trace: where caches of different secrets differ.
+        known: what probes read that have learned from other secrets of this conversation.
+        from_others: what probes read that have learned from other conversations; None where they were not asked.
+        search: whether trying finds the secret.
+        use: how much the secret decides the answer, and how much with everything in view; None without a question.
+    """
+
+    model: str
+    way: str
+    hidden: tuple[str, ...]
+    secrets: int
+    stored: int
+    trace: SecretTrace
+    known: SecretReading | None = field(repr=False)
+    from_others: SecretReading | None = field(repr=False)
+    search: Search | None = field(repr=False)
+    use: Use | None = field(repr=False)
+    use_in_view: Use | None = field(repr=False)
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing that stays depends on the secret, so that no reader whatever can find it there."""
+        return self.trace.empty
+
+    @property
+    def bits(self) -> float:
+        """Bits of each digit that the best probe reads, of 3.32: the number for a report; 0 where nothing is left."""
+        read = [reading.bits.mean for reading in (self.known, self.from_others) if reading is not None]
+        return 0.0 if self.clean else max([0.0, *read])
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """The answers."""
+        return (
+            self._where(),
+            self._read("Can one who knows the conversation read it?", self.known),
+            self._read("Can one read it who has never seen the conversation?", self.from_others),
+            self._recovered(),
+            self._used(),
+        )
+
+    def _where(self) -> Verdict:
+        question = "Does anything that stays depend on the secret?"
+        if self.clean:
+            words = f"No number of any layer that later tokens see differs between {self.secrets} secrets."
+            return Verdict(question, "nothing is left", False, words)
+        found = self.trace.places
+        slots = " Which slots stay depends on it." if self.trace.slots_differ else ""
+        if not found:
+            return Verdict(question, "traces are left", True, slots.strip())
+        layer, part, head, position = found[0]
+        at = "" if position < 0 else f", position {position}"
+        sentence = (
+            f"{len(found):,} places in layers {number_ranges(self.trace.touched)}; most in {part} of layer {layer}, "
+            f"head {head}{at}: {self.trace.most:.2g} of its size.{slots}"
+        )
+        return Verdict(question, "traces are left", True, sentence)
+
+    def _read(self, question: str, reading: SecretReading | None) -> Verdict:
+        if self.clean:
+            return Verdict(question, "nothing to read", False, "No reader can: nothing differs.")
+        if reading is None:
+            return Verdict(question, "was not asked", None, "Probes of digits were not asked.")
+        layer, part = reading.site
+        shown = (
+            f"{_percent(reading.digits)} of the digits (chance {reading.chance:.0%}), all of them in "
+            f"{_percent(reading.whole)} of the secrets, {reading.bits.mean:.2f} bits a digit; {part} of layer {layer}"
+        )
+        control = "" if reading.control is None else f"; with everything in view {_percent(reading.control)}"
+        if reading.digits.above(reading.chance):
+            return Verdict(question, "can be read", True, f"{shown}{control}.")
+        if reading.control is not None and reading.control.mean < POWER:
+            return Verdict(question, "is not decided", None, f"{shown}{control}, so that it says little.")
+        return Verdict(question, "was not read", None, f"{shown}{control}; other readers may read more.")
+
+    def _recovered(self) -> Verdict:
+        question = "Can it be found by trying?"
+        if self.clean:
+            return Verdict(question, "cannot be found", False, "All secrets leave the same cache.")
+        if self.search is None:
+            return Verdict(question, "was not asked", None, "No search was made.")
+        shown = (
+            f"{self.search.found.mean:.0%} of {self.search.found.clusters} secrets, with {self.search.tries:.0f} tries "
+            f"each (as many guesses find {self.search.blind:.1%}); the two nearest caches are "
+            f"{self.trace.nearest:.1e} of their size apart."
+        )
+        if self.search.found.mean > self.search.blind:
+            return Verdict(question, "can be found", True, shown)
+        return Verdict(question, "was not found", None, shown)
+
+    def _used(self) -> Verdict:
+        question = "Does the model use it?"
+        if self.clean:
+            return Verdict(question, "cannot be used", False, "The model goes on in the same way whatever it was.")
+        if self.use is None or self.use_in_view is None:
+            return Verdict(question, "was not asked", None, "Give ask, the user's next message.")
+        effect, full = self.use.effect, self.use_in_view.effect
+        shown = (
+            f"Exchanging the cache for that of another secret takes {_nats(effect)} from the secret as the answer, of "
+            f"{_nats(full)} with everything in view; said in {_percent(self.use.said)} of {effect.clusters} cases."
+        )
+        if effect.above():
+            return Verdict(question, "it is used", True, shown)
+        if full.above() and effect.has_interval and effect.high < SMALL * full.mean:
+            return Verdict(question, "hardly any use", False, shown)
+        return Verdict(question, "is not decided", None, shown)
+
+    @property
+    def answer(self) -> str:
+        """In a sentence."""
+        if self.clean:
+            return f"Nothing is left: no number that later tokens see differs between {self.secrets} secrets."
+        said = dict.fromkeys(one.words for one in self.verdicts[1:] if one.left is not None)
+        found = f": {'; '.join(said)}" if said else ""
+        return f"Something is left{found}. Probes read {self.bits:.2f} bits a digit, of 3.32."
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """What the certificate cannot rule out, a sentence each."""
+        sentences = [
+            "Other words than the secret: only what differs between the secrets that were tried is looked at.",
+            "The texts that stay: if the secret can be guessed from them, it is still there.",
+        ]
+        if self.stored:
+            sentences.append(
+                f"Reading memory: {self.stored} slots of {', '.join(self.hidden)} are still stored, hidden from the "
+                "model alone; evict them."
+            )
+        if not self.clean:
+            sentences.append("Better readers than these, and other questions than the one that was asked.")
+        sentences.append("Copies elsewhere: logs, other caches, a prefix shared with other requests.")
+        return tuple(sentences)
+
+    def as_mapping(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "model": self.model,
+            "way": self.way,
+            "hidden": list(self.hidden),
+            "secrets": self.secrets,
+            "stored": self.stored,
+            "bits_per_digit": self.bits,
+            "clean": self.clean,
+            "verdicts": [vars(verdict) for verdict in self.verdicts],
+            "places": len(self.trace.places),
+            "layers": list(self.trace.touched),
+            "unseen": list(self.unseen),
+        }
+
+    def __str__(self) -> str:
+        answers = (f"  {one.question} {one.words.capitalize()}. {one.sentence}" for one in self.verdicts)
+        title = f"{self.way} of {', '.join(self.hidden)}, {self.model}"
+        unseen = ("What this cannot rule out:", *(f"  {sentence}" for sentence in self.unseen))
+        return "\n".join([title, self.answer, *answers, *unseen])
+
+    def _facts(self) -> Iterator[str]:
+        yield f"{self.way} of {', '.join(self.hidden)}"
+        yield self.model
+        yield from dict.fromkeys(one.words for one in self.verdicts)
+
+    def _table(self) -> Table:
+        return ("question", "answer", "found"), [(one.question, one.words, one.sentence) for one in self.verdicts]
+
+
+@checked_arguments
+def certify(
+    model: Model,
+    case: HiddenSecret,
+    way: str | Policy | Way,
+    cache: KVCache | None = None,
+    *,
+    ask: str = "",
+    lead: str = "",
+    others: Sequence[str] = (),
+    secrets: Annotated[int, Within(FEWEST_SECRETS)] = 96,
+    asked: Annotated[int, Within(FEWEST_SECRETS)] = 16,
+    searched: AtLeastZero = 4,
+    conversations: AtLeastZero = 0,
+    seed: AtLeastZero = 0,
+) -> Certificate:
+    """What is left of a secret in the cache that stays after a conversation forgot it.
+
+    Args:
+        way: how it is forgotten: one of `kvprobe.forgetting.WAYS`, a policy or its text, or a function of (model, chat,
+            hide) that returns the cache. It is carried out once for every secret.
+        cache: that you hold; it must be what the way makes of this conversation.
+        ask: the user's next message, which asks for the secret.
+        lead: how the answer begins, before the secret.
+        others: secrets that could have been said in its place; by default its digits are drawn anew.
+        secrets: how many are tried.
+        asked: with how many the model is asked.
+        searched: how many are searched for by trying.
+        conversations: how many other conversations probes learn from that do not know this one; 0 leaves them out. They
+            need 1,500 (several minutes) before they read most of what is in full view.
+
+    Raises:
+        UserError: the cache is not what the way makes of the conversation, too few secrets take as many tokens, or
+            what the way refuses.
+    """
+    name, act = way_of(way)
+    rng = np.random.default_rng(seed)
+    tried = case.secrets(model.tokenizer, secrets, rng, others)
+    own = forgotten(model, act, case, case.secret)
+    if cache is not None:
+        _refuse_another(model, cache, own, name)
+    rest = Bar(tried[1:], desc=f"Forgetting: {name}", unit="secret")
+    caches = [own, *(forgotten(model, act, case, secret) for secret in rest)]
+    slots = Slots.of(caches)
+    trace = trace_of(model, caches, forgotten(model, act, case, case.secret), slots)
+    hidden = own.ledger.in_segments([name for name in case.hide if name in own.ledger.names])
+    known = foreign = found = use = in_view = None
+    if not trace.empty:
+        known = known_reading(model, caches, slots, tried, rng)
+        if conversations:
+            foreign = reading_from_others(model, act, case, caches, tried, conversations, rng)
+        if searched:
+            found = search(model, act, case, caches, tried, searched, rng)
+        if ask:
+            some = tried[:asked]
+            use = use_of(answers(model, caches[:asked], some, ask, lead))
+            full = [forgotten(model, WAYS[NOTHING], case, secret) for secret in some]
+            in_view = use_of(answers(model, full, some, ask, lead))
+    return Certificate(
+        model.name, name, case.hide, len(tried), int(hidden.sum()), trace, known, foreign, found, use, in_view
+    )
+
+
+def _refuse_another(model: Model, cache: KVCache, made: KVCache, way: str) -> None:
+    if cache.batch != 1 or cache.n_layers != made.n_layers:
+        raise UserError(
+            f"The cache is no cache of one row of {model.name}; give one that it made of this conversation."
+        )
+    if Slots.of([cache, made]).differ or distance(model, cache, made) > model.round_off:
+        raise UserError(
+            f"The cache is not what {way!r} makes of this conversation, so a certificate of the way would say nothing "
+            "of it; give the way in which it was made."
+        )
+
+
+def _percent(share: Estimate) -> str:
+    if not share.has_interval:
+        return f"{share.mean:.1%}"
+    return f"{share.mean:.1%} ({share.low:.1%} to {share.high:.1%})"
+
+
+def _nats(effect: Estimate) -> str:
+    return f"{effect.mean:.2f} nats" + (f" ({effect.low:.2f} to {effect.high:.2f})" if effect.has_interval else "")

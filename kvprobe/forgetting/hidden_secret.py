@@ -1,0 +1,117 @@
+"""A conversation that is to forget something, and the same conversation with other secrets."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvprobe.arguments import check_fields
+from kvprobe.brief import Brief
+from kvprobe.errors import UserError
+from kvprobe.names import unknown
+from kvprobe.text.chat_template import Tokenizer
+from kvprobe.text.messages import Message, Part
+from kvprobe.text.transcript import Transcript
+
+FEWEST_SECRETS = 8
+"""Secrets below which nothing can be said."""
+_TRIES = 50
+"""Secrets that are drawn for each one that is wanted, where a tokenizer joins digits."""
+
+
+@dataclass(frozen=True, repr=False)
+class HiddenSecret(Brief):
+    """A conversation and what is to be forgotten of it.
+
+    Attributes:
+        chat: the conversation, with everything in it.
+        hide: the segments to forget.
+        secret: a text in these and nowhere else, that others can take the place of.
+
+    Raises:
+        UserError: there is no such segment, none stays, or the secret is not in hidden text, or in text that stays.
+    """
+
+    chat: Transcript
+    hide: tuple[str, ...]
+    secret: str
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.hide:
+            raise UserError(
+                f"A hidden secret needs hide, segments of {', '.join(self.chat.segments[:8])}; give at least one."
+            )
+        for name in self.hide:
+            if name not in self.chat.segments:
+                raise UserError(unknown("segment", name, self.chat.segments))
+        if set(self.hide) >= set(self.chat.segments):
+            raise UserError("All segments are to be hidden, so nothing stays that could know of them; hide fewer.")
+        if not self.secret.strip():
+            raise UserError("The secret is empty; give the text that is to be forgotten, such as a code or a name.")
+        said = {message.segment for message in self.chat.messages if self.secret in message.text}
+        if stays := sorted(said - set(self.hide)):
+            raise UserError(
+                f"The secret also stands in {stays[0]!r}, which stays; hide that segment too, or nothing is forgotten."
+            )
+        if not said:
+            raise UserError(f"The secret does not stand in {', '.join(self.hide)}; give a text that is said there.")
+
+    def _facts(self) -> Iterable[str]:
+        yield repr(self.chat)
+        yield f"forgets {', '.join(self.hide)}"
+        yield f"a secret of {len(self.secret)} characters"
+
+    def said(self, secret: str) -> Transcript:
+        """The conversation with another secret in the place of its own."""
+        return replace(self.chat, messages=tuple(self._with(message, secret) for message in self.chat.messages))
+
+    def _with(self, message: Message, secret: str) -> Message:
+        if message.segment not in self.hide or self.secret not in message.text:
+            return message
+        if not any(self.secret in part.text for part in message.parts):  # it runs over a border of parts
+            return replace(message, parts=(Part(message.text.replace(self.secret, secret)),))
+        parts = tuple(replace(part, text=part.text.replace(self.secret, secret)) for part in message.parts)
+        return replace(message, parts=parts)
+
+    def secrets(
+        self, tokenizer: Tokenizer, count: int, rng: np.random.Generator, others: Sequence[str] = ()
+    ) -> tuple[str, ...]:
+        """The secret, and others of as many tokens, so that every later token stands where it stood.
+
+        Args:
+            others: to choose from; by default each digit of the secret is drawn anew.
+
+        Raises:
+            UserError: the secret has no digit and no others were given, or too few take as many tokens.
+        """
+        length, own = len(self.chat.tokens(tokenizer)), self.secret
+        if not others and not re.search(r"\d", own):
+            raise UserError(
+                "The secret has no digit that could be drawn anew; give others (--others), at least "
+                f"{FEWEST_SECRETS - 1} texts that could have been said in its place."
+            )
+        found = dict.fromkeys([own])
+        for drawn in others or (_redrawn(own, rng) for _ in range(_TRIES * count)):
+            if len(found) >= count:
+                break
+            if drawn not in found and len(self.said(drawn).tokens(tokenizer)) == length:
+                found[drawn] = None
+        if len(found) < FEWEST_SECRETS:
+            raise UserError(
+                f"Only {len(found)} secrets, with its own, take as many tokens in this conversation; at least "
+                f"{FEWEST_SECRETS} are needed, so give more others of this length."
+            )
+        return tuple(found)
+
+
+def _redrawn(secret: str, rng: np.random.Generator) -> str:
+    """The text with other digits."""
+    return re.sub(r"\d", lambda _: str(rng.integers(10)), secret)
+
+
+def up_to(chat: Transcript, segment: str) -> Transcript:
+    """The conversation up to the end of this segment."""
+    last = max(place for place, message in enumerate(chat.messages) if message.segment == segment)
+    return replace(chat, messages=chat.messages[: last + 1])

@@ -1,0 +1,104 @@
+"""Whether the model uses what is left: asked for the secret, does it lean to the one whose cache it is given?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
+from kvprobe.inference.forced import asked_logits
+from kvprobe.inference.model import Model
+from kvprobe.progress import Bar
+from kvprobe.stats import SHARE, Estimate, estimate, jackknife
+from kvprobe.text.tokens import Tokens, common_length
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the model makes of a question under the caches of several secrets.
+
+    Attributes:
+        log_probs: of each secret as the answer under the cache of each, in nats.
+        said: whether the cache's own secret is likeliest at every token.
+    """
+
+    log_probs: Float[Tensor, "caches secrets"]
+    said: Bool[Tensor, "caches"]
+
+
+@dataclass(frozen=True)
+class Use:
+    """How much a cache's own secret decides the answer.
+
+    Attributes:
+        effect: by how many nats a secret is likelier under its own cache than under that of another one: what
+            exchanging the two would move.
+        chosen: share of the caches under which its own gains more than any other secret; by chance one of them all.
+        said: share of the caches under which the model would say it.
+    """
+
+    effect: Estimate
+    chosen: Estimate
+    said: Estimate
+
+
+def answers(model: Model, caches: Sequence[KVCache], secrets: Sequence[str], ask: str, lead: str) -> Answers:
+    """Ask under each cache for each secret.
+
+    Args:
+        ask: the user's next message.
+        lead: how the answer begins, before the secret.
+
+    Raises:
+        UserError: the secrets take different numbers of tokens in the answer.
+    """
+    begun = [model.tokenizer(lead + secret, add_special_tokens=False)["input_ids"] for secret in secrets]
+    shared = min(common_length(begun[0], other) for other in begun)
+    endings = [tuple(ids[shared:]) for ids in begun]
+    if len(set(map(len, endings))) > 1:
+        raise UserError(
+            f"In an answer that begins {lead!r} the secrets take {min(map(len, endings))} to {max(map(len, endings))} "
+            "tokens, so they cannot be compared; give others of one length, or another lead."
+        )
+    ids = torch.tensor(endings)
+    log_probs, said = [], []
+    for number, cache in enumerate(Bar(caches, desc="Asking", unit="cache")):
+        (prompt,) = model.prompts(cache, ask)
+        question = prompt + Tokens.of(begun[0][:shared], "answer", prompt.following)
+        rows = [Tokens.of(ending, "answer", question.following) for ending in endings]
+        scores = asked_logits(model, cache, question, rows).float().log_softmax(-1).cpu()
+        log_probs.append(scores.gather(2, ids[..., None])[..., 0].double().sum(1))
+        said.append(bool((scores[number].argmax(-1) == ids[number]).all()))
+    return Answers(torch.stack(log_probs), torch.tensor(said))
+
+
+def use_of(asked: Answers) -> Use:
+    """How much the caches' own secrets decide the answers."""
+    table = asked.log_probs.numpy()
+    gains = table - table.mean(0)
+    # Rounding must not choose: the own secret has to gain more than any other, not as much.
+    own = np.diag(gains)
+    others = np.where(np.eye(len(gains), dtype=bool), -np.inf, gains).max(1)
+    return Use(
+        exchange(table),
+        estimate((own > others + 1e-6).astype(float), within=SHARE),
+        estimate(asked.said.double().numpy(), within=SHARE),
+    )
+
+
+def exchange(table: Float[np.ndarray, "caches secrets"]) -> Estimate:
+    """The mean of a secret's number under its own cache less that under the others, with an interval over secrets.
+
+    Leaving a secret out takes its cache and its answer.
+    """
+    own, count = np.diag(table), len(table)
+    # With all secrets, and without each.
+    own_sums = own.sum() - np.concatenate([[0.0], own])
+    sums = table.sum() - np.concatenate([[0.0], table.sum(0) + table.sum(1) - own])
+    sizes = np.concatenate([[count], np.full(count, count - 1)])
+    effects = own_sums / sizes - (sums - own_sums) / (sizes * (sizes - 1))
+    return jackknife(float(effects[0]), effects[1:])

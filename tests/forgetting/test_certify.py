@@ -1,0 +1,218 @@
+"""Certificates: what is known to be left is found, where nothing is left nothing is, and intervals hold."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
+from kvprobe.forgetting import HiddenSecret, certify
+from kvprobe.forgetting.readers import known_reading, reading_from_others
+from kvprobe.forgetting.trace import STATE, Slots
+from kvprobe.forgetting.use import Answers, exchange, use_of
+from kvprobe.forgetting.ways import WAYS, forgotten
+from kvprobe.inference.model import Model, load
+from kvprobe.report.views.certificate import certificate_page
+from kvprobe.text.transcript import Transcript
+from tests.models import llama, tiny_tokenizer
+from tests.models.every import tiny
+
+CHAT = Transcript.from_messages(
+    [
+        {"role": "user", "content": "The code is 481."},
+        {"role": "assistant", "content": "I see it."},
+        {"role": "user", "content": "Then what is the time?"},
+    ],
+    names=["T1", "reply", "T2"],
+)
+CASE = HiddenSecret(CHAT, ("T1",), "481")
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return llama(tokenizer=tiny_tokenizer(), intermediate_size=64)
+
+
+def certified(model: Model, way: object, **settings: Any) -> Any:
+    return certify(model, CASE, way, **{"secrets": 64, "asked": 12, "searched": 2, **settings})
+
+
+@pytest.mark.parametrize("way", ["restart", "restart in place", "RestartRebuilt('T1')"])
+def test_a_restart_leaves_nothing(model: Model, way: str):
+    found = certified(model, way, ask="Which?")
+    assert found.clean
+    assert found.bits == 0.0
+    assert found.trace.most == 0.0
+    assert [verdict.left for verdict in found.verdicts] == [False] * 5
+
+
+def test_all_is_found_in_an_untouched_cache(model: Model):
+    found = certified(model, "nothing")
+    assert found.known.digits.mean > 0.95
+    assert found.bits > 2.5
+    assert found.search.found.mean == 1.0
+    assert found.search.blind < 0.2
+    assert found.stored == sum(segment == "T1" for segment in CHAT.tokens(model.tokenizer).segments)
+
+
+def test_a_mask_hides_the_slots_and_leaves_what_others_know(model: Model):
+    masked, evicted = (certified(model, way) for way in ("mask", "evict"))
+    assert masked.stored
+    assert not evicted.stored
+    gone = CHAT.tokens(model.tokenizer).span("T1")
+    for found in (masked, evicted):
+        assert found.trace.touched == (1, 2), "keys and values of layer 0 know their own token alone"
+        assert all(at >= gone.stop for *_, at in found.trace.places)
+
+
+def leaking(by: Callable[[str], torch.Tensor], layer: int, slot: int) -> Any:
+    """Restart in place, and something of the secret added to V of one slot."""
+
+    def leak(model: Model, chat: Transcript, hide: tuple[str, ...]) -> KVCache:
+        cache = WAYS["restart in place"](model, chat, hide)
+        secret = "".join(letter for letter in chat.messages[0].text if letter.isdigit())
+        values = [value.clone() for value in cache.values]
+        values[layer][0, 1, slot] += by(secret)
+        return cache.with_parts({"V": values})
+
+    return leak
+
+
+def on_axes(secret: str) -> torch.Tensor:
+    """The first digit as the place of a one."""
+    return torch.nn.functional.one_hot(torch.tensor(int(secret[0]) % 8), 8).float()
+
+
+def test_a_planted_channel_is_found_where_it_is(model: Model):
+    found = certified(model, leaking(on_axes, 1, -2))
+    assert {place[:3] for place in found.trace.places} == {(1, "V", 1)}
+    assert len(found.trace.places) == 1
+    assert not found.clean
+    assert found.known.site == (1, "V")
+
+
+def test_a_channel_of_which_slots_stay_is_no_clean_cache(model: Model):
+    def drops(model: Model, chat: Transcript, hide: tuple[str, ...]) -> KVCache:
+        cache = WAYS["restart"](model, chat, hide)
+        return cache.evict(slots=[int(chat.messages[0].text[12]) % 3 + 1])
+
+    found = certified(model, drops, searched=0)
+    assert found.trace.slots_differ
+    assert not found.clean
+
+
+def test_a_state_that_was_not_folded_anew_keeps_it():
+    model = load_hybrid()
+    attends = [number for number, layer in enumerate(model.geometry.parts) if "K" in layer]
+    found = certified(model, lambda model, chat, hide: model.prefill(chat).mask(*hide, layers=attends), searched=0)
+    assert {part for _, part, *_ in found.trace.places} >= {STATE}
+    assert certified(model, "restart in place").clean
+
+
+def load_hybrid() -> Model:
+    tokenizer = tiny_tokenizer()
+    return load(tiny("qwen3_next", vocab_size=len(tokenizer)), tokenizer=tokenizer)
+
+
+def test_what_only_the_own_cache_says_is_used_and_a_common_lean_is_not():
+    rng = np.random.default_rng(0)
+    lean = 5 * rng.normal(size=(1, 16)) + 3 * rng.normal(size=(16, 1))
+    noise = 0.1 * rng.normal(size=(16, 16))
+    said = torch.ones(16, dtype=torch.bool)
+    none, some = (use_of(Answers(torch.from_numpy(lean + noise + size * np.eye(16)), said)) for size in (0.0, 2.0))
+    assert abs(none.effect.mean) < 0.1
+    assert not none.effect.above()
+    assert some.effect.low > 1.8
+    assert some.effect.high < 2.2
+    assert some.chosen.mean == 1.0
+
+
+def test_the_interval_of_an_exchange_holds_it():
+    """Secrets differ in how much they are used, caches and answers in how they lean."""
+    rng, held = np.random.default_rng(1), 0
+    for _ in range(400):
+        effect = np.exp(rng.normal(size=16))
+        table = np.diag(effect) + rng.normal(size=(16, 16)) + rng.normal(size=16) + rng.normal(size=(16, 1))
+        found = exchange(table)
+        held += found.low <= np.exp(0.5) <= found.high
+    assert held / 400 > 0.92
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_probes_of_other_conversations_read_a_channel_that_all_share_and_no_other(model: Model, turned: bool):
+    """The first of three digits. With `turned`, each conversation hides it behind directions of its own."""
+
+    def leak(model: Model, chat: Transcript, hide: tuple[str, ...]) -> KVCache:
+        cache = WAYS["restart in place"](model, chat, hide)
+        said = "".join(message.text for message in chat.messages if message.segment in hide)
+        own = sum(ord(letter) for letter in said if not letter.isdigit())
+        directions = torch.randn(10, 8, generator=torch.Generator().manual_seed(own if turned else 0))
+        values = [value.clone() for value in cache.values]
+        values[1][0, 1] += 5 * directions[int(next(letter for letter in said if letter.isdigit()))]
+        return cache.with_parts({"V": values})
+
+    rng = np.random.default_rng(0)
+    secrets = CASE.secrets(model.tokenizer, 60, rng)
+    caches = [forgotten(model, leak, CASE, secret) for secret in secrets]
+    known = known_reading(model, caches, Slots.of(caches), secrets, rng)
+    strange = reading_from_others(model, leak, CASE, caches, secrets, 60, rng)
+    assert known is not None
+    assert strange is not None
+    assert known.digits.mean > 0.3
+    assert (strange.digits.mean > 0.3) == (not turned)
+    assert strange.digits.above(0.1) == (not turned)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda case: HiddenSecret(case.chat, (), "481"), "give at least one"),
+        (lambda case: HiddenSecret(case.chat, ("T9",), "481"), "T9"),
+        (lambda case: HiddenSecret(case.chat, ("T1", "reply", "T2"), "481"), "nothing stays"),
+        (lambda case: HiddenSecret(case.chat, ("reply",), "481"), "stands in 'T1', which stays"),
+        (lambda case: HiddenSecret(case.chat, ("T1",), "777"), "does not stand in T1"),
+        (lambda case: HiddenSecret(case.chat, ("T1",), " "), "is empty"),
+    ],
+)
+def test_a_case_that_cannot_be_forgotten_is_refused(change: Callable[[HiddenSecret], HiddenSecret], words: str):
+    with pytest.raises(UserError, match=words):
+        change(CASE)
+
+
+def test_what_cannot_be_certified_is_refused(model: Model):
+    with pytest.raises(UserError, match="no digit that could be drawn anew"):
+        certify(model, HiddenSecret(CHAT, ("T1",), "code"), "mask")
+    with pytest.raises(UserError, match="way to forget"):
+        certified(model, "masc")
+    with pytest.raises(UserError, match="returns a KVCache of one row"):
+        certified(model, lambda model, chat, hide: None)
+    full = model.prefill(CHAT)
+    with pytest.raises(UserError, match="is not what 'mask' makes"):
+        certified(model, "mask", cache=full)
+    assert certified(model, "mask", cache=full.mask("T1"), searched=0, secrets=8).secrets == 8
+
+
+def test_words_take_the_place_of_words(model: Model):
+    names = ["tail", "team", "told", "tips", "tidy", "tool", "tilt", "toil", "tuna", "tofu"]
+    chat = Transcript.from_messages([{"role": "user", "content": "I like tone."}, *CHAT_LATER], names=["T1", "T2"])
+    found = certify(model, HiddenSecret(chat, ("T1",), "tone"), "mask", others=names, asked=8)
+    assert found.known is None
+    assert found.search is not None
+    assert found.search.found.mean == 1.0
+    assert not certify(model, HiddenSecret(chat, ("T1",), "tone"), "restart", others=names).trace.places
+
+
+CHAT_LATER = [{"role": "assistant", "content": "I see."}]
+
+
+def test_a_certificate_is_shown_as_text_as_json_and_as_a_page_and_keeps_the_secret(model: Model):
+    found = certified(model, "mask", secrets=8, ask="Which?", searched=1)
+    shown = [str(found), repr(found), json.dumps(found.as_mapping()), certificate_page(found)]
+    assert all("races are left" in one for one in shown)
+    assert not any("code is 481" in one for one in shown)
+    assert "Where</h2>" in shown[3]
+    assert "Where</h2>" not in certificate_page(certified(model, "restart", secrets=8))
