@@ -148,18 +148,17 @@ REPORTS: Mapping[str, Report] = {
     ),
     "vllm-27547": Report(
         _pull(_VLLM, 27547),
-        "The kernel took another block size than the cache's and read wrong rows.",
-        "all layers and blocks; GSM8K from 0.85 to 0.02",
+        "The kernel was given the block size of the cache's manager in place of its own, and read wrong rows.",
+        "the attention layers of Qwen3-Next, all blocks; GSM8K 0.02 in place of 0.85",
         "repeated blocks",
-        read=False,
     ),
     "vllm-51837": Report(
         _pull(_VLLM, 51837),
-        "The K and V halves of a block fell into pages that other layers wrote, too.",
-        "the attention layers of hybrid models, all blocks; GSM8K 0.20 in place of 0.95",
+        "On ROCm, K and V of a block lie in two far halves of a pool that layers with states share, so that each wrote "
+        "over the other's pages; seen with speculative decoding. Planted as K and V in each other's place.",
+        "the attention layers of hybrid models, any block; GSM8K 0.20 in place of 0.95",
         "K and V swapped",
         layers=0.5,
-        read=False,
     ),
     "vllm-45357": Report(
         _pull(_VLLM, 45357),
@@ -179,12 +178,12 @@ REPORTS: Mapping[str, Report] = {
     ),
     "vllm-44701": Report(
         _issue(_VLLM, 44701),
-        "Another adapter's prefix; planted as vllm-30931.",
+        "An adapter's name and a request's cache_salt enter a block's hash untagged: a request to the plain model "
+        "whose salt is that name is answered from the adapter's rows; planted as vllm-30931.",
         "a shared prefix, all layers",
         "foreign prefix",
         place="first",
         blocks=0.5,
-        read=False,
     ),
     "lmcache-3301": Report(
         _issue(_LMCACHE, 3301),

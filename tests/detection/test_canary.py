@@ -176,3 +176,32 @@ def test_the_record_is_json_and_the_page_escapes_what_an_engine_is_called():
     page = canary_page(result)
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert" in page
+
+
+@dataclass
+class Slipping(PagedEngine):
+    """A sound engine of which the hits named in `slips` lie `off` nats away, counted from 1."""
+
+    slips: range = range(3, 4)
+    off: float = 0.1
+    hits: int = 0
+
+    def ask(self, prompts: Sequence[Prompt], new: int, reuse: bool) -> list[EngineAnswer]:
+        answers = super().ask(prompts, new, reuse)
+        for place, answer in enumerate(answers):
+            if answer.reused:
+                self.hits += 1
+                if self.hits in self.slips:
+                    tops = [{token: value - self.off for token, value in top.items()} for top in answer.tops]
+                    answers[place] = replace(answer, tops=tops)
+        return answers
+
+
+def test_a_small_difference_counts_if_it_comes_back_on_new_prompts_and_a_large_one_at_once():
+    once = canary(Slipping(), sizes=SIZES)
+    assert once.threshold < 0.1 < np.median(once.wrong_blocks) < 9
+    assert once.failed == []
+    assert {finding.name for finding in once.findings if finding.state == "not repeated"} == {"hit"}
+    assert "Beyond the threshold once, and not on new prompts: hit." in once.verdict
+    assert "hit" in canary(Slipping(slips=range(1, 10**6)), sizes=SIZES).failed
+    assert canary(Slipping(off=9.0), sizes=SIZES).failed == ["hit"]

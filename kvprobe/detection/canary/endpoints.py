@@ -2,7 +2,7 @@
 
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,10 +34,11 @@ def llama_server(server: LlamaServer) -> CanaryTarget:
 
 @checked_arguments
 def openai_endpoint(url: str, model: str | None = None, timeout: float = 120.0) -> CanaryTarget:
-    """An endpoint with `/v1/completions` and log-probabilities as a target: vLLM, SGLang and others.
+    """An endpoint with `/v1/completions` and log-probabilities as a target: vLLM, SGLang, llama-server and others.
 
-    A request without reuse carries a `cache_salt` of its own. Where the engine offers `/reset_prefix_cache` (vLLM with
-    VLLM_SERVER_DEV_MODE=1), hits of a store outside the engine, such as a connector's, are tested, too.
+    A request without reuse carries a `cache_salt` of its own, and for llama-server `cache_prompt`. Where the engine
+    offers `/reset_prefix_cache` (vLLM with VLLM_SERVER_DEV_MODE=1), hits of a store outside the engine, such as a
+    connector's, are tested, too.
 
     Args:
         url: without `/v1`.
@@ -102,23 +103,28 @@ class _OpenAI:
     def _counts(self) -> bool:
         """Whether the endpoint gives and takes numbers of tokens."""
         try:
-            self.server.ask("/tokenize", {"model": self.model, "prompt": "a", "add_special_tokens": False})
+            return bool(self._tokenized("a", False))
         except RefusedError:
             return False
-        return True
+
+    def _tokenized(self, text: str, first: bool) -> Prompt:
+        # vLLM reads `prompt` and `add_special_tokens`, llama-server the others.
+        body = {"model": self.model, "prompt": text, "content": text, "add_special_tokens": first, "add_special": first}
+        return self.server.read(lambda reply: tuple(map(int, reply["tokens"])), "/tokenize", body)
 
     def tokens(self, text: str, first: bool = False) -> Prompt:
         """Numbers of tokens; where the endpoint has no `/tokenize`, words and digits, which stand for tokens."""
         if not self._counts:
             return tuple(_PIECES.findall(text))
-        body = {"model": self.model, "prompt": text, "add_special_tokens": first}
-        return self.server.read(lambda reply: tuple(map(int, reply["tokens"])), "/tokenize", body)
+        return self._tokenized(text, first)
 
     def text(self, prompt: Prompt) -> str:
         if not self._counts:
             return "".join(map(str, prompt))
         body = {"model": self.model, "tokens": prompt}
-        return self.server.read(lambda reply: str(reply["prompt"]), "/detokenize", body)
+        return self.server.read(
+            lambda reply: str(reply["prompt" if "prompt" in reply else "content"]), "/detokenize", body
+        )
 
     def ask(self, prompts: Sequence[Prompt], new: int, reuse: bool) -> list[EngineAnswer]:
         def answer(prompt: Prompt) -> EngineAnswer:
@@ -129,13 +135,33 @@ class _OpenAI:
                 "temperature": 0,
                 "logprobs": TOPS,
                 "ignore_eos": True,
+                "cache_prompt": reuse,
                 # Only where the next prompt may be of numbers, too.
                 "return_tokens_as_token_ids": self._counts,
             }
             salt = {} if reuse else {"cache_salt": secrets.token_hex(16)}
-            return self.server.read(_answer, "/v1/completions", asked | salt)
+            return self.server.read(self._answer, "/v1/completions", asked | salt)
 
         return _at_once(answer, prompts)
+
+    def _answer(self, reply: Any) -> EngineAnswer:
+        said = reply["choices"][0]["logprobs"]
+        details = reply.get("usage", {}).get("prompt_tokens_details") or {}
+        if "content" in said:  # llama-server's, in the form of a chat
+
+            def token(one: Mapping[str, Any]) -> Token:
+                return int(one["id"]) if self._counts else str(one["token"])
+
+            steps = [
+                (token(step), {token(top): top["logprob"] for top in step["top_logprobs"]}) for step in said["content"]
+            ]
+        else:
+            steps = [
+                (_token(one), {_token(name): value for name, value in top.items()})
+                for one, top in zip(said["tokens"], said["top_logprobs"], strict=True)
+            ]
+        tops = [{name: float(value) for name, value in top.items()} for _, top in steps]
+        return EngineAnswer(tuple(one for one, _ in steps), tops, details.get("cached_tokens"))
 
 
 class _OpenAIWithStore(_OpenAI):
@@ -143,13 +169,6 @@ class _OpenAIWithStore(_OpenAI):
 
     def forget(self) -> None:
         self.server.ask("/reset_prefix_cache", {})
-
-
-def _answer(reply: Any) -> EngineAnswer:
-    choice = reply["choices"][0]["logprobs"]
-    details = reply.get("usage", {}).get("prompt_tokens_details") or {}
-    tops = tuple({_token(name): float(value) for name, value in top.items()} for top in choice["top_logprobs"])
-    return EngineAnswer(tuple(map(_token, choice["tokens"])), tops, details.get("cached_tokens"))
 
 
 def _token(name: str) -> Token:

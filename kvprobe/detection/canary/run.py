@@ -1,7 +1,7 @@
 """Running a canary: floors first, then each property, then a verdict, and the smallest script that fails."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import Any, Literal
@@ -15,10 +15,13 @@ from kvprobe.detection.canary.properties import NEW, PROPERTIES, SIDE_BY_SIDE, C
 from kvprobe.detection.canary.target import CanaryTarget, EngineAnswer, Forgets, Prompt, SavesSlots
 from kvprobe.errors import UserError
 
-CanaryState = Literal["sound", "not reported", "failed", "not exercised", "not offered"]
-"""Not reported: answers are alike, but the engine does not say whether they came from its cache."""
+CanaryState = Literal["sound", "not reported", "not repeated", "failed", "not exercised", "not offered"]
+"""Not reported: answers are alike, but the engine does not say whether they came from its cache. Not repeated:
+something lay beyond the threshold once, less than most wrong blocks do, and nothing did on new prompts."""
 FLOOR_PROMPTS = 16
 """From which the floors are measured."""
+REPEATS = 2
+"""How often a script is run again, on new prompts, to see whether a small failure comes back."""
 POWER = 0.9
 """The share of wrong blocks that must be felt; with less, the run shows nothing."""
 WITHOUT_REUSE = {
@@ -89,7 +92,8 @@ class Canary:
     """What a canary found.
 
     Attributes:
-        threshold: the distance, in nats, from which an answer is wrong.
+        threshold: the distance, in nats, from which an answer is wrong: if something is beyond it again on new prompts,
+            or this one is farther off than the median of `wrong_blocks`.
         floors: distances of benign differences by kind, in nats.
         wrong_blocks: how far answers move if the block that is asked for is another, each in nats.
     """
@@ -117,10 +121,12 @@ class Canary:
     @property
     def verdict(self) -> str:
         """In a sentence."""
-        tried = [finding for finding in self.findings if finding.state in ("sound", "failed", "not reported")]
+        tried = [finding for finding in self.findings if finding.state not in ("not exercised", "not offered")]
         silent = any(finding.state == "not reported" for finding in tried)
         if not self.failed:
             doubt = " The engine does not report what it reuses, so its cache may not have been used." if silent else ""
+            if once := [finding.name for finding in tried if finding.state == "not repeated"]:
+                doubt += f" Beyond the threshold once, and not on new prompts: {', '.join(once)}."
             return f"Sound: {len(tried)} properties hold in {sum(one.compared for one in tried)} answers.{doubt}"
         return f"Failed: {', '.join(self.failed)} ({len(self.failed)} of {len(tried)} properties)."
 
@@ -177,15 +183,20 @@ class _Session:
         known = [one.reused for runs in played.values() for _, compared in runs for one in compared]
         if all(reused == 0 for reused in known):
             raise UserError(f"{self._target.name} never reused a token, so its cache was not tested; turn reuse on.")
+        certain = float(np.median(wrong))
         findings = [
             PropertyFinding(
-                kind, meaning, _state(floors[kind], limit), len(floors[kind]), max(floors[kind], default=0.0)
+                kind,
+                meaning,
+                _state(floors[kind], limit, certain, lambda kind=kind: max(self._floors()[0][kind], default=0.0)),
+                len(floors[kind]),
+                max(floors[kind], default=0.0),
             )
             for kind, meaning in WITHOUT_REUSE.items()
         ]
         for one in PROPERTIES:
             findings.append(
-                self._judge(one, played[one.name], limit)
+                self._judge(one, played[one.name], limit, certain)
                 if one in offered
                 else PropertyFinding(one.name, one.meaning, "not offered")
             )
@@ -273,7 +284,7 @@ class _Session:
         return self._target.ask(prompts, new, reuse)
 
     def _judge(
-        self, one: CacheProperty, runs: Sequence[tuple[int, Sequence[HeldAnswer]]], limit: float
+        self, one: CacheProperty, runs: Sequence[tuple[int, Sequence[HeldAnswer]]], limit: float, certain: float
     ) -> PropertyFinding:
         answers = [answer for _, compared in runs for answer in compared]
         known = [answer.reused for answer in answers if answer.reused is not None]
@@ -283,15 +294,17 @@ class _Session:
             one.exercised([answer.reused for answer in compared], len(compared[-1].prompt), self._sizes)
             for _, compared in runs
         )
-        finding = PropertyFinding(
-            one.name,
-            one.meaning,
-            "failed" if failing else "not exercised" if not exercised else "sound" if known else "not reported",
-            len(answers),
-            max(gaps),
-            sum(known) if known else None,
-        )
-        return replace(finding, failure=self._smallest(one, failing[0], limit)) if failing else finding
+
+        def again() -> float:
+            """The worst of the scripts that failed, on new prompts."""
+            scripts = [self._script(one, length) for length in failing for _ in range(REPEATS)]
+            return max(answer.worst for script in scripts for answer in self._compare(script))
+
+        state = _state(gaps, limit, certain, again)
+        if state == "sound":
+            state = "not exercised" if not exercised else "sound" if known else "not reported"
+        finding = PropertyFinding(one.name, one.meaning, state, len(answers), max(gaps), sum(known) if known else None)
+        return replace(finding, failure=self._smallest(one, failing[0], limit)) if state == "failed" else finding
 
     def _smallest(self, one: CacheProperty, length: int, limit: float) -> SmallestFailure | None:
         """The shortest prompt, by bisection over blocks, and the fewest steps that still fail; None where the failure
@@ -323,8 +336,14 @@ class _Session:
         return smallest
 
 
-def _state(gaps: Sequence[float], limit: float) -> CanaryState:
-    return "failed" if any(gap > limit for gap in gaps) else "sound"
+def _state(
+    gaps: Sequence[float], limit: float, certain: float, again: Callable[[], float]
+) -> Literal["sound", "not repeated", "failed"]:
+    """What distances say; `again` measures the worst on new prompts, and is asked only where it decides."""
+    worst = max(gaps, default=0.0)
+    if worst <= limit:
+        return "sound"
+    return "failed" if worst > certain or again() > limit else "not repeated"
 
 
 def _finite(value: Any) -> Any:

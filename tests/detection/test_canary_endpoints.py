@@ -1,0 +1,128 @@
+"""The canary over HTTP: llama.cpp itself, by its own protocol and by OpenAI's, and a small endpoint as vLLM answers."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock, Thread
+from typing import Any
+
+import pytest
+
+from kvprobe.detection.canary import ScriptSizes, canary, llama_server, openai_endpoint
+from kvprobe.engines.server import LlamaServer, served
+from kvprobe.engines.slot import read_slot, stored, write_slot
+from kvprobe.faults import Scope, Zeros
+from tests.detection.paged_engine import BLOCK, PagedEngine
+from tests.models import llama, tiny_tokenizer
+from tests.models.gguf_file import write_gguf
+
+SIZES = ScriptSizes(block=BLOCK, chunk=100, fill=600, idle=0.0)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaServer]:
+    """llama.cpp with a tiny Llama whose weights are large, so that what a slot sees is felt."""
+    model = llama(tokenizer=tiny_tokenizer())
+    for parameter in model.lanes.plain.parameters():
+        if parameter.ndim == 2:
+            parameter.data *= 3
+    gguf = write_gguf(model, tmp_path_factory.mktemp("gguf") / "m.gguf")
+    with served(gguf, cache="f32", context=512, slots=4, threads=1, flash=False) as server:
+        yield server
+
+
+@dataclass(frozen=True)
+class Damaged(LlamaServer):
+    """A server of which a block of one layer is zeroed in a saved slot before it is restored."""
+
+    def restore(self, slot: int, name: str) -> int:
+        like = read_slot(self.path(name))
+        zeros = Zeros(scope=Scope(layers=[1], slots=range(BLOCK, 2 * BLOCK)))
+        write_slot(self.path(name), stored(like).cache().corrupt(zeros), like)
+        return super().restore(slot, name)
+
+
+def test_llama_cpp_is_sound_and_a_block_zeroed_in_its_slot_file_is_found(server: LlamaServer):
+    assert canary(llama_server(server), sizes=SIZES).failed == []
+    found = canary(llama_server(Damaged(server.url, folder=server.folder)), sizes=SIZES, seed=1)
+    assert found.failed == ["slot file"]
+
+
+def test_llama_cpp_is_sound_by_the_protocol_of_openai_too(server: LlamaServer):
+    result = canary(openai_endpoint(server.url), sizes=SIZES, seed=2)
+    states = {finding.name: finding.state for finding in result.findings}
+    assert states["hit"] == states["prefix"] == states["branch"] == "sound"
+    assert result.failed == []
+
+
+class Handler(BaseHTTPRequestHandler):
+    """OpenAI's completions as vLLM gives them, of a small engine; a prompt with a salt is read anew."""
+
+    def __init__(self, engine: PagedEngine, lock: Lock, *args: Any) -> None:
+        self.engine, self.lock = engine, lock
+        super().__init__(*args)
+
+    def do_GET(self) -> None:
+        self._reply(200, {"data": [{"id": "paged"}]})
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        match self.path:
+            case "/tokenize":
+                self._reply(200, {"tokens": self.engine.tokens(asked["prompt"])})
+            case "/detokenize":
+                self._reply(200, {"prompt": self.engine.text(asked["tokens"])})
+            case "/reset_prefix_cache":
+                self.engine.pool.clear()
+                self.engine.order.clear()
+                self._reply(200, None)
+            case "/v1/completions" if asked["model"] == "paged" and asked["temperature"] == 0:
+                self._reply(200, self._completion(asked))
+            case _:
+                self._reply(404, {"error": {"message": "not found"}})
+
+    def _completion(self, asked: dict[str, Any]) -> object:
+        with self.lock:
+            (answer,) = self.engine.ask([tuple(asked["prompt"])], asked["max_tokens"], "cache_salt" not in asked)
+        said = {
+            "tokens": [f"token_id:{token}" for token in answer.tokens],
+            "top_logprobs": [{f"token_id:{token}": value for token, value in top.items()} for top in answer.tops],
+        }
+        usage = {"prompt_tokens_details": {"cached_tokens": answer.reused}}
+        return {"choices": [{"logprobs": said}], "usage": usage}
+
+    def _reply(self, status: int, value: object) -> None:
+        body = b"" if value is None else json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def endpoint(engine: PagedEngine) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, engine, Lock()))
+    thread = Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize(("bug", "failed"), [("", []), ("keys out of step", ["hit", "prefix"])])
+def test_an_endpoint_of_openai_fails_by_what_its_cache_does(bug: str, failed: list[str]):
+    with endpoint(PagedEngine(bug)) as url:
+        result = canary(openai_endpoint(f"{url}/v1"), sizes=SIZES)
+    assert result.target == f"paged at {url}"
+    assert result.failed[: len(failed)] == failed
+    assert bool(result.failed) == bool(failed)
+    assert {finding.name: finding.reused for finding in result.findings}["hit"]
