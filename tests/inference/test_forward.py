@@ -23,7 +23,7 @@ from tests.random_caches import (
 from tests.refusals import refused
 
 LANES = ["plain", "hooked"]
-few = settings(max_examples=10)
+few = settings(max_examples=5)
 seeds = st.integers(0, 2**31)
 lengths = st.integers(1, 7)
 spans = st.fixed_dictionaries({"system": lengths, "T1": lengths, "summary": lengths})
