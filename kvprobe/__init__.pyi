@@ -1,6 +1,7 @@
 """The public names: type checkers read this file, and `__init__.py` takes from it where each name is defined."""
 
 from kvprobe import attention as attention
+from kvprobe import editing as editing
 from kvprobe import erasing as erasing
 from kvprobe import faults as faults
 from kvprobe import layers as layers

@@ -1,0 +1,113 @@
+"""Edits of caches over every kind of memory: known answers."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.editing import concatenate, recompute, replace_text, splice, steer, zero
+from kvprobe.inference.model import Model, load
+from kvprobe.text.tokens import Tokens
+from tests.models.every import tiny
+from tests.refusals import refused
+
+A, B, C = Tokens.of([5, 9, 33, 17], "a"), Tokens.of([40, 8, 21], "b", 4), Tokens.of([60, 12, 3], "c", 7)
+NEXT = Tokens.of([7, 11, 30], "next")
+KINDS = ["llama", "deepseek_v3", "gemma3n_text", "qwen3_next", "granitemoehybrid", "lfm2"]
+
+
+@cache
+def held(kind: str) -> tuple[Model, KVCache]:
+    model = load(tiny(kind))
+    return model, model.prefill(A + B + C)
+
+
+def after(model: Model, past: KVCache) -> torch.Tensor:
+    return model.extend(past, [NEXT.shifted(int(past.ledger.following[0]))], logits=3)[1]
+
+
+def close(one: KVCache, other: KVCache, model: Model) -> bool:
+    """Whether two caches hold the same at the same positions, and the model goes on alike."""
+    assert torch.equal(one.ledger.tokens, other.ledger.tokens)
+    assert torch.equal(one.ledger.positions, other.ledger.positions)
+    assert torch.equal(one.ledger.following, other.ledger.following)
+    pairs = zip(
+        [*model.as_seen(one).tensors, after(model, one)], [*model.as_seen(other).tensors, after(model, other)],
+        strict=True,
+    )  # fmt: skip
+    return all(float((a - b).abs().max()) <= 1e-6 * max(1.0, float(b.abs().max())) for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_segment_spliced_where_it_stood_gives_the_cache_itself(kind: str):
+    model, past = held(kind)
+    for rest in (past.evict("b"), past.evict("b").reindex()):
+        assert close(splice(rest, past.select("b"), at=4), past, model)
+    assert close(splice(past.evict("c"), past.select("c"), at=7), past, model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_segment_spliced_to_the_front_is_the_segments_reindexed(kind: str):
+    model, past = held(kind)
+    wanted = past.select("c").reindex()
+    assert close(splice(past.evict("a", "b", "c"), past.select("c"), at=0).rewind(position=3), wanted, model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_joined_and_read_again_are_one_prefill(kind: str):
+    model, past = held(kind)
+    documents = {"a": A, "b": B.shifted(0), "c": C.shifted(0)}
+    joined = concatenate({name: model.prefill(run) for name, run in documents.items()})
+    assert joined.ledger.recomputed[0].tolist() == [False] * 4 + [True] * 6
+    assert joined.ledger.origins[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2]
+    assert not close(joined, past, model)
+    assert close(recompute(model, joined, "b", "c"), past, model)
+    some = recompute(model, joined, slots=[4, 7])
+    assert some.ledger.recomputed[0].tolist() == [False] * 5 + [True, True, False, True, True]
+    assert not close(some, joined, model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_replaced_and_all_read_again_is_a_fresh_prefill(kind: str):
+    model, past = held(kind)
+    new = Tokens.of([2, 50, 51, 52, 53], "b", 4)
+    fresh = model.prefill(A + new + C.shifted(9))
+    kept = replace_text(model, past, "b", list(new.ids))
+    assert close(replace_text(model, past, "b", list(new.ids), window="all"), fresh, model)
+    assert not close(kept, fresh, model)
+    assert close(kept.rewind("c"), fresh.rewind("c"), model)
+    assert replace_text(model, past, "b", list(new.ids), window=2).ledger.recomputed[0, 9:].tolist() == [1, 1, 0]
+    same = replace_text(model, past, "b", list(B.ids), window=1)
+    assert close(same, past, model)
+
+
+@pytest.mark.parametrize(("kind", "part"), [("llama", "V"), ("deepseek_v3", "latent"), ("qwen3_next", "value")])
+def test_zero_and_steer_change_the_chosen_part_of_the_chosen_slots_and_are_undone(kind: str, part):
+    model, past = held(kind)
+    empty = zero(past, "b", part=part)
+    layer = next(number for number, layer in enumerate(past.layers) if part in layer)
+    assert not empty.layers[layer][part][:, :, 4:7].any()
+    assert torch.equal(empty.layers[layer][part][:, :, 7:], past.layers[layer][part][:, :, 7:])
+    assert close(empty.patch(past, "b"), past, model)
+    size = past.layers[layer][part].shape
+    direction = torch.arange(1.0, size[3] + 1).expand(1, 1, -1)
+    moved = steer(past, direction, "b", layers=[layer], part=part, scale=0.5)
+    gap = moved.layers[layer][part] - past.layers[layer][part]
+    assert torch.allclose(gap[:, :, 4:7], 0.5 * direction.expand(size[1], 3, -1), atol=1e-5)
+    assert not gap[:, :, :4].any()
+    assert not gap[:, :, 7:].any()
+    assert close(steer(moved, direction, "b", layers=[layer], part=part, scale=-0.5), past, model)
+
+
+def test_what_cannot_be_edited_is_refused_in_a_sentence():
+    model, past = held("qwen3_next")
+    other = replace(past.select("b"), made_by=held("lfm2")[1].made_by)
+    refused(lambda: splice(past.evict("b"), other, at=4), "another model")
+    refused(lambda: splice(past.evict("b"), past.select(slots=[4]), at=4), "decays over the gap")
+    refused(lambda: recompute(model, past.evict("b"), slots=[3]), "decays where slots were evicted")
+    refused(lambda: recompute(model, past.fork(2), "b"), "2 rows")
+    refused(lambda: concatenate([]), "no caches")
+    refused(lambda: zero(held("deepseek_v3")[1], "b"), "V")
+    refused(lambda: steer(past, torch.ones(1, 1, 3), "b", layers=[0], part="value"), "numbers")
