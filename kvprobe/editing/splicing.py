@@ -38,6 +38,8 @@ def splice(cache: KVCache, piece: KVCache, *, at: AtLeastZero | None = None, rec
             raise UserError(f"The piece has {piece.batch} rows, the cache {cache.batch}; give one row, or as many.")
         piece = piece.fork(cache.batch)
     base, added = cache.ledger, piece.ledger
+    if not base.slots:
+        raise UserError("The cache holds no slots; start from the piece itself, and reindex() it.")
     if bool(added.padding.all(1).any()):
         raise UserError("A row of the piece holds no slots; give a piece that does.")
     start = base.following if at is None else torch.full_like(base.following, at)
@@ -55,6 +57,7 @@ def splice(cache: KVCache, piece: KVCache, *, at: AtLeastZero | None = None, rec
         positions=base.positions + room[:, None] * later,
         following=torch.maximum(base.following + room, end),
     )
+    new = replace(new, following=moved.following)
     filled = _gap_filled(base.positions, base.padding, later, start, after, end)
     layers = tuple(_time_between(layer, ~later & ~base.padding, filled) for layer in cache.layers)
     ends = ~added.padding

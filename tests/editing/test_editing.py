@@ -37,7 +37,9 @@ def close(one: KVCache, other: KVCache, model: Model) -> bool:
         [*model.as_seen(one).tensors, after(model, one)], [*model.as_seen(other).tensors, after(model, other)],
         strict=True,
     )  # fmt: skip
-    return all(float((a - b).abs().max()) <= 1e-6 * max(1.0, float(b.abs().max())) for a, b in pairs)
+    # The delta rule is computed in chunks, and rounds by where they begin.
+    step = 3e-6 if "step" in one.layers[0] else 1e-6
+    return all(float((a - b).abs().max()) <= step * max(1.0, float(b.abs().max())) for a, b in pairs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -49,10 +51,9 @@ def test_a_segment_spliced_where_it_stood_gives_the_cache_itself(kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_segment_spliced_to_the_front_is_the_segments_reindexed(kind: str):
+def test_a_segment_spliced_elsewhere_is_reindexed(kind: str):
     model, past = held(kind)
-    wanted = past.select("c").reindex()
-    assert close(splice(past.evict("a", "b", "c"), past.select("c"), at=0).rewind(position=3), wanted, model)
+    assert close(splice(past.select("a").reindex(), past.select("c"), at=4), past.select("a", "c").reindex(), model)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,6 +109,7 @@ def test_what_cannot_be_edited_is_refused_in_a_sentence():
     refused(lambda: splice(past.evict("b"), past.select(slots=[4]), at=4), "decays over the gap")
     refused(lambda: recompute(model, past.evict("b"), slots=[3]), "decays where slots were evicted")
     refused(lambda: recompute(model, past.fork(2), "b"), "2 rows")
+    refused(lambda: splice(past.evict("a", "b", "c"), past.select("b")), "holds no slots")
     refused(lambda: concatenate([]), "no caches")
     refused(lambda: zero(held("deepseek_v3")[1], "b"), "V")
     refused(lambda: steer(past, torch.ones(1, 1, 3), "b", layers=[0], part="value"), "numbers")
