@@ -16,7 +16,7 @@ from kvprobe.policies.codes import codes_of_keys, codes_of_values
 MOST_FLIPS = 32
 """Numbers of a layer that may have flipped."""
 _PER_VECTOR = 3
-_GROUPS, _BITS = (32, 64, 128), (8, 4, 3, 2)
+_GROUPS, _BITS = (32, 16, 64, 128), range(8, 1, -1)
 
 
 def flips(damaged: Damaged) -> Iterator[Explanation]:
@@ -43,8 +43,8 @@ def flips(damaged: Damaged) -> Iterator[Explanation]:
         every = flipped(stored[:, None].expand_as(bits).contiguous(), bits).float()
         left = (every - was[:, None]).abs().nan_to_num(torch.inf, torch.inf)
         nearest, which = left.min(1)
-        whole = (now - was).abs().nan_to_num(3e38, 3e38).clamp(min=1e-30)
-        share = float((nearest.square() / whole.square()).mean())
+        whole = (now - was).abs().double().nan_to_num(3e38, 3e38).clamp(min=1e-30)
+        share = float((nearest.double() / whole).square().mean())
         # A number of bfloat16 is one of the others, too: the coarsest that explains it is taken.
         if best is None or share < 0.5 * best[0] - 1e-6 or (share < 2 * best[0] + 1e-6 and best[1] == "fp32"):
             best = share, name, which
@@ -125,21 +125,28 @@ def _by_slots(bits: int) -> Callable[[Damaged, str], Tensor]:
     def scheme(damaged: Damaged, part: str) -> Tensor:
         if part != "K":
             return _by_group(bits, 32)(damaged, part)
-        right, group = damaged.right[part], 32
-        whole = right.shape[1] // group * group
-        groups = right[:, :whole].unflatten(1, (-1, group))
-        numbers = codes_of_keys(groups, QuantisationFormat(bits, group)).numbers().flatten(1, 2)
-        return torch.cat([numbers.view(right.shape[0], whole, -1), right[:, whole:]], 1)[damaged.places[part]]
+        group, where = 32, damaged.places[part]
+        whole = (damaged.slots // group).unique()
+        whole = whole[(whole + 1) * group <= damaged.count]
+        slots = (whole[:, None] * group + torch.arange(group)).flatten()
+        right = damaged.rows(part, slots)[1]
+        codes = codes_of_keys(right.unflatten(1, (-1, group)), QuantisationFormat(bits, group))
+        guess = torch.zeros(*where.shape, right.shape[2])
+        guess[:, slots] = codes.numbers().view_as(right)
+        return guess[where]
 
     return scheme
 
 
 def _in_fp8(dtype: torch.dtype, by_head: bool) -> Callable[[Damaged, str], Tensor]:
     def scheme(damaged: Damaged, part: str) -> Tensor:
-        limit, right = torch.finfo(dtype).max, damaged.right[part]
-        largest = right.abs().amax((1, 2), keepdim=True) if by_head else right.abs().max()
-        scale = (largest / limit).clamp(min=1e-30)
-        return ((right / scale).clamp(-limit, limit).to(dtype).float() * scale)[damaged.places[part]]
+        limit, right = torch.finfo(dtype).max, damaged.vectors(part)[1]
+        low, high = damaged.right[part].flatten(1).aminmax(dim=1)
+        largest = torch.maximum(-low, high).float()
+        if not by_head:
+            largest = largest.max().expand_as(largest)
+        scale = (largest / limit).clamp(min=1e-30)[damaged.places[part].nonzero()[:, 0], None]
+        return (right / scale).clamp(-limit, limit).to(dtype).float() * scale
 
     return scheme
 

@@ -9,11 +9,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.cache.parts import KV
-from kvprobe.detection.damaged import Damaged, Explanation, slots_in_words
+from kvprobe.detection.damaged import FOREIGN, Damaged, Explanation, slots_in_words
 
 _MOST = 512
 """Damaged slots that are looked for elsewhere."""
 _MOST_BLOCKS = 8
+_MOST_WHOLE = 4096
+"""Slots of a cache whose whole memory may have been read in another order."""
+_EXACT = 0.1
 _ORDERS = tuple(" ".join(order) for order in permutations(("part", "slot", "head")))
 
 
@@ -23,48 +26,53 @@ def copied(damaged: Damaged) -> Iterator[Explanation]:
     distances = {part: _distances(damaged, part, slots) for part in damaged.parts}
     if damaged.count < 2:
         return
-    together = torch.stack(list(distances.values())).sum(0)
-    sources = {part: _sources(together, slots, damaged) for part in damaged.parts}
-    yield _copy(damaged, slots, sources)
+    together = torch.stack([by_head.sum(0) for by_head in distances.values()]).sum(0)
+    yield _copy(damaged, slots, {part: _sources(together, slots, damaged)[None] for part in damaged.parts}, "")
     if len(distances) > 1:
-        apart = {part: _sources(distance, slots, damaged) for part, distance in distances.items()}
-        yield _copy(damaged, slots, apart, apart=True)
+        apart = {part: _sources(by_head.sum(0), slots, damaged)[None] for part, by_head in distances.items()}
+        yield _copy(damaged, slots, apart, "; each part apart")
+    if max(map(len, distances.values())) > 1:
+        by_heads = {
+            part: torch.stack([_sources(one, slots, damaged) for one in by_head]) for part, by_head in distances.items()
+        }
+        yield _copy(damaged, slots, by_heads, "; each head apart")
 
 
 def _copy(
-    damaged: Damaged, slots: Int[Tensor, "some"], sources: Mapping[str, Int[Tensor, "some"]], apart: bool = False
+    damaged: Damaged, slots: Int[Tensor, "some"], sources: Mapping[str, Int[Tensor, "_ some"]], apart: str
 ) -> Explanation:
     guess: dict[str, Tensor] = {}
     for part, source in sources.items():
-        table = torch.arange(damaged.count)
-        table[slots] = source
-        guess[part] = damaged.right[part][:, table][damaged.places[part]]
+        where = damaged.places[part]
+        table = torch.arange(damaged.count).repeat(len(where), 1)
+        table[damaged.heads(part)[:, None], slots] = source
+        guess[part] = damaged.right[part][where.nonzero()[:, 0], table[where]].float()
     left = damaged.unexplained(guess)
-    source = next(iter(sources.values()))
-    here, there = set(slots.tolist()), set(source.tolist())
+    every = torch.cat([source.flatten() for source in sources.values()])
+    here, there = set(slots.tolist()), set(every.tolist())
     block, first, last = damaged.block, int(slots[0]), int(slots[-1])
-    numbers = {"from": int(source[0])}
-    words = f"Slots {slots_in_words(slots)} hold what slots {slots_in_words(source.sort().values)} should hold"
+    # Copies are exact: rows of another text are a little like some of these, too.
+    numbers, cost = {"from": int(every[0])}, 0.004 * bool(apart) + (0.0 if left < _EXACT else FOREIGN)
+    content = f"{' and '.join(damaged.parts)} of slots {slots_in_words(slots)}"
     if here == there:
-        whose = (
-            f"{' and '.join(damaged.parts)} of slots" if apart or len(damaged.parts) < len(damaged.right) else "Slots"
-        )
-        return Explanation("permuted blocks", left, f"{whose} {slots_in_words(slots)} changed places.", 0.004, numbers)
+        return Explanation("permuted blocks", left, f"{content} changed places{apart}.", 0.004 + cost, numbers)
+    words = f"{content} are what slots {slots_in_words(every.unique())} should hold{apart}"
     partial = first % block and last // block == first // block
     if partial and (last % block == block - 1 or last == damaged.count - 1):
-        return Explanation("stale", left, f"{words}, from the middle of a block to its end.", 0.006, numbers)
-    return Explanation(
-        "repeated blocks", left, f"{words}; their own content is missing.", 0.006 + 0.004 * apart, numbers
-    )
+        return Explanation("stale", left, f"{words}, from the middle of a block to its end.", 0.006 + cost, numbers)
+    return Explanation("repeated blocks", left, f"{words}; their own content is missing.", 0.006 + cost, numbers)
 
 
-def _distances(damaged: Damaged, part: str, slots: Int[Tensor, "some"]) -> Float[Tensor, "some slots"]:
-    """Squared distances of what slots hold from what each slot should hold, over the damaged heads, relative."""
-    heads = damaged.heads(part)
-    held = damaged.held[part][heads][:, slots].transpose(0, 1).flatten(1)
-    right = damaged.right[part][heads].transpose(0, 1).flatten(1)
-    distance = held.square().sum(1)[:, None] + right.square().sum(1) - 2 * held @ right.T
-    return distance.clamp(min=0) / right.square().sum(1).mean().clamp(min=1e-30)
+def _distances(damaged: Damaged, part: str, slots: Int[Tensor, "some"]) -> Float[Tensor, "heads some slots"]:
+    """Squared distances of what slots hold from what each slot should hold, in each damaged head, relative."""
+    distances: list[Tensor] = []
+    sizes: list[Tensor] = []
+    for head in damaged.heads(part).tolist():
+        held, right = damaged.held[part][head][slots].float(), damaged.right[part][head].float()
+        size = right.square().sum(1)
+        distances.append((held.square().sum(1)[:, None] + size - 2 * held @ right.T).clamp(min=0))
+        sizes.append(size.mean())
+    return torch.stack(distances) / torch.stack(sizes).sum().clamp(min=1e-30)
 
 
 def _sources(
@@ -96,11 +104,11 @@ def misread(damaged: Damaged) -> Iterator[Explanation]:
     for block in dict.fromkeys((damaged.block, damaged.count)):
         blocks = (damaged.slots // block).unique()
         blocks = blocks[(blocks + 1) * block <= damaged.count][:_MOST_BLOCKS]
-        if not len(blocks):
+        if not len(blocks) or (block == damaged.count and not block / 2 < len(damaged.slots) <= _MOST_WHOLE):
             continue
         slots = (blocks[:, None] * block + torch.arange(block)).flatten()
         some = damaged.within(slots.tolist())
-        both = torch.stack([damaged.right[part][:, slots] for part in KV])
+        both = torch.stack([damaged.rows(part, slots)[1] for part in KV])
         best: Explanation | None = None
         for guess, words in _readings(both, block):
             found = Explanation(

@@ -35,13 +35,16 @@ Kind = Literal[
 ]
 """Kinds of differences."""
 
+FOREIGN = 0.25
+"""Score of rows that look like rows of this model and are none of this text; what explains them must leave less."""
+
 
 @dataclass(frozen=True, eq=False)
 class Damaged:
     """One row of a layer, of which some places differ.
 
     Attributes:
-        held: what the layer holds, by part, in fp32.
+        held: what the layer holds, by part, as it is stored: all of it in fp32 would take twice the memory.
         right: what the reference holds.
         places: the damaged vectors of each part.
         noise: of the pair, relative to a vector's size, by head.
@@ -76,7 +79,13 @@ class Damaged:
     def vectors(self, part: str) -> tuple[Float[Tensor, "damaged d"], Float[Tensor, "damaged d"]]:
         """The damaged vectors of a part, and what they should be."""
         where = self.places[part]
-        return self.held[part][where], self.right[part][where]
+        return self.held[part][where].float(), self.right[part][where].float()
+
+    def rows(
+        self, part: str, slots: Int[Tensor, "chosen"]
+    ) -> tuple[Float[Tensor, "heads chosen d"], Float[Tensor, "heads chosen d"]]:
+        """What these slots hold of a part, in all heads, and what they should hold."""
+        return self.held[part][:, slots].float(), self.right[part][:, slots].float()
 
     def heads(self, part: str) -> Int[Tensor, "heads"]:
         """Heads that are damaged in a part."""
@@ -106,11 +115,11 @@ class Damaged:
         """The same for a prediction of whole slots, sound ones among them; damage elsewhere stays unexplained."""
         shares: list[float] = []
         for part, guess in predicted.items():
-            held, right = self.held[part][:, slots], self.right[part][:, slots]
+            held, right = (one.double() for one in self.rows(part, slots))
             allowed = 2 * (self.noise[part][:, None] * right.norm(dim=-1)).square().sum()
             moved = float((guess - right).square().sum())
-            whole, inside = self.vectors(part), float((held - right).square().sum())
-            elsewhere = max(0.0, float((whole[0] - whole[1]).square().sum()) - inside)
+            every, inside = [one.double() for one in self.vectors(part)], float((held - right).square().sum())
+            elsewhere = max(0.0, float((every[0] - every[1]).square().sum()) - inside)
             if not (moved > 4 * float(allowed) or bool(self.places[part].any())):
                 continue
             left = max(0.0, float((held - guess).square().sum()) - float(allowed)) + elsewhere
@@ -151,6 +160,7 @@ def _share(
     guess: Float[Tensor, "damaged d"],
     noise: Float[Tensor, "damaged"],
 ) -> float:
+    held, right, guess = held.double(), right.double(), guess.double()  # a flipped bit may make numbers of 1e38
     allowed = float(2 * (noise * right.norm(dim=-1)).square().sum())
     left, whole = float((held - guess).square().sum()), float((held - right).square().sum())
     return max(0.0, left - allowed) / max(whole, 1e-30)

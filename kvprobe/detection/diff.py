@@ -251,8 +251,8 @@ def _causes(
             if not any(bool(where.any()) for where in places.values()):
                 continue
             damaged = Damaged(
-                {part: tensor[row].float() for part, tensor in held.items()},
-                {part: tensor[row].float() for part, tensor in right.items()},
+                {part: tensor[row] for part, tensor in held.items()},
+                {part: tensor[row] for part, tensor in right.items()},
                 places,
                 damage.noise[layer],
                 reference.ledger.origins[row, :count],
@@ -260,7 +260,8 @@ def _causes(
                 rotaries[layer] if rotaries is not None else None,
             )
             for some, ranked in _explained(damaged):
-                second = next((one for one in ranked if one.kind != ranked[0].kind), NOTHING)
+                others = (one for one in ranked if one.kind != ranked[0].kind and one.kind not in GUESSED)
+                second = next(others, NOTHING)
                 found[ranked[0].kind].append((layer, slots_in_words(some.slots), ranked[0], second))
 
     for layer in _chosen(damage):

@@ -14,6 +14,7 @@ from kvprobe.cache.stored import StoredCache
 Precision = Literal["fp32", "fp16", "bf16", "q8_0", "q4_0"]
 _STEPS: Mapping[Precision, float] = {"fp32": 2**-23, "fp16": 2**-10, "bf16": 2**-7, "q8_0": 2**-7, "q4_0": 2**-3}
 _MEDIANS: Mapping[Precision, float] = {"fp32": 5e-6, "fp16": 8e-3, "bf16": 5e-2, "q8_0": 5e-2, "q4_0": 0.15}
+_ONE_PRODUCT, _NEWBORN = 1e-6, 5e-6
 _OTHER_ENGINE = 0.1
 """Weights in 4 bits, as in most files of llama.cpp, and activations rounded to 8."""
 
@@ -31,6 +32,16 @@ class Floor:
     name: str
     median: float
     step: float
+
+    @property
+    def single(self) -> float:
+        """What one product of matrices may be off by."""
+        return max(_ONE_PRODUCT, self.step / 2)
+
+    @property
+    def newborn(self) -> float:
+        """What a slot may be off by in the first layer in which it differs at all."""
+        return max(_NEWBORN, 4 * self.step)
 
     def of(self, part: str) -> float:
         """The median that a part may have."""

@@ -13,13 +13,11 @@ from torch import Tensor
 from kvprobe.cache.parts import KV, ROTATED, WRITES
 from kvprobe.detection.bits import flips, rounded
 from kvprobe.detection.copies import copied, misread
-from kvprobe.detection.damaged import Damaged, Explanation, Kind, slots_in_words
+from kvprobe.detection.damaged import FOREIGN, Damaged, Explanation, Kind, slots_in_words
 from kvprobe.detection.rotations import shifted
 
 UNKNOWN = 0.5
 """Score of what is not explained: a hypothesis must leave less."""
-FOREIGN = 0.25
-"""Score of rows that look like rows of this model and are none of this text."""
 NOTHING = Explanation("unknown", 1.0, "No hypothesis explains it.", UNKNOWN - 1.0)
 GUESSED = ("stale", "foreign prefix", "unknown")
 """Kinds that are left where no hypothesis makes the content from the reference's."""
@@ -29,6 +27,8 @@ _LEAST_SLOTS = 8
 _SHARED = 4
 """First slots that texts of one chat template have in common."""
 _PLAUSIBLE = 3.0
+_MATCHED = 0.9
+"""Share of channels that must be another channel each, where all are in another order."""
 
 
 def explanations(damaged: Damaged) -> list[Explanation]:
@@ -41,7 +41,7 @@ def explanations(damaged: Damaged) -> list[Explanation]:
 
 
 def _not_finite(damaged: Damaged) -> Iterator[Explanation]:
-    bad = {part: int((~damaged.held[part].isfinite()).sum()) for part in damaged.parts}
+    bad = {part: int((~damaged.vectors(part)[0].isfinite()).sum()) for part in damaged.parts}
     if not any(bad.values()):
         return
     if sum(bad.values()) <= 4:
@@ -131,15 +131,14 @@ def _swapped(damaged: Damaged) -> Iterator[Explanation]:
     if not set(KV) <= set(damaged.right) or damaged.right["K"].shape != damaged.right["V"].shape:
         return
     slots = damaged.slots
-    keys, values = (damaged.right[part][:, slots] for part in KV)
+    right = {part: damaged.rows(part, slots)[1] for part in KV}
+    keys, values = right["K"], right["V"]
     for guess, words in (
         ({"K": values, "V": keys}, "K holds V, and V holds K"),
         ({"K": values, "V": values}, "K holds V, as where their pages share memory"),
         ({"K": keys, "V": keys}, "V holds K, as where their pages share memory"),
     ):
-        whole = {
-            part: torch.where(_struck_heads(damaged, slots), guess[part], damaged.right[part][:, slots]) for part in KV
-        }
+        whole = {part: torch.where(_struck_heads(damaged, slots), guess[part], right[part]) for part in KV}
         yield Explanation("K and V swapped", damaged.unexplained_blocks(whole, slots), words + ".", 0.001)
 
 
@@ -183,15 +182,12 @@ def _matched(held: Tensor, right: Tensor) -> Tensor | None:
     """The reference's vectors with their channels in the order that is nearest; None if there are too few vectors."""
     if len(held) < _LEAST_SLOTS:
         return None
-    from scipy.optimize import linear_sum_assignment
-
-    assign: Callable[[object], tuple[object, object]] = linear_sum_assignment
-    _, order = assign(torch.cdist(held.T, right.T).square().numpy())
-    return right[:, torch.as_tensor(order)]
+    order = torch.cdist(held.T, right.T).argmin(1)
+    return right[:, order] if len(order.unique()) > _MATCHED * len(order) else None
 
 
 def _matched_heads(damaged: Damaged, part: str, slots: Tensor) -> Tensor:
-    held, right = damaged.held[part][:, slots], damaged.right[part][:, slots]
+    held, right = damaged.rows(part, slots)
     nearest = torch.cdist(held.flatten(1), right.flatten(1)).argmin(1)
     return right[nearest]
 
@@ -211,18 +207,18 @@ def _foreign(damaged: Damaged) -> Iterator[Explanation]:
     if ends and (within if len(begin) == 1 else any(first % block for first in begin[1:])):
         yield Explanation(
             "stale",
-            0.0,
+            1.0,
             f"Slots {slots_in_words(slots)}, from the middle of a block to its end, hold rows that this model could "
             "have written, of no slot of the reference: what the block held before.",
-            FOREIGN,
+            FOREIGN - 1.0,
         )
     else:
         yield Explanation(
             "foreign prefix",
-            0.0,
+            1.0,
             f"Slots {slots_in_words(slots)} hold rows that this model could have written, of no slot of the reference: "
             "another text's.",
-            FOREIGN,
+            FOREIGN - 1.0,
         )
 
 
@@ -233,11 +229,11 @@ def _pairs(damaged: Damaged) -> Iterator[tuple[Tensor, Tensor]]:
 def _plausible(damaged: Damaged, part: str) -> bool:
     """Whether damaged vectors deviate from the mean of sound ones, channel by channel, about as far as these do."""
     for head in damaged.heads(part).tolist():
-        every = damaged.right[part][head]
+        every = damaged.right[part][head].float()
         centre, spread = every.mean(0), every.var(0).clamp(min=1e-12)
         usual, found = (
             ((some - centre).square() / spread).mean(1)
-            for some in (every, damaged.held[part][head][damaged.places[part][head]])
+            for some in (every, damaged.held[part][head][damaged.places[part][head]].float())
         )
         if not usual.quantile(0.02) / _PLAUSIBLE < found.median() < usual.quantile(0.98) * _PLAUSIBLE:
             return False

@@ -19,13 +19,12 @@ from kvprobe.detection.floors_of_pairs import Floor
 SLOT_LIMIT, BLOCK_LIMIT = 30.0, 5.0
 """How many times the noise of its layer and head a slot may be off, and the median of the slots of a block. Of benign
 pairs none was off by more than 13 and 3 times."""
-NEWBORN = 8.0
-"""How many steps of the coarser precision a slot may be off in the first layer in which it differs at all."""
 RISE = 4.0
 """How many times the noise of the layers around it that of a layer may be."""
 _AROUND = 2
 _HEALED = 2
-"""So many deeper layers must be equal, bit for bit, for a difference not to come from computing."""
+"""So many deeper layers must be equal, bit for bit, for a difference not to come from the layers before it. It may then
+come from this layer's own products, which another shape of a batch rounds otherwise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,9 +111,9 @@ def damage_of(distances: Distances, floor: Floor, block: int) -> DamagedPlaces:
         for part, off in parts.items():
             limit = SLOT_LIMIT * noise[part][None, :, None].expand_as(off)
             young = newborn[number][:, None].expand_as(off)
-            limit = torch.where(young, torch.full_like(limit, NEWBORN * floor.step), limit)
+            limit = torch.where(young, torch.full_like(limit, floor.newborn), limit)
             over = off / limit.clamp(min=1e-12)
-            over = torch.where((healed[number][:, None]) & (off > 0), over.clamp(min=0) + 1.0 + 1e-6, over)
+            over = torch.where(healed[number][:, None], torch.maximum(over, off / floor.single), over)
             by_block = _block_medians(off, block) / (BLOCK_LIMIT * noise[part][None, :, None]).clamp(min=1e-12)
             by_block = torch.where(young | (off <= BLOCK_LIMIT * noise[part][None, :, None]), 0.0, by_block)
             excess[part] = torch.maximum(over, by_block).nan_to_num(torch.inf, torch.inf)
@@ -186,7 +185,7 @@ def _capped(
     every = [float(parts[part].median()) for parts in own.values() if part in parts]
     if positive := [one for one in every if one > 0]:
         most.append(2 * float(torch.tensor(positive).median()))
-    least = floor.step / SLOT_LIMIT * NEWBORN
+    least = floor.newborn / SLOT_LIMIT
     return noise.clamp(max=max(least, RISE * min(most))).clamp(max=floor.of(part))
 
 
