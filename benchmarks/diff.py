@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import Ledger
@@ -67,14 +68,18 @@ def write(paths: list[Path], slots: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     shape = (1, HEADS, slots, NUMBERS)
     ledger = Ledger.of(torch.randint(0, 1000, (1, slots)))
-    right = [[torch.randn(shape) for _ in range(LAYERS)] for _ in range(2)]
-    KVCache.of(*([tensor.to(dtype) for tensor in part] for part in right), ledger).save(paths[1])
+    keys, values = ([torch.randn(shape) for _ in range(LAYERS)] for _ in range(2))
+    rounded(keys, values, ledger, dtype).save(paths[1])
     noise = torch.finfo(dtype).eps
-    for part in right:
+    for part in (keys, values):
         for tensor in part:
             tensor.mul_(1 + noise * torch.randn(shape))
         part[STRUCK][:, :, 16:32] = 0.0
-    KVCache.of(*([tensor.to(dtype) for tensor in part] for part in right), ledger).save(paths[0])
+    rounded(keys, values, ledger, dtype).save(paths[0])
+
+
+def rounded(keys: list[Tensor], values: list[Tensor], ledger: Ledger, dtype: torch.dtype) -> KVCache:
+    return KVCache.of([tensor.to(dtype) for tensor in keys], [tensor.to(dtype) for tensor in values], ledger)
 
 
 if __name__ == "__main__":

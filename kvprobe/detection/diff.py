@@ -134,7 +134,7 @@ class CacheDifference(Brief):
         """In a sentence."""
         if not self.differs:
             most = float(self.distances.max()) if self.distances.numel() else 0.0
-            return f"Alike: nothing differs by more than numerics (relative distance {most:.2g} at most)."
+            return f"Alike: nothing differs by more than numerics (relative distance {most:.2g}; {self.floor.name})."
         if self.first is None:
             return f"They differ: {self.kind}. {self.texts[0].sentence}"
         return f"They differ: {self.kind}, first in {self.first}."
@@ -153,7 +153,7 @@ class CacheDifference(Brief):
             "worst": None if self.worst is None else _finite(vars(self.worst)),
             "causes": [{**vars(cause), "layers": list(cause.layers)} for cause in self.causes],
             "texts": [vars(text) for text in self.texts],
-            "floor": vars(self.floor),
+            "floor": self.floor.name,
             "effect": None if self.effect is None else vars(self.effect),
         }
 
@@ -197,7 +197,7 @@ def diff(
     _refuse_other_shape(cache, reference)
     block = block or _block_of(cache) or _block_of(reference) or BLOCK
     count, texts = compared_slots(cache.ledger, reference.ledger)
-    floor = floor_of(cache, reference)
+    floor = floor_of(cache, reference, count)
     distances = _measured(cache, reference, count)
     damage = damage_of(distances, floor, block)
     rotaries = model.lanes.rotaries if model is not None else None

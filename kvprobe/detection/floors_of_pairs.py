@@ -1,22 +1,26 @@
-"""What benign pairs of caches were measured to differ by, by the coarser precision of the two."""
+"""What a pair of sound caches may differ by, from who computed them."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.floors import Computed, NoiseFloor, floor_between
 from kvprobe.cache.stored import StoredCache
 
-Precision = Literal["fp32", "fp16", "bf16", "q8_0", "q4_0"]
-_STEPS: Mapping[Precision, float] = {"fp32": 2**-23, "fp16": 2**-10, "bf16": 2**-7, "q8_0": 2**-7, "q4_0": 2**-3}
-_MEDIANS: Mapping[Precision, float] = {"fp32": 5e-6, "fp16": 8e-3, "bf16": 5e-2, "q8_0": 5e-2, "q4_0": 0.15}
+_STEPS: Mapping[Computed, float] = {
+    "float32": 2**-23,
+    "llama.cpp f32": 2**-23,
+    "float16": 2**-10,
+    "llama.cpp f16": 2**-10,
+    "bfloat16": 2**-7,
+    "llama.cpp q8_0": 2**-7,
+    "llama.cpp q4_0": 2**-3,
+}
 _ONE_PRODUCT, _NEWBORN = 1e-6, 5e-6
-_OTHER_ENGINE = 0.1
-"""Weights in 4 bits, as in most files of llama.cpp, and activations rounded to 8."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +28,19 @@ class Floor:
     """What a pair of sound caches may differ by.
 
     Attributes:
-        name: of the pair, in words.
-        median: of the relative distances of a layer's slots.
+        measured: what such pairs were measured to have.
         step: between neighbouring numbers in the coarser of the two precisions, relative.
+        slots: of the caches.
     """
 
-    name: str
-    median: float
+    measured: NoiseFloor
     step: float
+    slots: int
+
+    @property
+    def name(self) -> str:
+        """How the two were computed, as far as their numbers and files say."""
+        return f"{self.measured.one} and {self.measured.other}"
 
     @property
     def single(self) -> float:
@@ -43,35 +52,38 @@ class Floor:
         """What a slot may be off by in the first layer in which it differs at all."""
         return max(_NEWBORN, 4 * self.step)
 
-    def of(self, part: str) -> float:
-        """The median that a part may have."""
-        return self.median
+    def of(self, part: str, depth: float) -> float:
+        """The largest median of the distances of a part in a layer at this depth, from 0 to 1."""
+        return self.measured.allowed(part, depth, self.slots, place="layer")
 
 
-def floor_of(one: KVCache | StoredCache, other: KVCache | StoredCache) -> Floor:
+def floor_of(one: KVCache | StoredCache, other: KVCache | StoredCache, slots: int) -> Floor:
     """What these two caches may differ by, from the precision of their numbers and from what files say of them."""
-    held: list[Precision] = [precision_of(cache) for cache in (one, other)]
-    coarser = max(held, key=_MEDIANS.__getitem__)
-    engines = [isinstance(cache, StoredCache) and "llama.cpp" in cache.origin for cache in (one, other)]
-    median = _MEDIANS[coarser]
-    if engines[0] != engines[1]:
-        median = max(median, _OTHER_ENGINE)
-    return Floor(f"{held[0]} and {held[1]}", median, _STEPS[coarser])
+    made = computed_as(one), computed_as(other)
+    return Floor(floor_between(*made), max(map(_STEPS.__getitem__, made)), max(1, slots))
 
 
-def precision_of(cache: KVCache | StoredCache) -> Precision:
-    """In which precision the numbers of a cache are, whatever they are stored as now."""
-    if isinstance(cache, StoredCache) and (named := re.search(r"q8_0|q4_0", cache.origin)):
-        return "q4_0" if named[0] == "q4_0" else "q8_0"
+def computed_as(cache: KVCache | StoredCache) -> Computed:
+    """How a cache was computed: in the precision that its numbers have, whatever they are stored as now; or as the file
+    of an engine says."""
+    if isinstance(cache, StoredCache) and "llama.cpp" in cache.origin:
+        types: Mapping[str, Computed] = {
+            "f32": "llama.cpp f32",
+            "f16": "llama.cpp f16",
+            "q8_0": "llama.cpp q8_0",
+            "q4_0": "llama.cpp q4_0",
+        }
+        found: list[Computed] = [types[name] for name in re.findall(r"\b(f32|f16|q8_0|q4_0)\b", cache.origin)]
+        return max(found, key=lambda name: _STEPS[name]) if found else "llama.cpp f16"
     layer = next(layer for layer in cache.layers if layer)
-    found: list[Precision] = [_precision(tensor) for name, tensor in layer.items() if name != "decay"]
-    return max(found, key=_STEPS.__getitem__)
+    parts: list[Computed] = [_precision(tensor) for name, tensor in layer.items() if name != "decay"]
+    return max(parts, key=_STEPS.__getitem__)
 
 
-def _precision(tensor: Tensor) -> Precision:
+def _precision(tensor: Tensor) -> Computed:
     if tensor.dtype in (torch.bfloat16, torch.float16):
-        return "bf16" if tensor.dtype == torch.bfloat16 else "fp16"
+        return "bfloat16" if tensor.dtype == torch.bfloat16 else "float16"
     some = tensor.flatten(0, 2)[:: max(1, tensor[..., 0].numel() // 256)].float()
     if bool((some.bfloat16().float() == some).all()) and bool(some.any()):
-        return "bf16"
-    return "fp16" if bool((some.half().float() == some).all()) and bool(some.any()) else "fp32"
+        return "bfloat16"
+    return "float16" if bool((some.half().float() == some).all()) and bool(some.any()) else "float32"

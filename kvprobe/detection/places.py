@@ -186,7 +186,7 @@ def _capped(
     if positive := [one for one in every if one > 0]:
         most.append(2 * float(torch.tensor(positive).median()))
     least = floor.newborn / SLOT_LIMIT
-    return noise.clamp(max=max(least, RISE * min(most))).clamp(max=floor.of(part))
+    return noise.clamp(max=max(least, RISE * min(most))).clamp(max=floor.of(part, place / max(1, len(present) - 1)))
 
 
 def _block_medians(off: Float[Tensor, "rows heads slots"], block: int) -> Float[Tensor, "rows heads slots"]:
