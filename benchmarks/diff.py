@@ -70,7 +70,7 @@ def write(paths: list[Path], slots: int, dtype: torch.dtype) -> None:
     ledger = Ledger.of(torch.randint(0, 1000, (1, slots)))
     keys, values = ([torch.randn(shape) for _ in range(LAYERS)] for _ in range(2))
     rounded(keys, values, ledger, dtype).save(paths[1])
-    noise = torch.finfo(dtype).eps
+    noise = torch.finfo(dtype).eps / 4
     for part in (keys, values):
         for tensor in part:
             tensor.mul_(1 + noise * torch.randn(shape))

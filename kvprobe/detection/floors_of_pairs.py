@@ -54,7 +54,7 @@ class Floor:
 
     def of(self, part: str, depth: float) -> float:
         """The largest median of the distances of a part in a layer at this depth, from 0 to 1."""
-        return self.measured.allowed(part, depth, self.slots, place="layer")
+        return max(self.single, self.measured.allowed(part, depth, self.slots, place="layer"))
 
 
 def floor_of(one: KVCache | StoredCache, other: KVCache | StoredCache, slots: int) -> Floor:
