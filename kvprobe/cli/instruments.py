@@ -167,7 +167,7 @@ def certify(
         from kvprobe.report.views.certificate import save_certificate
 
         print(f"\nPage: {save_certificate(found, out)}", file=sys.stderr if json else sys.stdout)
-    sys.exit(int(not found.clean))
+    sys.exit(int(not found.forgotten))
 
 
 def budget(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 import numpy as np
+from scipy.stats import binom
 
 from kvprobe.arguments import AtLeastZero, Within, checked_arguments
 from kvprobe.brief import Brief, Table
@@ -17,8 +18,8 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.forgetting.hidden_secret import FEWEST_SECRETS, HiddenSecret
 from kvprobe.forgetting.readers import SecretReading, known_reading, reading_from_others
-from kvprobe.forgetting.search import Search, distance, search
-from kvprobe.forgetting.trace import SecretTrace, Slots, trace_of
+from kvprobe.forgetting.search import Search, search
+from kvprobe.forgetting.trace import SecretTrace, Slots, stored, trace_of
 from kvprobe.forgetting.use import Use, answers, use_of
 from kvprobe.forgetting.ways import NOTHING, WAYS, Way, forgotten, way_of
 from kvprobe.inference.model import Model
@@ -29,6 +30,8 @@ from kvprobe.stats import Estimate
 
 POWER = 0.9
 """Share of the digits that a reader must find with everything in view before what it does not find counts."""
+UNLIKELY = 0.05
+"""Probability below which blind guesses would have found as many."""
 SMALL = 0.05
 """Share of the effect with everything in view below which a use is called none."""
 
@@ -57,7 +60,7 @@ class Certificate(Brief):
         way: by its name.
         hidden: the segments that were forgotten.
         secrets: how many were tried in the place of the secret, its own among them.
-        stored: slots of these segments that are still in memory, though perhaps hidden.
+        stored: slots that later tokens do not see, and that still hold something that depends on the secret.
         trace: where caches of different secrets differ.
         known: what probes read that have learned from other secrets of this conversation.
         from_others: what probes read that have learned from other conversations; None where they were not asked.
@@ -83,10 +86,16 @@ class Certificate(Brief):
         return self.trace.empty
 
     @property
+    def forgotten(self) -> bool:
+        """Whether nothing is left, in memory that later tokens do not see either."""
+        return self.clean and not self.stored
+
+    @property
     def bits(self) -> float:
-        """Bits of each digit that the best probe reads, of 3.32: the number for a report; 0 where nothing is left."""
-        read = [reading.bits.mean for reading in (self.known, self.from_others) if reading is not None]
-        return 0.0 if self.clean else max([0.0, *read])
+        """Bits of each digit that the best probe reads which reads more than chance, of 3.32: the number for a report;
+        0 where none does."""
+        readings = [one for one in (self.known, self.from_others) if one is not None]
+        return max([0.0, *(one.bits.mean for one in readings if one.digits.above(one.chance))])
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
@@ -102,7 +111,10 @@ class Certificate(Brief):
     def _where(self) -> Verdict:
         question = "Does anything that stays depend on the secret?"
         if self.clean:
-            words = f"No number of any layer that later tokens see differs between {self.secrets} secrets."
+            most = "" if self.trace.exact else " by more than the same cache computed twice"
+            words = f"No number of any layer that later tokens see differs between {self.secrets} secrets{most}."
+            if self.stored:
+                return Verdict(question, "hidden, not removed", True, f"{words} {self.stored} hidden slots still do.")
             return Verdict(question, "nothing is left", False, words)
         found = self.trace.places
         slots = " Which slots stay depends on it." if self.trace.slots_differ else ""
@@ -144,7 +156,8 @@ class Certificate(Brief):
             f"each (as many guesses find {self.search.blind:.1%}); the two nearest caches are "
             f"{self.trace.nearest:.1e} of their size apart."
         )
-        if self.search.found.mean > self.search.blind:
+        found, trials = round(self.search.found.mean * self.search.found.clusters), self.search.found.clusters
+        if float(binom.sf(found - 1, trials, self.search.blind)) < UNLIKELY:
             return Verdict(question, "can be found", True, shown)
         return Verdict(question, "was not found", None, shown)
 
@@ -159,17 +172,19 @@ class Certificate(Brief):
             f"Exchanging the cache for that of another secret takes {_nats(effect)} from the secret as the answer, of "
             f"{_nats(full)} with everything in view; said in {_percent(self.use.said)} of {effect.clusters} cases."
         )
-        if effect.above():
-            return Verdict(question, "it is used", True, shown)
-        if full.above() and effect.has_interval and effect.high < SMALL * full.mean:
+        if full.above() and effect.has_interval and max(-effect.low, effect.high) < SMALL * full.low:
             return Verdict(question, "hardly any use", False, shown)
+        if effect.differs():
+            return Verdict(question, "it is used", True, shown)
         return Verdict(question, "is not decided", None, shown)
 
     @property
     def answer(self) -> str:
         """In a sentence."""
-        if self.clean:
+        if self.forgotten:
             return f"Nothing is left: no number that later tokens see differs between {self.secrets} secrets."
+        if self.clean:
+            return f"Nothing is left that later tokens see, but {self.stored} hidden slots still hold the secret."
         said = dict.fromkeys(one.words for one in self.verdicts[1:] if one.left is not None)
         found = f": {'; '.join(said)}" if said else ""
         return f"Something is left{found}. Probes read {self.bits:.2f} bits a digit, of 3.32."
@@ -183,8 +198,8 @@ class Certificate(Brief):
         ]
         if self.stored:
             sentences.append(
-                f"Reading memory: {self.stored} slots of {', '.join(self.hidden)} are still stored, hidden from the "
-                "model alone; evict them."
+                f"Reading memory: {self.stored} slots are hidden from the model alone and still hold the secret; "
+                "evict them."
             )
         if not self.clean:
             sentences.append("Better readers than these, and other questions than the one that was asked.")
@@ -201,6 +216,7 @@ class Certificate(Brief):
             "stored": self.stored,
             "bits_per_digit": self.bits,
             "clean": self.clean,
+            "forgotten": self.forgotten,
             "verdicts": [vars(verdict) for verdict in self.verdicts],
             "places": len(self.trace.places),
             "layers": list(self.trace.touched),
@@ -262,12 +278,12 @@ def certify(
     tried = case.secrets(model.tokenizer, secrets, rng, others)
     own = forgotten(model, act, case, case.secret)
     if cache is not None:
-        _refuse_another(model, cache, own, name)
+        _refuse_another(model, cache, own, forgotten(model, act, case, case.secret), name)
     rest = Bar(tried[1:], desc=f"Forgetting: {name}", unit="secret")
     caches = [own, *(forgotten(model, act, case, secret) for secret in rest)]
     slots = Slots.of(caches)
-    trace = trace_of(model, caches, forgotten(model, act, case, case.secret), slots)
-    hidden = own.ledger.in_segments([name for name in case.hide if name in own.ledger.names])
+    again = forgotten(model, act, case, case.secret)
+    trace = trace_of(model, caches, again, slots)
     known = foreign = found = use = in_view = None
     if not trace.empty:
         known = known_reading(model, caches, slots, tried, rng)
@@ -281,16 +297,18 @@ def certify(
             full = [forgotten(model, WAYS[NOTHING], case, secret) for secret in some]
             in_view = use_of(answers(model, full, some, ask, lead))
     return Certificate(
-        model.name, name, case.hide, len(tried), int(hidden.sum()), trace, known, foreign, found, use, in_view
+        model.name, name, case.hide, len(tried), stored(caches), trace, known, foreign, found, use, in_view
     )
 
 
-def _refuse_another(model: Model, cache: KVCache, made: KVCache, way: str) -> None:
+def _refuse_another(model: Model, cache: KVCache, made: KVCache, again: KVCache, way: str) -> None:
+    """Refuse a cache that is not what the way makes, to the bit or to what making it twice differs by."""
     if cache.batch != 1 or cache.n_layers != made.n_layers:
         raise UserError(
             f"The cache is no cache of one row of {model.name}; give one that it made of this conversation."
         )
-    if Slots.of([cache, made]).differ or distance(model, cache, made) > model.round_off:
+    seen_now = model.as_seen(cache) if cache.ledger.rotated else cache
+    if not trace_of(model, [made, seen_now], again, Slots.of([made, seen_now])).empty:
         raise UserError(
             f"The cache is not what {way!r} makes of this conversation, so a certificate of the way would say nothing "
             "of it; give the way in which it was made."

@@ -70,7 +70,8 @@ class HiddenSecret(Brief):
     def _with(self, message: Message, secret: str) -> Message:
         if message.segment not in self.hide or self.secret not in message.text:
             return message
-        if not any(self.secret in part.text for part in message.parts):  # it runs over a border of parts
+        within = sum(part.text.count(self.secret) for part in message.parts)
+        if within < message.text.count(self.secret):  # it runs over a border of parts
             return replace(message, parts=(Part(message.text.replace(self.secret, secret)),))
         parts = tuple(replace(part, text=part.text.replace(self.secret, secret)) for part in message.parts)
         return replace(message, parts=parts)

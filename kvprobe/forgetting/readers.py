@@ -130,16 +130,18 @@ def reading_from_others(
     """What probes read that have never seen this conversation: they learn from others, each with a code of its own,
     that forgot it in the same way.
 
-    They read, in one part of one layer, the average over the slots after what was forgotten, as it is or less that of
-    the same text read anew, which anyone has who has the text that stays. The control reads what was forgotten, with
-    everything in view.
+    They read, in one part of one layer, the average over the segment after what was forgotten, as it is or less that of
+    the same text read anew, which anyone has who has the text that stays. The control reads what was forgotten itself,
+    with everything in view: the easier task.
 
-    None where secrets are not digits alone.
+    None where secrets are not digits alone, or no segment comes after.
     """
-    length = len(case.secret)
-    if not all(secret.isascii() and secret.isdecimal() for secret in secrets):
+    length, order = len(case.secret), case.chat.segments
+    last = max(order.index(name) for name in case.hide) == len(order) - 1
+    if last or not all(secret.isascii() and secret.isdecimal() for secret in secrets):
         return None
-    codes = random_codes(min(conversations, 10**length // 2), rng, length)
+    drawn = random_codes(min(conversations + len(secrets), 10**length), rng, length)
+    codes = [code for code in drawn if code not in secrets][:conversations]
     others = [HiddenSecret(up_to(made.transcript(), "summary"), ("T2",), made.code) for made in draw(codes, rng)]
     labels = torch.tensor([[int(digit) for digit in secret] for secret in (*codes, *secrets)]).T
     folds = torch.cat(
@@ -170,7 +172,7 @@ class _Pooled:
         self._numbers: dict[tuple[int, str], list[Tensor]] = {}
 
     def add(self, cache: KVCache, restart: KVCache | None, case: HiddenSecret) -> None:
-        """Of the segments after those that were forgotten; of these themselves where there is no restart."""
+        """Of the segment after those that were forgotten; of these themselves where there is no restart."""
         for layer in range(cache.n_layers):
             for name, mean in _means(self._model, cache, case, layer, itself=restart is None).items():
                 self._numbers.setdefault((layer, name), []).append(mean)
@@ -192,6 +194,6 @@ def _means(
         return {STATE: state_of(model, cache, layer)[0].flatten()}
     order = case.chat.segments
     first = max(order.index(name) for name in case.hide)
-    wanted = case.hide if itself else order[first + 1 :]
+    wanted = case.hide if itself else order[first + 1 : first + 2]
     chosen = ledger.in_segments([name for name in wanted if name in ledger.names])[0] & ledger.live_somewhere[0]
     return {name: tensor[0][:, chosen].float().mean(1).flatten().cpu() for name, tensor in parts.items()}

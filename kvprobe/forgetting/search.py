@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.forgetting.hidden_secret import HiddenSecret
@@ -32,7 +31,8 @@ class Search:
     Attributes:
         found: share of the secrets that were found.
         tries: caches that were computed for each, on average.
-        blind: share that as many blind guesses would find.
+        blind: share that as many blind guesses would find; where all secrets are tried and one is named, that of one
+            guess.
     """
 
     found: Estimate
@@ -60,8 +60,9 @@ def search(
         hit, tried = _one(model, way, case, caches[target], secrets[target], secrets, rng)
         found, tries = found + hit, tries + tried
     mean = tries / len(chosen)
-    of = 10 ** len(_places(case.secret)) if _places(case.secret) else len(secrets)
-    return Search(binomial(found, len(chosen)), mean, min(1.0, mean / of))
+    digits = len(_places(case.secret))
+    blind = 1 - (1 - 10.0**-digits) ** mean if digits else 1 / len(secrets)
+    return Search(binomial(found, len(chosen)), mean, blind)
 
 
 def _places(secret: str) -> list[int]:
@@ -101,7 +102,7 @@ def _one(
             if guess == before:
                 break
         best = min(("".join(guess), best) if best else ("".join(guess),), key=far)
-        if far(best) <= torch.finfo(model.lanes.dtype).eps:
+        if far(best) == 0.0:
             break
     return best == truth and _one_is_nearest(list(known.values())), len(known)
 
@@ -112,7 +113,7 @@ def _one_is_nearest(distances: list[float]) -> bool:
 
 
 def distance(model: Model, one: KVCache, other: KVCache) -> float:
-    """How far what later tokens see of two caches is apart, relative to its size."""
+    """How far what later tokens see of two caches is apart, relative to its size; more than 1 where slots differ."""
     slots = Slots.of([one, other])
     off = size = 0.0
     for layer in range(one.n_layers):
@@ -120,4 +121,4 @@ def distance(model: Model, one: KVCache, other: KVCache) -> float:
         for name, tensor in mine.items():
             off += float((tensor - theirs[name]).double().square().sum())
             size += float(tensor.double().square().sum())
-    return (off / size) ** 0.5 if size else 0.0
+    return float(slots.differ) + ((off / size) ** 0.5 if size else 0.0)

@@ -16,12 +16,13 @@ from kvprobe.brief import Brief, Table
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.parts import recurrent
 from kvprobe.inference.model import Model
-from kvprobe.inference.states import state_of
+from kvprobe.inference.states import inputs_of, state_of
 
-STATE = "state"
+STATE, INPUTS = "state", "conv"
+"""Of recurrent layers: what they fold, and the inputs that their convolution keeps. Each counts as one slot."""
 
 Seen = Mapping[str, Float[Tensor, "heads slots numbers"]]
-"""What later tokens see of a layer, by part; a state counts as one slot."""
+"""What later tokens see of a layer, by part."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Slots:
         positions: of the slots.
         index: of these slots in each cache.
         live: whether each is live in a layer and head, in all caches.
-        differ: whether the caches hold, or show, different slots.
+        differ: whether the caches hold, or show, different slots, or go on at different positions.
     """
 
     positions: tuple[int, ...]
@@ -45,30 +46,27 @@ class Slots:
         """Those that caches of one row have in common."""
         held = [_by_position(cache) for cache in caches]
         common = sorted(set.intersection(*map(set, held)))
-        index = [tuple(slots[position] for position in common) for slots in held]
+        index = [tuple(slots[place] for place in common) for slots in held]
         lives = [cache.ledger.live[:, 0, :, list(places)] for cache, places in zip(caches, index, strict=True)]
         shapes = torch.broadcast_shapes(*(live.shape for live in lives))
         lives = [live.expand(shapes) for live in lives]
         live = reduce(torch.logical_and, lives)
-        differ = any(set(slots) != set(common) for slots in held) or any(
-            not torch.equal(one, lives[0]) for one in lives[1:]
+        differ = (
+            any(set(slots) != set(common) for slots in held)
+            or any(not torch.equal(one, lives[0]) for one in lives[1:])
+            or len({int(cache.ledger.following[0]) for cache in caches}) > 1
         )
-        return cls(tuple(common), tuple(index), live, differ)
-
-    def after(self, position: int) -> "Slots":
-        """Those at later positions."""
-        chosen = [place for place, at in enumerate(self.positions) if at > position]
-        return Slots(
-            tuple(self.positions[place] for place in chosen),
-            tuple(tuple(index[place] for place in chosen) for index in self.index),
-            self.live[..., chosen],
-            self.differ,
-        )
+        return cls(tuple(position for position, _ in common), tuple(index), live, differ)
 
 
-def _by_position(cache: KVCache) -> dict[int, int]:
+def _by_position(cache: KVCache) -> dict[tuple[int, int], int]:
+    """The live slots by position, and by how many before them have the same one."""
     live = cache.ledger.live_somewhere[0] & ~cache.ledger.padding[0]
-    return {int(cache.ledger.positions[0, slot]): slot for slot in live.nonzero()[:, 0].tolist()}
+    found: dict[tuple[int, int], int] = {}
+    for slot in live.nonzero()[:, 0].tolist():
+        position = int(cache.ledger.positions[0, slot])
+        found[position, sum(at == position for at, _ in found)] = slot
+    return found
 
 
 def seen(model: Model, cache: KVCache, slots: Slots, number: int, layer: int) -> Seen:
@@ -79,7 +77,8 @@ def seen(model: Model, cache: KVCache, slots: Slots, number: int, layer: int) ->
     """
     parts = cache.layers[layer]
     if recurrent(parts):
-        return {STATE: state_of(model, cache, layer)[0].flatten(1)[:, None]}
+        kept = {STATE: state_of(model, cache, layer)[0].flatten(1)[:, None]}
+        return kept | ({INPUTS: inputs_of(model, cache, layer)[0].flatten(1)[:, None]} if "conv" in parts else {})
     live = slots.live[layer if len(slots.live) > 1 else 0][..., None]
     chosen = list(slots.index[number])
     return {name: tensor[0][:, chosen].float().cpu() * live.cpu() for name, tensor in parts.items()}
@@ -92,21 +91,23 @@ class SecretTrace(Brief):
     Attributes:
         layers: of each layer, by part: the standard deviation over secrets relative to the size of what is stored, by
             head and slot.
+        differs: likewise, whether any number of any secret differs by more than the same cache computed twice does.
         positions: of the slots.
-        rounding: a step of the dtype, or how far the same cache computed twice differs, if that is more.
+        exact: whether the same cache computed twice is the same to the bit, so that any difference counts.
         slots_differ: whether the secret decides which slots stay.
         nearest: the least distance between two of the caches, relative to their size.
     """
 
     layers: tuple[Mapping[str, Float[Tensor, "heads slots"]], ...]
+    differs: tuple[Mapping[str, Bool[Tensor, "heads slots"]], ...]
     positions: tuple[int, ...]
-    rounding: float
+    exact: bool
     slots_differ: bool
     nearest: float
 
     def _facts(self) -> Iterable[str]:
         yield f"{len(self.layers)} layers, {len(self.positions)} slots"
-        yield f"differences up to {self.most:.1e} (rounding {self.rounding:.0e})"
+        yield f"{len(self.places)} places differ, by up to {self.most:.1e}"
 
     def _table(self) -> Table:
         return ("layer", "part", "most"), [
@@ -123,16 +124,14 @@ class SecretTrace(Brief):
 
     @property
     def empty(self) -> bool:
-        """Whether nothing depends on the secret, beyond rounding."""
-        return not self.slots_differ and self.most <= self.rounding
+        """Whether nothing depends on the secret."""
+        return not self.slots_differ and not self.touched
 
     @property
     def touched(self) -> tuple[int, ...]:
         """Layers in which something depends on the secret."""
         return tuple(
-            layer
-            for layer, parts in enumerate(self.layers)
-            if any(one.numel() and float(one.max()) > self.rounding for one in parts.values())
+            layer for layer, parts in enumerate(self.differs) if any(bool(one.any()) for one in parts.values())
         )
 
     @property
@@ -142,8 +141,8 @@ class SecretTrace(Brief):
         found: list[tuple[float, tuple[int, str, int, int]]] = []
         for layer, parts in enumerate(self.layers):
             for name, spread in parts.items():
-                for head, slot in (spread > self.rounding).nonzero().tolist():
-                    at = -1 if name == STATE else self.positions[slot]
+                for head, slot in self.differs[layer][name].nonzero().tolist():
+                    at = -1 if name in (STATE, INPUTS) else self.positions[slot]
                     found.append((float(spread[head, slot]), (layer, name, head, at)))
         return [place for _, place in sorted(found, key=lambda one: -one[0])]
 
@@ -165,26 +164,41 @@ def trace_of(model: Model, caches: Sequence[KVCache], again: KVCache, slots: Slo
     """
     repeated = Slots.of([caches[0], again])
     layers: list[dict[str, Tensor]] = []
-    rounding, count = torch.finfo(model.lanes.dtype).eps, len(caches)
+    differs: list[dict[str, Tensor]] = []
+    exact, count = not repeated.differ, len(caches)
     apart, size = torch.zeros(count, count, dtype=torch.double), 0.0
     for layer in range(caches[0].n_layers):
         held = [seen(model, cache, slots, number, layer) for number, cache in enumerate(caches)]
+        one, two = (seen(model, cache, repeated, number, layer) for number, cache in enumerate((caches[0], again)))
         spreads: dict[str, Tensor] = {}
+        differing: dict[str, Tensor] = {}
         for name, first in held[0].items():
             # Relative to the first, so that equal caches differ by exactly nothing.
             off = torch.stack([one[name] - first for one in held]).double()
             scale = torch.stack([one[name] for one in held]).double().square().mean((0, 3))
             spread = (off - off.mean(0)).square().mean((0, 3)).sqrt()
             spreads[name] = (spread / scale.sqrt().clamp(min=1e-30)).float()
+            rounding = (one[name] - two[name]).abs().max() if one[name].numel() else 0.0
+            exact = exact and not bool(rounding)
+            differing[name] = off.abs().amax((0, 3)) > rounding
             flat = off.flatten(1)
             products = flat @ flat.T
             apart += (products.diagonal()[:, None] + products.diagonal() - 2 * products).clamp(min=0)
             size += float(scale.sum() * first.shape[2])
         layers.append(spreads)
-        one, two = (seen(model, cache, repeated, number, layer) for number, cache in enumerate((caches[0], again)))
-        for name, tensor in one.items():
-            largest = float(tensor.abs().max()) if tensor.numel() else 0.0
-            rounding = max(rounding, float((tensor - two[name]).abs().max()) / largest if largest else 0.0)
+        differs.append(differing)
     apart.fill_diagonal_(torch.inf)
     nearest = float((apart.min() / max(size, 1e-30)).sqrt())
-    return SecretTrace(tuple(layers), slots.positions, rounding, slots.differ, nearest)
+    return SecretTrace(tuple(layers), tuple(differs), slots.positions, exact, slots.differ, nearest)
+
+
+def stored(caches: Sequence[KVCache]) -> int:
+    """How many slots that later tokens do not see hold something that depends on the secret."""
+    if len({cache.slots for cache in caches}) > 1:
+        return max(int((~cache.ledger.live_somewhere & ~cache.ledger.padding).sum()) for cache in caches)
+    first, differ = caches[0], torch.zeros(caches[0].slots, dtype=torch.bool)
+    for other in caches[1:]:
+        differ |= (other.ledger.tokens != first.ledger.tokens)[0].cpu()
+        for mine, theirs in zip(first.tensors, other.tensors, strict=True):
+            differ |= (mine[0] != theirs[0]).any(-1).any(0).cpu()
+    return int((differ & ~first.ledger.live_somewhere[0].cpu()).sum())

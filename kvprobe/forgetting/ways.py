@@ -71,7 +71,7 @@ def way_of(way: str | Policy | Way) -> tuple[str, Way]:
 
 
 def forgotten(model: Model, way: Way, case: HiddenSecret, secret: str) -> KVCache:
-    """The cache that stays of the conversation with this secret.
+    """The cache that stays of the conversation with this secret, its keys rotated to where they are seen.
 
     Raises:
         UserError: the way gives no cache of one row.
@@ -79,4 +79,4 @@ def forgotten(model: Model, way: Way, case: HiddenSecret, secret: str) -> KVCach
     cache = way(model, case.said(secret), case.hide)
     if not isinstance(cache, KVCache) or cache.batch != 1:
         raise UserError("A way to forget takes (model, chat, hide) and returns a KVCache of one row.")
-    return cache
+    return model.as_seen(cache) if cache.ledger.rotated else cache

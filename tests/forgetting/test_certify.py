@@ -1,7 +1,9 @@
 """Certificates: what is known to be left is found, where nothing is left nothing is, and intervals hold."""
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.forgetting import HiddenSecret, certify
 from kvprobe.forgetting.readers import known_reading, reading_from_others
-from kvprobe.forgetting.trace import STATE, Slots
+from kvprobe.forgetting.trace import INPUTS, STATE, Slots
 from kvprobe.forgetting.use import Answers, exchange, use_of
 from kvprobe.forgetting.ways import WAYS, forgotten
 from kvprobe.inference.model import Model, load
@@ -37,7 +39,7 @@ def model() -> Model:
     return llama(tokenizer=tiny_tokenizer(), intermediate_size=64)
 
 
-def certified(model: Model, way: object, **settings: Any) -> Any:
+def certified(model: Model, way: Any, **settings: Any) -> Any:
     return certify(model, CASE, way, **{"secrets": 64, "asked": 12, "searched": 2, **settings})
 
 
@@ -56,7 +58,7 @@ def test_all_is_found_in_an_untouched_cache(model: Model):
     assert found.bits > 2.5
     assert found.search.found.mean == 1.0
     assert found.search.blind < 0.2
-    assert found.stored == sum(segment == "T1" for segment in CHAT.tokens(model.tokenizer).segments)
+    assert not found.stored
 
 
 def test_a_mask_hides_the_slots_and_leaves_what_others_know(model: Model):
@@ -203,6 +205,7 @@ def test_words_take_the_place_of_words(model: Model):
     assert found.known is None
     assert found.search is not None
     assert found.search.found.mean == 1.0
+    assert "can be found" in [verdict.words for verdict in found.verdicts]
     assert not certify(model, HiddenSecret(chat, ("T1",), "tone"), "restart", others=names).trace.places
 
 
@@ -213,6 +216,82 @@ def test_a_certificate_is_shown_as_text_as_json_and_as_a_page_and_keeps_the_secr
     found = certified(model, "mask", secrets=8, ask="Which?", searched=1)
     shown = [str(found), repr(found), json.dumps(found.as_mapping()), certificate_page(found)]
     assert all("races are left" in one for one in shown)
-    assert not any("code is 481" in one for one in shown)
+    assert not any(re.search(r"(?<![\d.])481(?!\d)", one) for one in shown)
     assert "Where</h2>" in shown[3]
     assert "Where</h2>" not in certificate_page(certified(model, "restart", secrets=8))
+
+
+def by_parity(one: Callable[[KVCache], KVCache], other: Callable[[KVCache], KVCache], way: str = "evict") -> Any:
+    """A way after which the parity of the first digit decides between two edits."""
+
+    def decides(model: Model, chat: Transcript, hide: tuple[str, ...]) -> KVCache:
+        even = int(chat.messages[0].text[12]) % 2 == 0
+        return (one if even else other)(WAYS[way](model, chat, hide))
+
+    return decides
+
+
+def with_number(layer: int, part: str, slot: int, change: float) -> Callable[[KVCache], KVCache]:
+    """One number of one slot, changed."""
+
+    def changed(cache: KVCache) -> KVCache:
+        layers = [dict(held) for held in cache.layers]
+        layers[layer][part] = layers[layer][part].clone()
+        layers[layer][part][0, 0, slot, 0] += change
+        return KVCache(tuple(layers), cache.ledger, cache.made_by)
+
+    return changed
+
+
+def same(cache: KVCache) -> KVCache:
+    return cache
+
+
+def twice_at_one_place(change: float) -> Callable[[KVCache], KVCache]:
+    """Slots 1 and 2 stand at one position, and a number of the first is changed."""
+
+    def moved(cache: KVCache) -> KVCache:
+        positions = cache.ledger.positions.clone()
+        positions[:, 1] = positions[:, 2]
+        return with_number(1, "V", 1, change)(replace(cache, ledger=replace(cache.ledger, positions=positions)))
+
+    return moved
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(by_parity(with_number(1, "V", -2, 1e-3), same, "restart"), id="one number"),
+        pytest.param(by_parity(KVCache.reindex, lambda one: one.reindex("naive"), "restart in place"), id="rotation"),
+        pytest.param(by_parity(twice_at_one_place(0.0), twice_at_one_place(1.0), "restart"), id="one position twice"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_that_later_tokens_see_is_overlooked(way: Any, dtype: torch.dtype):
+    plain: Any = llama().lanes.plain
+    model = load(plain.to(dtype), tokenizer=tiny_tokenizer())
+    assert not certified(model, way, secrets=16, searched=0).clean
+    assert certified(model, "restart", secrets=16).clean
+
+
+def test_inputs_that_a_convolution_keeps_are_looked_at():
+    model = load_hybrid()
+    layer = next(number for number, parts in enumerate(model.geometry.parts) if "conv" in parts)
+    way = by_parity(with_number(layer, "conv", -1, 1.0), same, "restart")
+    assert {part for _, part, *_ in certified(model, way, secrets=16, searched=0).trace.places} >= {INPUTS}
+
+
+def test_a_mask_of_the_last_turn_hides_it_and_removes_nothing(model: Model):
+    chat = Transcript.from_messages([*CHAT_LATER, {"role": "user", "content": "The code is 481."}], names=["T1", "T2"])
+    case = HiddenSecret(chat, ("T2",), "481")
+    masked, evicted = (certify(model, case, way, secrets=16, searched=0) for way in ("mask", "evict"))
+    assert masked.clean
+    assert masked.stored
+    assert not masked.forgotten
+    assert evicted.forgotten
+
+
+def test_a_cache_of_which_one_number_differs_is_another(model: Model):
+    cache = with_number(1, "V", -1, 1e-4)(model.prefill(CHAT).mask("T1"))
+    with pytest.raises(UserError, match="is not what 'mask' makes"):
+        certified(model, "mask", cache=cache)
