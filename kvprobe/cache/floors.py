@@ -68,6 +68,8 @@ class Tail:
 
     def limit(self, slots: int, rate: float) -> float:
         """Which multiple of the usual distance a sound cache of so many slots exceeds at most at this rate."""
+        if not rate:
+            raise UserError("No limit is exceeded by no sound cache; give a rate above 0.")
         place = self.caches - conformal_rank(self.caches, rate)
         beyond = math.log(1 / (rate * (self.caches + 1))) if place < 0 else 0.0
         if place >= len(self.worst):

@@ -23,7 +23,7 @@ from kvprobe.detection.effects import OutputEffect, effect_of, reference_of
 from kvprobe.detection.floors_of_pairs import Floor, floor_of
 from kvprobe.detection.hypotheses import GUESSED, NOTHING, explanations
 from kvprobe.detection.places import DamagedPlaces, Distances, damage_of, distances_of_layer, runs
-from kvprobe.detection.texts import TextDifference, compared, compared_slots
+from kvprobe.detection.texts import TextDifference, compared, compared_slots, other_views
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.names import number_ranges
@@ -192,11 +192,14 @@ def diff(
     Raises:
         UserError: the caches are of other shapes, or have different numbers of rows; or a model cannot read the tokens.
     """
+    read_again = isinstance(reference, Model)  # with every slot in view
     if isinstance(reference, Model):
         model, reference = reference, reference_of(reference, cache)
     _refuse_other_shape(cache, reference)
     block = block or _block_of(cache) or _block_of(reference) or BLOCK
     count, texts = compared_slots(cache.ledger, reference.ledger)
+    if not read_again:
+        texts += other_views(cache.ledger, reference.ledger, count)
     floor = floor_of(cache, reference, count)
     distances = _measured(cache, reference, count)
     damage = damage_of(distances, floor, block)

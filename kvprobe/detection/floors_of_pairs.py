@@ -10,6 +10,7 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.floors import Computed, NoiseFloor, floor_between
 from kvprobe.cache.stored import StoredCache
+from kvprobe.errors import UserError
 
 _STEPS: Mapping[Computed, float] = {
     "float32": 2**-23,
@@ -60,6 +61,10 @@ class Floor:
 def floor_of(one: KVCache | StoredCache, other: KVCache | StoredCache, slots: int) -> Floor:
     """What these two caches may differ by, from the precision of their numbers and from what files say of them."""
     made = computed_as(one), computed_as(other)
+    if "llama.cpp q4_0" in made:
+        raise UserError(
+            "What is sound in a cache of llama.cpp in q4_0 was not measured; compare one in q8_0, f16 or f32."
+        )
     return Floor(floor_between(*made), max(map(_STEPS.__getitem__, made)), max(1, slots))
 
 

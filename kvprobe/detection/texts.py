@@ -19,7 +19,7 @@ class TextDifference:
     """Where the tokens of two caches differ.
 
     Attributes:
-        kind: the first cache lacks slots or has more, or the tokens are others.
+        kind: the first cache lacks slots or has more, the tokens are others, or slots are hidden or stand elsewhere.
         row: of the batch.
         slot: the first that differs.
         sentence: what differs.
@@ -54,6 +54,26 @@ def compared_slots(one: Ledger, other: Ledger) -> tuple[int, list[TextDifference
         common = min(common, length)
         differences.append(_difference(row, length, first, second))
     return common, differences
+
+
+def other_views(one: Ledger, other: Ledger, count: int) -> list[TextDifference]:
+    """Where later tokens see other slots, or the same ones at other positions, among the first so many."""
+    lives = torch.broadcast_tensors(*(ledger.live[..., :count] for ledger in (one, other)))
+    hidden = (lives[0] != lives[1]).any(2).any(0)
+    moved = (one.positions[:, :count] != other.positions[:, :count]) & lives[0].any(2).any(0) & lives[1].any(2).any(0)
+    found: list[TextDifference] = []
+    for kind, where in (("hidden slots", hidden), ("other positions", moved)):
+        if not bool(where.any()):
+            continue
+        row, slot = where.nonzero()[0].tolist()
+        more = f"{int(where.sum())} slots, the first of them slot {slot}{f' of row {row}' if row else ''},"
+        said = {
+            "hidden slots": f"{more} are hidden in one cache and live in the other, in some layer and head.",
+            "other positions": f"{more} stand at other positions: {int(one.positions[row, slot])} in the first cache, "
+            f"{int(other.positions[row, slot])} in the second.",
+        }
+        found.append(TextDifference(kind, row, slot, said[kind]))
+    return found
 
 
 def compared(one: Ledger, other: Ledger, layer: int, count: int) -> Bool[Tensor, "rows heads slots"]:

@@ -228,3 +228,12 @@ def test_a_page_shows_where_it_is_and_is_inert(right: KVCache, context: FaultCon
     page = save_diff(diff(StoredCache(layers, right.ledger, hostile), right), tmp_path / "page.html").read_text()
     assert hostile not in page
     assert re.search(r"<td><b>zeroed</b></td>", page)
+
+
+def test_slots_hidden_or_moved_in_one_cache_alone_are_differences(tiny: Model, right: KVCache):
+    hidden = diff(right.mask(slots=[3, 4]), right)
+    assert hidden.differs
+    assert hidden.kind == "hidden slots"
+    gapped = right.evict(slots=[3, 4])
+    assert diff(gapped.reindex(), gapped).kind == "other positions"
+    assert not diff(right.mask(slots=[3, 4]), tiny).differs

@@ -2,8 +2,9 @@
 
 llama.cpp rounds activations to 8 bits where weights have 4. So two readings of one text differ a little: by KL `apart`
 from transformers even where nothing was edited. A condition is `beyond` that by what it is further apart than the
-visible text read anew. A KL between two conditions is raised by the rounding of both, up to the sum of how far apart
-they are; what is more is `unexplained`.
+visible text read anew. A KL between two conditions is raised by the rounding of both. What exceeds the sum of how far
+apart they are is `unexplained`; since square roots of KL add up rather than KL, the sum is only about what rounding
+explains.
 """
 
 from collections.abc import Iterator, Mapping
