@@ -15,7 +15,8 @@ _KERNELS = ("conv_L_cache", "linear_conv_kernel_dim", "mamba_d_conv", "short_con
 
 def inputs_of(model: Model, cache: KVCache, layer: int) -> Float[Tensor, "rows 1 channels kept"]:
     """The inputs that the short convolution of a recurrent layer keeps, in fp32."""
-    config: Any = model.lanes.plain.config.get_text_config()
+    plain: Any = model.lanes.plain.config
+    config = plain.get_text_config()
     width = next(getattr(config, name) for name in _KERNELS if getattr(config, name, None))
     return last_inputs(cache.layers[layer]["conv"], _live(cache, layer), width - 1)[:, None].float().cpu()
 
