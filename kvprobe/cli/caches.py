@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from kvprobe.cli.flags import Source, Whole
+from kvprobe.cli.judged import end
 from kvprobe.errors import UserError
 from kvprobe.models.catalogue import Dtype, check_source
 from kvprobe.names import unknown
@@ -35,17 +36,9 @@ def audit(
 
     loaded = load(model, device=device, dtype=dtype)
     found = audited(loaded, open_cache(cache, loaded))
-    if json:
-        from json import dumps
+    from kvprobe.report.views.audit import save_audit
 
-        print(dumps(found.as_mapping(), indent=2))
-    else:
-        print(found)
-    if out is not None:
-        from kvprobe.report.views.audit import save_audit
-
-        print(f"\nPage: {save_audit(found, out)}", file=sys.stderr if json else sys.stdout)
-    sys.exit(int(found.suspicious))
+    end(found, found.suspicious, json, out, save_audit)
 
 
 def diff(
@@ -82,17 +75,9 @@ def diff(
     right = loaded if reference is None else open_cache(reference, loaded)
     assert right is not None
     found = compared(open_cache(cache, loaded), right, model=loaded, block=block)
-    if json:
-        from json import dumps
+    from kvprobe.report.views.diff import save_diff
 
-        print(dumps(found.as_mapping(), indent=2))
-    else:
-        print(found)
-    if out is not None:
-        from kvprobe.report.views.diff import save_diff
-
-        print(f"\nPage: {save_diff(found, out)}", file=sys.stderr if json else sys.stdout)
-    sys.exit(int(found.differs))
+    end(found, found.differs, json, out, save_diff)
 
 
 def engines() -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from kvprobe.cli.flags import Chat, Chosen, Hidden, Source, Whole, several
+from kvprobe.cli.judged import end
 from kvprobe.errors import UserError
 from kvprobe.models.catalogue import Dtype
 
@@ -157,17 +158,9 @@ def certify(
         conversations=conversations,
         seed=seed,
     )
-    if json:
-        from json import dumps
+    from kvprobe.report.views.certificate import save_certificate
 
-        print(dumps(found.as_mapping(), indent=2))
-    else:
-        print(found)
-    if out is not None:
-        from kvprobe.report.views.certificate import save_certificate
-
-        print(f"\nPage: {save_certificate(found, out)}", file=sys.stderr if json else sys.stdout)
-    sys.exit(int(not found.forgotten))
+    end(found, not found.forgotten, json, out, save_certificate)
 
 
 def budget(

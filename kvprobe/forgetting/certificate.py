@@ -276,13 +276,12 @@ def certify(
     name, act = way_of(way)
     rng = np.random.default_rng(seed)
     tried = case.secrets(model.tokenizer, secrets, rng, others)
-    own = forgotten(model, act, case, case.secret)
+    own, again = (forgotten(model, act, case, case.secret) for _ in range(2))
     if cache is not None:
-        _refuse_another(model, cache, own, forgotten(model, act, case, case.secret), name)
+        _refuse_another(model, cache, own, again, name)
     rest = Bar(tried[1:], desc=f"Forgetting: {name}", unit="secret")
     caches = [own, *(forgotten(model, act, case, secret) for secret in rest)]
     slots = Slots.of(caches)
-    again = forgotten(model, act, case, case.secret)
     trace = trace_of(model, caches, again, slots)
     known = foreign = found = use = in_view = None
     if not trace.empty:
@@ -302,13 +301,15 @@ def certify(
 
 
 def _refuse_another(model: Model, cache: KVCache, made: KVCache, again: KVCache, way: str) -> None:
-    """Refuse a cache that is not what the way makes, to the bit or to what making it twice differs by."""
+    """Refuse a cache that is not what the way makes, to the bit or to what making it twice differs by; in slots that
+    later tokens do not see, to the bit."""
     if cache.batch != 1 or cache.n_layers != made.n_layers:
         raise UserError(
             f"The cache is no cache of one row of {model.name}; give one that it made of this conversation."
         )
     seen_now = model.as_seen(cache) if cache.ledger.rotated else cache
-    if not trace_of(model, [made, seen_now], again, Slots.of([made, seen_now])).empty:
+    others = cache.slots != made.slots or stored([made, seen_now])
+    if others or not trace_of(model, [made, seen_now], again, Slots.of([made, seen_now])).empty:
         raise UserError(
             f"The cache is not what {way!r} makes of this conversation, so a certificate of the way would say nothing "
             "of it; give the way in which it was made."

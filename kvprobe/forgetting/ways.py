@@ -3,10 +3,8 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import torch
-
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.parts import KV
+from kvprobe.editing import zero
 from kvprobe.errors import UserError
 from kvprobe.forgetting.hidden_secret import HiddenSecret
 from kvprobe.inference.model import Model
@@ -25,18 +23,6 @@ def _kept(act: Callable[[KVCache, tuple[str, ...]], KVCache]) -> Way:
     return lambda model, chat, hide: act(model.prefill(chat), hide)
 
 
-def _evicted(cache: KVCache, hide: tuple[str, ...]) -> KVCache:
-    return cache.evict(*hide)
-
-
-def _without_values(cache: KVCache, hide: tuple[str, ...]) -> KVCache:
-    """V of the segments is zero; K stays, and takes attention."""
-    if any(set(layer) != set(KV) for layer in cache.layers):
-        raise UserError("Values are zeroed in caches of K and V alone; forget in another way.")
-    gone = cache.ledger.in_segments(hide)[:, None, :, None]
-    return cache.with_parts({"V": [torch.where(gone, 0.0, values) for values in cache.values]})
-
-
 def _restarted(model: Model, chat: Transcript, hide: tuple[str, ...], closed: bool) -> KVCache:
     return model.prefill(chat.without(*hide, mode="contiguous" if closed else "gapped"))
 
@@ -44,9 +30,9 @@ def _restarted(model: Model, chat: Transcript, hide: tuple[str, ...], closed: bo
 WAYS: Mapping[str, Way] = {
     NOTHING: _kept(lambda cache, hide: cache),
     "mask": _kept(lambda cache, hide: cache.mask(*hide)),
-    "evict": _kept(_evicted),
-    "re-index": _kept(lambda cache, hide: _evicted(cache, hide).reindex()),
-    "zero values": _kept(_without_values),
+    "evict": _kept(lambda cache, hide: cache.evict(*hide)),
+    "re-index": _kept(lambda cache, hide: cache.evict(*hide).reindex()),
+    "zero values": _kept(lambda cache, hide: zero(cache, *hide)),
     "restart in place": partial(_restarted, closed=False),
     RESTART: partial(_restarted, closed=True),
 }

@@ -291,6 +291,11 @@ def test_a_mask_of_the_last_turn_hides_it_and_removes_nothing(model: Model):
     assert evicted.forgotten
 
 
+def test_a_cache_whose_slots_are_hidden_is_not_one_from_which_they_were_removed(model: Model):
+    with pytest.raises(UserError, match="is not what 'evict' makes"):
+        certified(model, "evict", cache=model.prefill(CHAT).mask("T1"))
+
+
 def test_a_cache_of_which_one_number_differs_is_another(model: Model):
     cache = with_number(1, "V", -1, 1e-4)(model.prefill(CHAT).mask("T1"))
     with pytest.raises(UserError, match="is not what 'mask' makes"):
