@@ -145,7 +145,7 @@ def test_flags_show_the_presets_own_defaults():
         (["run", "policies", "--policies", "SnapKV(50%)"], "give both"),
         (["run", "policies", "--tasks", "retrieve", "--policies", "SnapKW(50%)"], "did you mean 'SnapKV'"),
         (["ls", "preset"], "presets"),
-        (["doctor", "smollm2-135"], "smollm2-135m"),
+        (["doctor", "--adapter", "smollm2-135"], "smollm2-135m"),
         (["run", "absent.yaml"], "no file"),
         (["report", "absent"], "not a run directory"),
         (["view", "absent"], "not a run directory"),
@@ -245,6 +245,21 @@ def test_attend_writes_a_page_of_a_chat_before_and_after_its_mask(
     command, bound, _ = app.parse_args(arguments)
     command(*bound.args, **bound.kwargs)
     assert page.read_text().count('data-component="AttentionView"') == 1
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["attend", "--text", "the user"]])
+def test_an_adapter_is_handed_to_the_model(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    loaded: list[object] = []
+
+    def load(*_: object, adapter: object, **__: object) -> Model:
+        loaded.append(adapter)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvprobe.inference.model.load", load)
+    command, bound, _ = app.parse_args([*arguments, "--adapter", str(tmp_path)])
+    with pytest.raises(KeyboardInterrupt):
+        command(*bound.args, **bound.kwargs)
+    assert loaded == [str(tmp_path)]
 
 
 def test_prefix_says_what_a_cache_keeps_of_one_of_several_conversations(

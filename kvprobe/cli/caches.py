@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from kvprobe.cli.flags import Source, Whole
+from kvprobe.cli.flags import Adapter, Source, Whole
 from kvprobe.cli.judged import end
 from kvprobe.errors import UserError
 from kvprobe.models.catalogue import Dtype, check_source
@@ -19,6 +19,7 @@ def audit(
     model: Source = "smollm2-135m",
     out: Annotated[Path | None, Parameter(help="Also write a page.")] = None,
     json: Annotated[bool, Parameter(help="Print JSON for a program.", negative="")] = False,
+    adapter: Adapter = None,
     device: str = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -34,7 +35,7 @@ def audit(
     from kvprobe.detection.audit import audit as audited
     from kvprobe.inference.model import load
 
-    loaded = load(model, device=device, dtype=dtype)
+    loaded = load(model, adapter=adapter, device=device, dtype=dtype)
     found = audited(loaded, open_cache(cache, loaded))
     from kvprobe.report.views.audit import save_audit
 
@@ -51,6 +52,7 @@ def diff(
     block: Annotated[Whole | None, Parameter(help="Slots in a block; what the files say, or 16.")] = None,
     out: Annotated[Path | None, Parameter(help="Also write a page.")] = None,
     json: Annotated[bool, Parameter(help="Print JSON for a program.", negative="")] = False,
+    adapter: Adapter = None,
     device: str = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -68,10 +70,12 @@ def diff(
             open_cache(path)  # what is no cache is refused before a model is loaded
     if reference is None and model is None:
         raise UserError("Give a second cache to compare with, or --model, which reads the tokens again.")
+    if adapter is not None and model is None:
+        raise UserError("An adapter is added to a model; give --model too.")
     from kvprobe.detection.diff import diff as compared
     from kvprobe.inference.model import load
 
-    loaded = None if model is None else load(model, device=device, dtype=dtype)
+    loaded = None if model is None else load(model, adapter=adapter, device=device, dtype=dtype)
     right = loaded if reference is None else open_cache(reference, loaded)
     assert right is not None
     found = compared(open_cache(cache, loaded), right, model=loaded, block=block)

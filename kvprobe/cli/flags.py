@@ -31,12 +31,14 @@ def several(words: str) -> Parameter:
     return Parameter(help=words, consume_multiple=True, negative="")
 
 
-def loadable(_: object, name: str) -> None:
+def loadable(_: object, name: str | None) -> None:
     """A model's name, looked at before torch is imported to load it."""
-    check_source(name)
+    if name is not None:
+        check_source(name)
 
 
 Source = Annotated[str, Parameter(validator=loadable)]
+Adapter = Annotated[str | None, Parameter(help="A LoRA adapter to be added to the model.", validator=loadable)]
 Whole = Annotated[int, Parameter(converter=whole)]
 StudyFile = Annotated[Path | None, Parameter(help="The Python file of a study of your own.")]
 Chat = Annotated[Path, Parameter(help="A conversation in JSON or JSONL: OpenAI's messages, ShareGPT's, Anthropic's.")]

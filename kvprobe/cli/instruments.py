@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from kvprobe.cli.flags import Chat, Chosen, Hidden, Source, Whole, several
+from kvprobe.cli.flags import Adapter, Chat, Chosen, Hidden, Source, Whole, several
 from kvprobe.cli.judged import end
 from kvprobe.errors import UserError
 from kvprobe.models.catalogue import Dtype
@@ -26,6 +26,7 @@ def compare(
     ] = "after",
     new: Annotated[Whole, Parameter(help="Tokens of a reply, at most.")] = 64,
     out: Annotated[Path, Parameter(help="The page.")] = Path("compare.html"),
+    adapter: Adapter = None,
     device: str = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -38,7 +39,13 @@ def compare(
     from kvprobe.report.views.compare import save_comparison
 
     compared = compare(
-        load(model, device=device, dtype=dtype), read, hide, ask, when=when, policies=policy, max_new_tokens=new
+        load(model, adapter=adapter, device=device, dtype=dtype),
+        read,
+        hide,
+        ask,
+        when=when,
+        policies=policy,
+        max_new_tokens=new,
     )
     print(f"{compared}\n\nPage: {save_comparison(compared, out)}")
 
@@ -68,6 +75,7 @@ def attend(
     hide: Annotated[tuple[str, ...], several("Messages to mask before the last one is read: m0, m1, ….")] = (),
     last: Annotated[Whole | None, Parameter(help="Only so many of the last tokens attend; all by default.")] = None,
     out: Annotated[Path, Parameter(help="The page.")] = Path("attention.html"),
+    adapter: Adapter = None,
     device: str = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -80,7 +88,7 @@ def attend(
     from kvprobe.inference.model import load
     from kvprobe.report.views.attend import attend_page
 
-    print(attend_page(load(model, device=device, dtype=dtype), read, hide, last).save(out))
+    print(attend_page(load(model, adapter=adapter, device=device, dtype=dtype), read, hide, last).save(out))
 
 
 def scan(
@@ -96,6 +104,7 @@ def scan(
         tuple[str, ...], several("Names or folders of probes; all published ones of the model by default.")
     ] = (),
     out: Annotated[Path, Parameter(help="The page.")] = Path("scan.html"),
+    adapter: Adapter = None,
     device: str = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -109,7 +118,7 @@ def scan(
     from kvprobe.report.views.scan import save_scan, scan_lines
 
     chosen = [Probe.load(name) for name in probes] or None
-    readings = scan(load(model, device=device, dtype=dtype), read, hide, chosen, until=until)
+    readings = scan(load(model, adapter=adapter, device=device, dtype=dtype), read, hide, chosen, until=until)
     print("\n".join(scan_lines(readings)))
     print(f"\nPage: {save_scan(readings, out)}")
 
@@ -131,6 +140,7 @@ def certify(
     seed: Annotated[int, Parameter(help="Of the secrets that are drawn.")] = 0,
     out: Annotated[Path | None, Parameter(help="Also write a page.")] = None,
     json: Annotated[bool, Parameter(help="Print JSON for a program.", negative="")] = False,
+    adapter: Adapter = None,
     device: str = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -145,7 +155,7 @@ def certify(
     from kvprobe.engines.opened import open_cache
     from kvprobe.inference.model import load
 
-    loaded = load(model, device=device, dtype=dtype)
+    loaded = load(model, adapter=adapter, device=device, dtype=dtype)
     found = certify(
         loaded,
         hidden,
@@ -249,12 +259,14 @@ def budget(
         print(f"\nFigure: {bare}.png and .svg", file=sys.stderr)
 
 
-def doctor(model: Source = "smollm2-135m", *, device: str = "auto", dtype: Dtype = "auto") -> None:
+def doctor(
+    model: Source = "smollm2-135m", *, adapter: Adapter = None, device: str = "auto", dtype: Dtype = "auto"
+) -> None:
     """Check that a model's lanes, hooks, masks and decoding agree."""
     from kvprobe.inference.doctor import examine, limits
     from kvprobe.inference.model import load
 
-    loaded = load(model, device=device, dtype=dtype)
+    loaded = load(model, adapter=adapter, device=device, dtype=dtype)
     print(f"{loaded.name} on {loaded.lanes.device}, {str(loaded.lanes.dtype).removeprefix('torch.')}\n")
     print(f"{'check':48}{'found':>10}{'allowed':>10}")
     failed = 0

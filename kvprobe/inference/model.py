@@ -34,7 +34,7 @@ from kvprobe.models.files import refuse_not_finite
 from kvprobe.models.geometry import Geometry, felt
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.lens import Family
-from kvprobe.models.loading import load_folder, pick_dtype, resolve_folder
+from kvprobe.models.loading import adapted, load_folder, pick_dtype, resolve_folder
 from kvprobe.models.unproved import Lane
 from kvprobe.policies.policy import Policy, Scene
 from kvprobe.policies.written import as_policy
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 def load(
     source: Any = "smollm2-135m",
     *,
+    adapter: str | os.PathLike[str] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
@@ -60,6 +61,7 @@ def load(
         source: see above; a folder may hold a LoRA adapter, whose base is on this machine. A Hugging Face model object
             keeps its device and dtype, and so does one inside a PeftModel, or inside nnsight's LanguageModel, whose
             tokenizer is taken too. A kvprobe model is returned as it is.
+        adapter: a LoRA adapter to be added to it; see `Model.adapted`.
         tokenizer: for a loaded model, or instead of the source's own.
         device: `auto` is a GPU if there is one; the whole model is on it, so that there is no `device_map`.
         dtype: `auto` is float32 on the CPU and bfloat16 elsewhere.
@@ -67,6 +69,8 @@ def load(
     Raises:
         UserError: an unknown name, files that are not a model, a failed download, or weights larger than free memory.
     """
+    if adapter is not None:
+        return load(source, tokenizer=tokenizer, device=device, dtype=dtype).adapted(adapter)
     if isinstance(source, Model):
         if (tokenizer, device, dtype) != (None, "auto", "auto"):
             raise UserError("This model is loaded already; load it again from its name to change how.")
@@ -78,10 +82,6 @@ def load(
     if isinstance(source, torch.nn.Module):
         source = base_of(source)
         require_type("The model", source, PreTrainedModel, "a causal language model of transformers")
-        if len({*map(str, getattr(source, "hf_device_map", {}).values())}) > 1:
-            raise UserError(
-                "This model is spread over several devices; load it on one, with device_map={'': 'cuda:0'}."
-            )
         refuse_not_finite(type(source).__name__, source.named_parameters())
         return Model(Lanes(cast(PreTrainedModel, source.eval()), tokenizer), type(source).__name__)
     require_type("The model", source, (str, os.PathLike), "a name, a folder, or a model of transformers")
@@ -139,6 +139,15 @@ class Model(Brief):
     def fingerprint(self) -> str:
         """Hashes of the weights, the config, and the tokenizer with its chat template; see `kvprobe.fingerprint`."""
         return self.lanes.fingerprint
+
+    def adapted(self, adapter: str | os.PathLike[str]) -> "Model":
+        """This model with a LoRA adapter added: another model, which shares all weights that the adapter leaves alone.
+
+        Args:
+            adapter: a name that `kvprobe ls` shows, a folder or a hub id; the base that it names is not looked at.
+        """
+        plain = adapted(self.lanes.plain, adapter)
+        return Model(Lanes(plain, self.tokenizer), f"{self.name} with {os.fspath(adapter)}")
 
     def tokens(self, text: Readable) -> list[Tokens]:
         """One run of tokens per row, of texts (each after the tokenizer's own start token) or conversations."""

@@ -1,5 +1,9 @@
-"""Adapters of PEFT: those around a loaded model, and LoRA in a folder, which is added to the weights of its base."""
+"""Adapters of PEFT: those around a loaded model, and LoRA in a folder, which is added to the weights of its base.
 
+Added, an adapter is part of the weights: both lanes compute with it, and a model's fingerprint holds it.
+"""
+
+import copy
 import math
 import re
 from pathlib import Path
@@ -56,8 +60,13 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
+def sharing(plain: PreTrainedModel) -> PreTrainedModel:
+    """A model of the same tensors, of which some can be put in other places without changing the first."""
+    return copy.deepcopy(plain, {id(tensor): tensor for tensor in [*plain.parameters(), *plain.buffers()]})
+
+
 def add_adapter(plain: PreTrainedModel, folder: Path, settings: dict[str, Any]) -> None:
-    """Add the adapter in a folder to a model's weights.
+    """Put weights with the adapter in a folder added in the place of a model's own, which stay as they are.
 
     Raises:
         UserError: its tensors are damaged, or do not belong to this model.
@@ -92,18 +101,20 @@ def add_adapter(plain: PreTrainedModel, folder: Path, settings: dict[str, Any]) 
         scale = settings["lora_alpha"] / (math.sqrt(rank) if settings.get("use_rslora") else rank)
         try:
             change = scale * (pair["B"] @ pair["A"])
-            with torch.no_grad():
-                module.weight += (change.T if isinstance(module, Conv1D) else change).to(module.weight)
+            added = module.weight.detach() + (change.T if isinstance(module, Conv1D) else change).to(module.weight)
         except RuntimeError as error:
             raise UserError(f"The adapter in {folder} is of another shape than {name[:80]}; give its base.") from error
+        module.weight = nn.Parameter(added, module.weight.requires_grad)
 
 
 def base_of(source: nn.Module) -> nn.Module:
     """The model within a PeftModel, whose modules hold the adapter; other modules as they are.
 
     Raises:
-        UserError: the PeftModel does more than the model within it.
+        UserError: the PeftModel does more than the model within it, or it is on several devices.
     """
+    if len({*map(str, getattr(source, "hf_device_map", {}).values())}) > 1:
+        raise UserError("This model is spread over several devices; load it on one, with device_map={'': 'cuda:0'}.")
     for settings in dict(getattr(source, "peft_config", None) or {}).values():
         for name in _SOMEWHERE:
             if getattr(settings, name, None):

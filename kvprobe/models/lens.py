@@ -4,7 +4,6 @@ TransformerLens replaces modules of the model that it wraps, so it wraps a twin:
 all parameter tensors with the plain model.
 """
 
-import copy
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvprobe.errors import UserError
+from kvprobe.models.adapters import sharing
 from kvprobe.models.attending import set_attention
 from kvprobe.models.hooks import claimed, unless_bare
 from kvprobe.names import one_line
@@ -95,8 +95,7 @@ class Hooked:
         from transformer_lens.model_bridge.sources import build_bridge_from_module
 
         self._plain = plain
-        shared = {id(tensor): tensor for tensor in [*plain.parameters(), *plain.buffers()]}
-        twin = copy.deepcopy(plain, shared)
+        twin = sharing(plain)
         # Eager attention takes kvprobe's masks unchanged in every architecture.
         set_attention(twin, "eager")
         architecture = type(plain).__name__

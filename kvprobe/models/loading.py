@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from kvprobe.errors import UserError
 from kvprobe.files import expanded, read_json
-from kvprobe.models.adapters import add_adapter, is_adapter, read_settings
+from kvprobe.models.adapters import add_adapter, is_adapter, read_settings, sharing
 from kvprobe.models.catalogue import (
     NAMED_MODELS,
     Dtype,
@@ -28,7 +28,7 @@ from kvprobe.models.catalogue import (
     gguf_of,
     scratch_folder,
 )
-from kvprobe.models.files import MAX_JSON_BYTES, bounded, check_folder, weight_sizes
+from kvprobe.models.files import MAX_JSON_BYTES, bounded, check_folder, refuse_not_finite, weight_sizes
 from kvprobe.names import one_line, unknown
 from kvprobe.shipped import shipped
 
@@ -56,7 +56,7 @@ def resolve_folder(source: str | os.PathLike[str]) -> Path:
         return _named(source)
     path = expanded(source)
     if path.is_dir():
-        return path if is_adapter(path) else check_folder(path)
+        return _checked(path)
     if path.suffix == ".gguf":
         from kvprobe.models.gguf_header import parts_of
 
@@ -98,6 +98,25 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple
             f"The config in {folder} leaves out layers that the weights have ({unused[0]} …); fetch both again."
         )
     return model.to(device).eval(), tokenizer
+
+
+def adapted(plain: PreTrainedModel, adapter: str | os.PathLike[str]) -> PreTrainedModel:
+    """A model with a LoRA adapter added, which shares all tensors that the adapter leaves alone.
+
+    Args:
+        adapter: a name that `kvprobe ls` shows, a local folder, or a hub id.
+
+    Raises:
+        UserError: there is no adapter, it is of another kind, or of another model.
+    """
+    folder = resolve_folder(adapter)
+    if not is_adapter(folder):
+        raise UserError(f"{os.fspath(adapter)!r} is a whole model, not an adapter; load it by itself.")
+    settings = read_settings(folder)
+    twin = sharing(plain)
+    add_adapter(twin, folder, settings)
+    refuse_not_finite(os.fspath(adapter), twin.named_parameters())
+    return twin
 
 
 @contextmanager
@@ -174,7 +193,7 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 
 def _named(name: str) -> Path:
     if NAMED_MODELS[name].folder:
-        return check_folder(shipped("models") / NAMED_MODELS[name].folder)
+        return _checked(shipped("models") / NAMED_MODELS[name].folder)
     return _stored(name, lambda scratch: [gguf_of(name, scratch)])
 
 
@@ -219,7 +238,12 @@ def _from_hub(repository: str) -> Path:
             f"Could not get {repository!r} from the hub ({type(error).__name__}); check the id, or download the "
             f"repository's safetensors, config.json and tokenizer files elsewhere and give their folder instead."
         ) from error
-    return check_folder(Path(folder))
+    return _checked(Path(folder))
+
+
+def _checked(folder: Path) -> Path:
+    """A folder of a model or of an adapter; raises as `check_folder`."""
+    return folder if is_adapter(folder) else check_folder(folder)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from kvprobe.cache.cache import KVCache
 from kvprobe.inference.model import Model, load
 from tests.models import gpt2, llama, tiny_tokenizer
 from tests.refusals import refused
@@ -117,6 +118,71 @@ def test_tensors_that_do_not_belong_to_the_base_are_refused(
     refused(lambda: load(folder), words)
     (folder / "adapter_model.safetensors").unlink()
     refused(lambda: load(folder), "is not there or no safetensors file")
+
+
+def grown(folder: Path, base: Path, layer: int, **changes: Any) -> Path:
+    """An adapter of the keys and the up-projection of one layer."""
+    names = [f"model.layers.{layer}.self_attn.k_proj", f"model.layers.{layer}.mlp.up_proj"]
+    plain = load(base).lanes.plain
+    return adapter(folder, str(base), {name: plain.get_parameter(f"{name}.weight") for name in names}, **changes)
+
+
+def test_adapters_of_one_model_share_the_weights_that_they_leave_alone(base: Path, tmp_path: Path):
+    model = load(base)
+    before, known = logits(model), model.fingerprint
+    folders = [grown(tmp_path / str(layer), base, layer) for layer in (0, 2)]
+    both = {folder: model.adapted(folder) for folder in folders}
+    assert torch.equal(logits(model), before)
+    assert model.fingerprint == known
+    own: Any = model.lanes.plain
+    for layer, (folder, tuned) in zip((0, 2), both.items(), strict=True):
+        assert torch.equal(logits(tuned), logits(load(folder)))
+        assert tuned.fingerprint == load(folder).fingerprint == load(base, adapter=folder).fingerprint
+        assert tuned.name == f"{base} with {folder}"
+        other = {
+            name
+            for (name, weight), (_, ours) in zip(
+                tuned.lanes.plain.named_parameters(), own.named_parameters(), strict=True
+            )
+            if weight.data_ptr() != ours.data_ptr()
+        }
+        assert other == {f"model.layers.{layer}.{part}.weight" for part in ("self_attn.k_proj", "mlp.up_proj")}
+    added = [logits(model.adapted(one).adapted(two)) for one, two in (folders, folders[::-1])]
+    assert torch.allclose(added[0], added[1], atol=1e-4)
+
+
+def test_both_lanes_compute_with_the_adapter(base: Path, tmp_path: Path):
+    model = load(base)
+    _ = model.lanes.hooked  # a bridge that is there must not become the adapted model's
+    tuned = model.adapted(grown(tmp_path / "adapter", base, 1))
+    plain, hooked = (tuned.prefill("the user", lane=lane) for lane in ("plain", "hooked"))
+    for part in ("K", "V"):
+        assert torch.allclose(plain.layers[2][part], hooked.layers[2][part], atol=1e-5)
+        assert not torch.allclose(plain.layers[2][part], model.prefill("the user").layers[2][part], atol=1e-3)
+
+
+def test_caches_with_and_without_an_adapter_refuse_each_other(base: Path, tmp_path: Path):
+    model = load(base)
+    one, other = (model.adapted(grown(tmp_path / str(layer), base, layer)) for layer in (0, 2))
+    caches = [model.prefill("the user"), one.prefill("the user"), other.prefill("the user")]
+    for first, second in ((0, 1), (1, 0), (1, 2)):
+        words = "was made by another model than the base (it differs in weights)"
+        refused(lambda first=first, second=second: caches[first].patch(caches[second], slots=[0]), words)
+    refused(lambda: one.extend(caches[0], "the user"), "was made by another model")
+    caches[1].save(tmp_path / "cache.kv")
+    loaded = KVCache.load(tmp_path / "cache.kv")
+    assert one.extend(loaded, "the user")[0].slots > loaded.slots
+    refused(lambda: model.extend(loaded, "the user"), "was made by another model")
+
+
+def test_what_is_no_adapter_of_this_model_is_refused(base: Path, tmp_path: Path):
+    model = load(base)
+    refused(lambda: model.adapted(base), "is a whole model, not an adapter")
+    refused(lambda: load(base, adapter="elsewhere"), "hub id (owner/name) called 'elsewhere'")
+    folder = adapter(tmp_path / "wide", str(base), {"model.layers.0.mlp.up_proj": torch.zeros(8, 32)})
+    refused(lambda: model.adapted(folder), "is of another shape than model.layers.0.mlp.up_proj")
+    broken = adapter(tmp_path / "nan", str(base), {"model.layers.0.mlp.up_proj": torch.zeros(48, 32)}, lora_alpha=1e39)
+    refused(lambda: model.adapted(broken), "NaN")
 
 
 class Around(torch.nn.Module):
