@@ -15,15 +15,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvprobe.cache.layer import Layer, refuse_misfit
-from kvprobe.cache.ledger import COLUMNS, PADDING, Ledger, QuantisationFormat
+from kvprobe.cache.ledger import COLUMNS, NO_TOKEN, PADDING, Ledger, QuantisationFormat
 from kvprobe.cache.parts import LAYERS, PARTS
 from kvprobe.errors import UserError
 from kvprobe.files import replacing, told
 from kvprobe.fingerprint import Maker, digest
 from kvprobe.names import one_line, shown
 
-FORMAT = "kvprobe-cache-3"
-"""Version 2 had neither digest nor fingerprint."""
+FORMAT = "kvprobe-cache-4"
+"""Version 3 knew no slots without tokens; version 2 had neither digest nor fingerprint."""
+READ = (FORMAT, "kvprobe-cache-3")
+"""Formats that can be read."""
 MOST_LAYERS = 4096
 _LEDGER_FIELDS = (*COLUMNS, "live", "following")
 _CALLED: dict[str, str] = dict(zip(PARTS, ("keys", "values", *PARTS[2:]), strict=True))
@@ -111,7 +113,7 @@ def opened(path: Path) -> Generator[safe_open]:
 
 def _metadata(file: safe_open, path: Path) -> dict[str, str]:
     metadata = file.metadata() or {}
-    if metadata.get("format") != FORMAT:
+    if metadata.get("format") not in READ:
         raise UserError(
             f"{path} is not a kvprobe cache (its format is {shown(metadata.get('format'))}, "
             f"expected {FORMAT!r}); make the cache again and write it with KVCache.save."
@@ -182,7 +184,7 @@ def _check_ledger(ledger: Ledger, cache_layers: int, kv_heads: set[int], path: P
     live = ledger.live
     live_fits = live.dtype == torch.bool and live.dim() == 4 and (live.shape[1], live.shape[3]) == shape
     live_fits = live_fits and live.shape[0] in (1, cache_layers) and (live.shape[2] == 1 or {live.shape[2]} == kv_heads)
-    named = (ledger.segments >= PADDING) & (ledger.segments < len(ledger.names))
+    named = (ledger.segments >= PADDING) & (ledger.segments < len(ledger.names)) & (ledger.tokens >= NO_TOKEN)
     quantised = ledger.quantisation is not None or bool((ledger.quantised == -1).all())
     if not (len(shape) == 2 and columns_fit and following_fits and live_fits and bool(named.all()) and quantised):
         raise UserError(f"The ledger in {path} does not fit its slots; it was altered, save it again.")

@@ -21,6 +21,8 @@ from kvprobe.text.tokens import ANSWER_HEADER, GENERATED
 
 PADDING = -1
 """Segment index of a slot that holds no token."""
+NO_TOKEN = -1
+"""Token of a slot that was fitted or trained (see `kvprobe.editing`), not read."""
 
 SINK_HIDDEN = (
     "What is hidden holds slot 0, the attention sink of most models, so a part of any effect is its loss, or in a "
@@ -48,7 +50,7 @@ class Ledger(Brief):
     """One entry per slot, for each row of the batch.
 
     Attributes:
-        tokens: vocabulary id of the token in the slot.
+        tokens: vocabulary id of the token in the slot; `NO_TOKEN` where its numbers were fitted.
         positions: the logical index at which later queries see the slot.
         origins: the position at which the key was computed, and to which its stored form is rotated. It differs from
             `positions` after re-indexing; a reader of the key then rotates it from here, once.
@@ -111,6 +113,24 @@ class Ledger(Brief):
     @property
     def padding(self) -> Bool[Tensor, "batch slots"]:
         return self.segments == PADDING
+
+    @property
+    def fitted(self) -> Bool[Tensor, "batch slots"]:
+        """Provenance: slots without a token, whose numbers were fitted."""
+        return self.tokens == NO_TOKEN
+
+    def refuse_fitted(self, what: str, since: int = 0) -> None:
+        """Refuse slots without tokens.
+
+        Args:
+            what: what needs the tokens, to begin a sentence with.
+            since: the first slot of which it needs them.
+        """
+        if bool((fitted := self.fitted[:, since:]).any()):
+            row, slot = map(int, fitted.nonzero()[0])
+            raise UserError(
+                f"{what} needs tokens, and slot {since + slot} of row {row} was fitted and has none; evict it."
+            )
 
     @property
     def live_somewhere(self) -> Bool[Tensor, "batch slots"]:

@@ -34,6 +34,8 @@ class Segmented(Protocol):
     @property
     def recomputed(self) -> Bool[Tensor, "batch slots"]: ...
     @property
+    def fitted(self) -> Bool[Tensor, "batch slots"]: ...
+    @property
     def live(self) -> Bool[Tensor, "layers batch kv_heads slots"]: ...
 
 
@@ -45,6 +47,7 @@ class Segment(NamedTuple):
         positions: first and last.
         live: share of its slots that later queries may attend to, over layers, KV heads and rows.
         recomputed: share of its slots that were computed without text that had been before them.
+        fitted: share of its slots that have no token.
     """
 
     segment: str
@@ -52,10 +55,12 @@ class Segment(NamedTuple):
     positions: str
     live: float
     recomputed: float
+    fitted: float
 
     def __str__(self) -> str:
         live = "" if self.live == 1 else " masked" if self.live == 0 else f" {self.live:.0%} live"
-        return f"{cut(self.segment, 40)} {self.slots}{live}"
+        fitted = "" if not self.fitted else " fitted" if self.fitted == 1 else f" {self.fitted:.0%} fitted"
+        return f"{cut(self.segment, 40)} {self.slots}{live}{fitted}"
 
 
 def segments(ledger: Segmented) -> list[Segment]:
@@ -68,8 +73,8 @@ def segments(ledger: Segmented) -> list[Segment]:
             continue
         positions = ledger.positions[inside]
         span = f"{int(positions.min())} to {int(positions.max())}"
-        recomputed = float(ledger.recomputed[inside].float().mean())
-        parts.append(Segment(name, int(inside.sum()), span, float(live[inside].mean()), recomputed))
+        shares = [float(column[inside].float().mean()) for column in (live, ledger.recomputed, ledger.fitted)]
+        parts.append(Segment(name, int(inside.sum()), span, *shares))
     return parts
 
 

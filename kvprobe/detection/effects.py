@@ -53,6 +53,7 @@ def reference_of(model: Model, cache: AnyCache) -> KVCache:
         UserError: the model cannot read these tokens.
     """
     ledger = cache.ledger
+    ledger.refuse_fitted("A comparison with what the model reads")
     rows = [_row(cache, row) for row in range(ledger.batch)]
     return model.prefill(rows)
 
@@ -60,7 +61,7 @@ def reference_of(model: Model, cache: AnyCache) -> KVCache:
 def effect_of(model: Model, cache: AnyCache, reference: AnyCache) -> OutputEffect | None:
     """Read the last token of the first row again, after each of the caches, and go on greedily."""
     ledger = reference.ledger
-    if ledger.slots < 2 or bool(ledger.padding[0].any()):
+    if ledger.slots < 2 or bool(ledger.padding[0].any()) or bool(ledger.fitted[0, -1]):
         return None
     last = Tokens.of([int(ledger.tokens[0, -1])], start=int(ledger.positions[0, -1]))
     logits: list[Tensor] = []

@@ -1,7 +1,18 @@
 """Editing a cache: splice, concatenate, replace, correct, zero and steer, exact about positions and provenance."""
 
+from kvprobe.editing.matching import attention_error, match_attention
 from kvprobe.editing.numbers import steer, zero
 from kvprobe.editing.rereading import erratum, recompute, replace_text
 from kvprobe.editing.splicing import concatenate, splice
 
-__all__ = ["concatenate", "erratum", "recompute", "replace_text", "splice", "steer", "zero"]
+__all__ = [
+    "attention_error",
+    "concatenate",
+    "erratum",
+    "match_attention",
+    "recompute",
+    "replace_text",
+    "splice",
+    "steer",
+    "zero",
+]

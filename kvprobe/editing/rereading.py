@@ -10,7 +10,7 @@ import torch
 from kvprobe.arguments import AtLeastZero, checked_arguments
 from kvprobe.cache.cache import KVCache, Slots
 from kvprobe.cache.entries import entries
-from kvprobe.editing.splicing import follow, refuse_quantised
+from kvprobe.editing.splicing import follow, one_row, refuse_quantised
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.inference.rows import Readable
@@ -38,7 +38,7 @@ def replace_text(
         UserError: several rows, quantised slots, no such segment, or one whose text is interrupted.
     """
     refuse_quantised(cache)
-    _one_row(cache)
+    one_row(cache)
     ledger = cache.ledger
     chosen = ledger.in_segments([segment]) & ~ledger.delimiters
     places = chosen[0].nonzero()[:, 0].tolist()
@@ -70,7 +70,7 @@ def recompute(model: Model, cache: KVCache, *segments: str, slots: Slots | None 
         UserError: several rows, quantised slots, or a slot that is hidden in some layers or heads alone.
     """
     refuse_quantised(cache)
-    _one_row(cache)
+    one_row(cache)
     chosen = cache.chosen(segments, slots)[0].nonzero()[:, 0].tolist()
     return _reread(model, cache, chosen, missing=False)
 
@@ -134,11 +134,6 @@ def _from(cache: KVCache, slot: int, shift: int) -> KVCache:
 
 def _followed_by(read: KVCache, cache: KVCache) -> KVCache:
     return replace(read, ledger=replace(read.ledger, following=cache.ledger.following))
-
-
-def _one_row(cache: KVCache) -> None:
-    if cache.batch != 1:
-        raise UserError(f"The cache has {cache.batch} rows; edit each by itself, with KVCache.rows, and join them.")
 
 
 def _refuse_gaps(cache: KVCache, places: Sequence[int]) -> None:

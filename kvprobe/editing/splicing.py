@@ -106,6 +106,12 @@ def refuse_quantised(*caches: KVCache) -> None:
         raise UserError("Quantised slots share scales and cannot be edited one by one; edit first, then quantise.")
 
 
+def one_row(cache: KVCache) -> None:
+    """Refuse a cache of several rows."""
+    if cache.batch != 1:
+        raise UserError(f"The cache has {cache.batch} rows; edit each by itself, with KVCache.rows, and join them.")
+
+
 def _named(cache: KVCache, name: str) -> KVCache:
     segments = torch.zeros_like(cache.ledger.segments).masked_fill(cache.ledger.padding, -1)
     return replace(cache, ledger=replace(cache.ledger, segments=segments, names=(name,)))

@@ -329,7 +329,7 @@ def _tokens(ledger: Ledger, like: Slot) -> list[int]:
     live = ledger.live_somewhere[0]
     for shown in (~live & ~ledger.padding[0], live):  # a slot that was hidden may be where a live one is now
         for token, position in zip(ledger.tokens[0, shown].tolist(), ledger.positions[0, shown].tolist(), strict=True):
-            if position < count:
+            if position < count and token >= 0:  # a fitted slot has no token
                 tokens[position] = token
     return tokens
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.ledger import NO_TOKEN
 from kvprobe.errors import UserError
 from kvprobe.models.geometry import embedded_tokens
 from kvprobe.models.lanes import Lanes
@@ -26,6 +27,10 @@ def refuse_unreadable(lanes: Lanes, past: KVCache | None, tokens: Sequence[Token
         raise UserError("There is nothing to read: give at least one token for each row.")
     entries = embedded_tokens(lanes.plain)
     for number, row in enumerate(tokens):
+        if min(row.ids) == NO_TOKEN:
+            raise UserError(
+                f"Row {number} is to read a slot again that was fitted and has no token; evict it, or leave it."
+            )
         for extreme in (min(row.ids), max(row.ids)):
             if not 0 <= extreme < entries:
                 raise UserError(f"Row {number} has the token id {extreme}; this model has ids 0 to {entries - 1}.")

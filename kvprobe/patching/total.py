@@ -70,6 +70,7 @@ class TotalReader:
         start = min((min(cell.slots) for cell in cells), default=self.base.slots - 1)
         rows = Rows([cell.layers[0] for cell in cells])
         one_pass = _Pass(self, cells_by_layer(rows, cells), start)
+        self.ledger.refuse_fitted("Reading again what comes after a patch", start)
         tokens, positions = self.ledger.tokens[:, start:], self.ledger.positions[:, start:]
         if kept not in self._ordinary:
             self._ordinary[kept] = ordinary_logits(self.lanes, self.base, self.plan.suffix, kept)

@@ -25,6 +25,8 @@ PART_OF_CHARACTER = "⋯"
 COLUMNS = ("ids", "positions", "segments", "parts", "recomputed", "delimiters")
 """Fields with one entry for each token."""
 
+WITHOUT_TOKEN = "⟨fitted⟩"
+"""Shown for a slot that holds no token."""
 _BROKEN = "\ufffd"
 _LONGEST_RUN = 16
 """Tokens within which a character ends: four bytes each of the next characters that share tokens."""
@@ -187,7 +189,7 @@ def token_texts(ids: Sequence[int], tokenizer: "Decoder | None") -> tuple[str, .
     """
     if tokenizer is None:
         return ()
-    texts = [tokenizer.decode([number]) for number in ids]
+    texts = [tokenizer.decode([number]) if number >= 0 else WITHOUT_TOKEN for number in ids]
     place = 0
     while place < len(ids):
         if _BROKEN not in texts[place]:

@@ -128,7 +128,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path):
 
 def test_a_cache_of_an_unknown_format_version_is_refused(saved: Path):
     rewrite(saved, format="kvprobe-cache-0")
-    refused(lambda: KVCache.load(saved), "'kvprobe-cache-0', expected 'kvprobe-cache-3'")
+    refused(lambda: KVCache.load(saved), "'kvprobe-cache-0', expected 'kvprobe-cache-4'")
 
 
 def test_every_flipped_bit_is_refused_in_a_sentence(tmp_path: Path):

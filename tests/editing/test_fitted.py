@@ -1,0 +1,128 @@
+"""Slots without tokens: fitted ones stand for a span, and what needs tokens refuses them."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+import kvprobe as kv
+from kvprobe.attention import attend
+from kvprobe.cache.cache import KVCache
+from kvprobe.detection.audit import audit
+from kvprobe.editing import attention_error, concatenate, match_attention, recompute
+from kvprobe.editing.matching import fit_head
+from kvprobe.editing.queries import Readings
+from kvprobe.engines.plain import save_plain
+from kvprobe.inference.model import Model, load
+from kvprobe.text.tokens import WITHOUT_TOKEN, Tokens, token_texts
+from tests.models import tiny_tokenizer
+from tests.models.every import tiny
+from tests.refusals import refused
+
+RNG = torch.Generator().manual_seed(0)
+IDS = torch.randint(3, 64, (40,), generator=RNG).tolist()
+QUERIES, HELD_OUT = torch.randint(3, 64, (4, 20), generator=RNG).tolist(), torch.randint(3, 64, (2, 20), generator=RNG)
+SPAN = range(8, 32)
+KINDS = ["llama", "gemma3n_text", "gpt_oss", "gemma2"]
+"""Grouped heads, shared layers with windows, sinks of the model's own, and scores that saturate."""
+
+
+@cache
+def held(kind: str) -> tuple[Model, KVCache]:
+    model = load(tiny(kind))
+    pieces = (Tokens.of(IDS[:8], "a"), Tokens.of(IDS[8:32], "b", 8), Tokens.of(IDS[32:], "c", 32))
+    return model, model.prefill(pieces[0] + pieces[1] + pieces[2])
+
+
+@cache
+def fitted(kind: str, keep: int) -> KVCache:
+    model, past = held(kind)
+    return match_attention(model, past, "b", keep=keep, queries=QUERIES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_many_fitted_slots_as_the_span_has_give_back_the_cache(kind: str):
+    model, past = held(kind)
+    same = fitted(kind, len(SPAN))
+    assert same.ledger.fitted[0].tolist() == [slot in SPAN for slot in range(40)]
+    assert all(torch.equal(a, b) for a, b in zip(same.tensors, model.as_seen(past).tensors, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_held_out_queries_read_less_truly_from_fewer_slots_but_more_than_from_others_kept_at_random(kind: str):
+    model, past = held(kind)
+    errors = [float(attention_error(model, past, fitted(kind, keep), HELD_OUT).mean()) for keep in (24, 16, 8, 2)]
+    assert errors == sorted(errors)
+    kept = torch.randperm(24, generator=torch.Generator().manual_seed(1))
+    at_random = past.evict(slots=[8 + int(slot) for slot in kept[16:]])
+    gone = float(attention_error(model, past, past.evict("b"), HELD_OUT).mean())
+    assert 1.3 * errors[1] < float(attention_error(model, past, at_random, HELD_OUT).mean()) < gone
+    assert errors[3] < gone
+    if kind == "llama":  # as the page on editing says
+        assert errors[1] < 0.06 < 0.25 < gone
+
+
+def test_the_span_gets_the_attention_that_it_got():
+    """Eight keys of 24 get half of it by themselves."""
+    model, past = held("llama")
+    read = Readings.of(model, past, model.tokens_after(past, QUERIES))
+    for asked in read.heads(0, list(SPAN), list(SPAN)[-8:]):
+        whole = asked.shares(asked.key, asked.seen)[0]
+        eight = whole.square().mean(0).topk(8).indices
+        mass, own = whole.sum(1), asked.shares(asked.key[eight], asked.seen[:, eight])[0].sum(1)
+        got = asked.shares(fit_head(asked, 8)[0], asked.seen_kept)[0].sum(1)
+        assert float((got - mass).abs().mean()) < 0.4 * float((own - mass).abs().mean())
+        assert float(own.mean() / mass.mean()) < 0.65
+        assert 0.9 < float(got.mean() / mass.mean()) < 1.1
+
+
+def test_fitted_slots_keep_their_distance_when_gaps_close():
+    model, edited = held("llama")[0], fitted("llama", 8)
+    assert edited.ledger.positions[0].tolist() == [*range(8), *range(24, 40)]
+    closed = edited.reindex()
+    after = [
+        model.extend(one, [Tokens.of([7, 11], "next", int(one.ledger.following[0]))])[1] for one in (edited, closed)
+    ]
+    # Those before the span come nearer, the fitted ones do not.
+    only = [one.mask("a") for one in (edited, closed)]
+    near = [model.extend(one, [Tokens.of([7, 11], "next", int(one.ledger.following[0]))])[1] for one in only]
+    assert torch.allclose(near[0], near[1], atol=2e-4)
+    assert not torch.allclose(after[0], after[1], atol=2e-4)
+
+
+def test_fitted_slots_are_saved_joined_and_shown(tmp_path: Path):
+    model, past = held("llama")
+    edited = fitted("llama", 8)
+    edited.save(tmp_path / "cache")
+    again = KVCache.load(tmp_path / "cache")
+    assert torch.equal(again.ledger.tokens, edited.ledger.tokens)
+    assert int(again.ledger.fitted.sum()) == 8
+    assert all(torch.equal(a, b) for a, b in zip(again.tensors, edited.tensors, strict=True))
+    assert int(concatenate([edited, past]).ledger.fitted.sum()) == 8
+    assert "b 8 fitted" in repr(again)
+    assert token_texts([3, -1], cast("Any", tiny_tokenizer()))[1] == WITHOUT_TOKEN
+    assert attend(model, [7, 11], again).weights.shape[-1] == 26
+
+
+def test_what_needs_tokens_refuses_fitted_slots(tmp_path: Path):
+    model, past = held("llama")
+    edited = fitted("llama", 8)
+    refused(lambda: recompute(model, edited, "b"), "was fitted and has no token")
+    refused(lambda: match_attention(model, edited, "b", keep=2), "was fitted and has none")
+    refused(lambda: save_plain(edited, tmp_path / "plain.json"), "was fitted and has none")
+    refused(lambda: audit(model, edited), "was fitted and has none")
+    refused(lambda: kv.diff(edited, model), "was fitted and has none")
+    refused(lambda: model.apply("RestartInPlace('a')", edited), "was fitted and has")
+    refused(lambda: match_attention(model, past, "b", keep=25), "24 slots")
+    refused(lambda: match_attention(model, past.mask("b"), "b", keep=2), "hidden")
+    refused(lambda: match_attention(model, past.fork(2), "b", keep=2), "2 rows")
+    refused(lambda: attention_error(model, past, edited.reindex(), [7]), "another position")
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next", "lfm2"])
+def test_layers_with_something_else_than_k_and_v_are_refused(kind: str):
+    model = load(tiny(kind))
+    past = model.prefill(Tokens.of(IDS[:8], "a"))
+    refused(lambda: match_attention(model, past, "a", keep=2), "latents, an index or states")
