@@ -1,4 +1,5 @@
-"""Slots without tokens: fitted ones stand for a span, and what needs tokens refuses them."""
+"""Slots without tokens: fitted ones stand for a span, trained ones steer away from it, and what needs tokens refuses
+them."""
 
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,7 @@ import kvprobe as kv
 from kvprobe.attention import attend
 from kvprobe.cache.cache import KVCache
 from kvprobe.detection.audit import audit
-from kvprobe.editing import attention_error, concatenate, match_attention, recompute
+from kvprobe.editing import attention_error, concatenate, divergence, match_attention, recompute, train_eraser
 from kvprobe.editing.matching import fit_head
 from kvprobe.editing.queries import Readings
 from kvprobe.engines.plain import save_plain
@@ -126,3 +127,37 @@ def test_layers_with_something_else_than_k_and_v_are_refused(kind: str):
     model = load(tiny(kind))
     past = model.prefill(Tokens.of(IDS[:8], "a"))
     refused(lambda: match_attention(model, past, "a", keep=2), "latents, an index or states")
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
+def test_after_a_trained_eraser_held_out_texts_go_on_more_as_if_the_span_had_never_been(kind: str):
+    model = load(tiny(kind))
+    a, b, c = Tokens.of(IDS[:4], "a"), Tokens.of(IDS[4:16], "b", 4), Tokens.of(IDS[16:24], "c", 16)
+    past, never = model.prefill(a + b + c), model.prefill(a + c)
+
+    def far(edited: KVCache) -> float:
+        return float(divergence(model, edited, never, HELD_OUT).mean())
+
+    def trained(seed: int) -> KVCache:
+        return train_eraser(model, past, never, "b", texts=QUERIES, keep=3, steps=30, seed=seed)
+
+    erased, again = trained(0), trained(0)
+    assert far(never) < 1e-9
+    assert 2 * far(erased) < far(past.evict("b")) < far(past)
+    assert all(torch.equal(one, other) for one, other in zip(erased.tensors, again.tensors, strict=True))
+    assert not torch.equal(erased.tensors[0], trained(1).tensors[0])
+    assert not any(tensor.requires_grad for tensor in erased.tensors)
+    assert erased.ledger.fitted[0].tolist() == [False] * 4 + [True] * 3 + [False] * 8
+    assert erased.ledger.positions[0].tolist() == [0, 1, 2, 3, *range(13, 24)]
+    rest = [*range(4), *range(7, 15)], [*range(4), *range(16, 24)]
+    assert torch.equal(erased.tensors[0][:, :, rest[0]], past.tensors[0][:, :, rest[1]])
+
+
+def test_an_eraser_that_cannot_be_trained_is_refused():
+    model, past = held("llama")
+    refused(lambda: train_eraser(model, past, past, "b", texts=QUERIES, keep=25), "24 slots")
+    refused(lambda: train_eraser(model, past, past.fork(2), "b", texts=QUERIES), "2 rows")
+    states = load(tiny("qwen3_next"))
+    other = states.prefill(Tokens.of(IDS[:8], "a"))
+    refused(lambda: train_eraser(states, other, other, "a", texts=QUERIES), "keeps states")
+    refused(lambda: train_eraser(model, past, other, "b", texts=QUERIES), "The target has")
