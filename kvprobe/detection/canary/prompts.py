@@ -2,14 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from kvprobe.detection.canary.target import CanaryTarget, Prompt
+from kvprobe.detection.canary.target import Prompt
 from kvprobe.shipped import shipped_entries
 
 CUE = 4
 """Words of the list that are repeated as a question; what follows them in the list is the answer."""
+
+
+@runtime_checkable
+class Tokenizing(Protocol):
+    """What makes tokens of words, as each `CanaryTarget` does."""
+
+    def tokens(self, text: str, first: bool = False) -> Prompt: ...
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,7 @@ class Listing:
 class Prompts:
     """Makes lists that no engine has read before, so that nothing of them can be in a cache."""
 
-    def __init__(self, target: CanaryTarget, seed: int) -> None:
+    def __init__(self, target: Tokenizing, seed: int) -> None:
         self._target, self._rng = target, np.random.default_rng(seed)
         self._words = shipped_entries("tasks/recite")["words"]
         self._known: dict[str, Prompt] = {}

@@ -1,4 +1,4 @@
-"""Who sees a wrong cache: a score, texts, perplexity, hashes or log-probabilities?"""
+"""Who sees a wrong cache: a score, texts, perplexity, log-probabilities, a canary, an audit, a diff or a hash?"""
 
 from dataclasses import dataclass
 from math import ceil
@@ -24,28 +24,33 @@ class Config(Settings):
 
     Attributes:
         task: retrieve, recite, needle, gsm8k:FILE.jsonl, or a .jsonl file of prompts and answers.
-        samples: prompts; thresholds come from the first, third, … and what is reported from the others.
+        samples: prompts in whose caches bugs are planted.
+        benign: more prompts, of which only sound caches are made: every second one sets thresholds, and the others and
+            `samples` show how many false alarms these give.
         bugs: names from `kvprobe ls zoo`; all that are not benign by default.
         sizes: spot (one block of one layer), block (one block, all layers), layer (all blocks, one layer), reported.
         tokens: of the continuation that is compared.
         alarms: share of sound caches that a detector may report, in percent.
+        learnt: texts from which the audit learns what clean caches of the model hold.
         seed: of items and random draws.
     """
 
     task: str = "retrieve"
-    samples: int = ranged(40, 4, 100_000)
+    samples: int = ranged(24, 2, 100_000)
+    benign: int = ranged(80, 2, 100_000)
     bugs: tuple[str, ...] = ()
     sizes: tuple[Size, ...] = ("spot", "block", "layer", "reported")
     tokens: int = ranged(24, 4, 512)
     alarms: float = 1.0
+    learnt: int = ranged(224, 12, 10_000)
 
     def validate(self) -> None:
         require_rates("alarms", (self.alarms,), 50)
-        sound = (self.samples + 1) // 2 * len(ROUNDING)
+        sound = (self.benign + 1) // 2 * len(ROUNDING)
         if conformal_rank(sound, self.alarms / 100) > sound:
             raise UserError(
                 f"Setting 'alarms': {self.alarms:g} % cannot be met from {sound} sound caches; take at least "
-                f"{2 * ceil(100 / self.alarms / len(ROUNDING))} samples, or allow {ceil(100 / (sound + 1))} %."
+                f"{2 * ceil(100 / self.alarms / len(ROUNDING))} benign prompts, or allow {ceil(100 / (sound + 1))} %."
             )
 
 

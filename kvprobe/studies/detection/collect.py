@@ -15,7 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.detection.zoo import ZOO
+from kvprobe.detection.clean import CleanRecipe, clean_of
+from kvprobe.detection.zoo import BLOCK, ZOO
 from kvprobe.errors import UserError
 from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.runs import Run
@@ -25,12 +26,15 @@ from kvprobe.inference.outcomes import divergence
 from kvprobe.inference.sweep import first_divergence
 from kvprobe.names import unknown
 from kvprobe.studies.detection import Config
-from kvprobe.studies.detection.caches import AskedCache, sound_caches, wrong_caches
-from kvprobe.studies.detection.inspectors import inspected
+from kvprobe.studies.detection.caches import AskedCache, other_ways, sound_caches, wrong_caches
+from kvprobe.studies.detection.inspectors import LARGEST, inspected
+from kvprobe.studies.detection.questions import QuestionedCaches
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.task import Item, Task, items_digest, prompt
 from kvprobe.text.tokens import GENERATED, Tokens
 
+CANARY_BLOCKS = 6
+"""In the prompt of the canary, as in those of `kvprobe canary`."""
 TOGETHER = 24
 """Caches that are read in one batch."""
 LARGE = 1e9
@@ -49,37 +53,72 @@ def inputs(config: Config) -> dict[str, str]:
         if name not in ZOO or ZOO[name].benign:
             known = [bug for bug, report in ZOO.items() if not report.benign]
             raise UserError(f"Setting 'bugs': {unknown('bug that is not benign', name, known)}")
-    return {"tasks": items_digest([find_task(config.task)], config.samples, config.seed)}
+    return {"tasks": items_digest([find_task(config.task)], config.samples + config.benign, config.seed)}
 
 
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
-    """A row per prompt and cache.
+    """A row per prompt and cache. Prompts from `config.samples` on have sound caches only.
 
-    Columns: `sample`, `bug` (or how a sound cache was made), `size` (empty for sound caches), `kind`, `layers`
-    (struck, as text), `slots` (of the prompt) and `struck` (slots); `was_right` and `right` (the answer, from the
-    reference and from this cache); the scores `text` (1 less the share of tokens before the first that differs),
-    `surprise` (change of the mean surprise of the reference's tokens, nats), `logprob` (the largest change of the
-    log-probability of one of them), `kl` (of the first, nats), and what `inspectors` adds.
+    Columns: `sample`, `bug` (or how a sound cache was made), `size` (empty for sound caches), `base` (how the cache was
+    made in which the bug is), `kind`, `layer` (the first struck), `layers` (how many), `block` (the first struck),
+    `blocks` (how many) and `slots` (of the prompt); `was_right` and `right` (the answer, from the reference and from
+    this cache); the scores `text` (1 less the share of tokens before the first that differs), `surprise` (change of the
+    mean surprise of the reference's tokens, nats), `logprob` (the largest change of the log-probability of one of
+    them), `kl` (of the first, nats), `canary` (the farthest answer of a canary in whose cache the same was done, nats;
+    missing where that changes nothing there) and `canary_right` (whether that was asked for a struck block), `hash`
+    (whether a number differs), `diff` (the largest distance as a multiple of what is allowed) and `audit` (the largest
+    surprise, likewise), with what these two say: `…_alarm`, `…_layer`, `…_block` of the first place, and `diff_kind`.
     """
     task = find_task(config.task)
-    items = task.items(config.samples, config.seed)
+    items = task.items(config.samples + config.benign, config.seed)
+    clean = clean_of(model, recipe(config.learnt))
+
+    def asked_of(tokens: Tokens, start: KVCache, number: int) -> list[AskedCache]:
+        ways = other_ways(model, tokens, start, number)
+        asked = [*sound_caches(start, ways, number)]
+        if number < config.samples:
+            asked += wrong_caches(model, tokens, ways, number, config.seed, config.bugs, config.sizes)
+        return asked
 
     def measured(number: int) -> pd.DataFrame:
         tokens = prompt(items[number], model.tokenizer)
         read, last = tokens[:-1], tokens[-1:]
         start = model.prefill([read])
-        asked = [*sound_caches(model, read, start, number)]
-        asked += wrong_caches(model, read, start, number, config.seed, config.bugs, config.sizes)
+        asked = asked_of(read, start, number)
+        canary = QuestionedCaches(model, CANARY_BLOCKS * BLOCK, BLOCK, number)
+        answered = {one.key: answers(canary, one) for one in asked_of(canary.tokens, canary.start, number)}
         reading = ReferenceReading(model, task, items[number], start, last, config.tokens)
         rows: list[dict[str, Any]] = []
         for first in range(0, len(asked), TOGETHER):
             few = asked[first : first + TOGETHER]
             for one, said in zip(few, reading.of([one.cache for one in few]), strict=True):
                 known = {"sample": number, **identity(one), "slots": start.slots, "was_right": reading.right}
-                rows.append(known | said | inspected(model, start, one.cache))
+                seen = answered.get(one.key, {"canary": np.nan, "canary_right": np.nan})
+                rows.append(known | said | seen | inspected(model, clean, start, one))
         return pd.DataFrame(rows)
 
-    return table_of_parts(run, range(config.samples), "caches", measured, doing="Planting and detecting", unit="prompt")
+    prompts = range(config.samples + config.benign)
+    return table_of_parts(run, prompts, "caches", measured, doing="Planting and detecting", unit="prompt")
+
+
+def recipe(texts: int) -> CleanRecipe:
+    """What an audit learns from so many texts, shared out as by default."""
+    usual = CleanRecipe()
+    if texts == usual.fitted + usual.tailed + usual.calibrated:
+        return usual
+    fitted, tailed = texts // 3, texts // 6
+    calibrated = texts - fitted - tailed
+    return replace(usual, fitted=fitted, tailed=tailed, calibrated=calibrated, rate=max(0.01, 1 / calibrated))
+
+
+def answers(canary: QuestionedCaches, asked: AskedCache) -> dict[str, float]:
+    """How far a canary's answers move, and whether the one that moves most was asked for a struck block."""
+    try:
+        gaps = canary.gaps(as_read(asked.cache, canary.start))
+    except UserError:  # K, V or the logits are not finite
+        return {"canary": LARGEST, "canary_right": np.nan}
+    right = float(int(np.argmax(gaps)) in asked.blocks) if asked.planted else np.nan
+    return {"canary": min(LARGEST, max(gaps)), "canary_right": right}
 
 
 def identity(asked: AskedCache) -> dict[str, Any]:
@@ -88,9 +127,12 @@ def identity(asked: AskedCache) -> dict[str, Any]:
     return {
         "bug": asked.name,
         "size": asked.size,
+        "base": asked.base,
         "kind": planted.report.kind if planted else "",
-        "layers": " ".join(map(str, planted.layers)) if planted else "",
-        "struck": len(planted.slots) if planted else 0,
+        "layer": planted.layers[0] if planted else -1,
+        "layers": len(planted.layers) if planted else 0,
+        "block": asked.blocks.start if planted else -1,
+        "blocks": len(asked.blocks),
     }
 
 

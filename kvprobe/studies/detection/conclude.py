@@ -1,7 +1,7 @@
 """From scores to findings: who sees what, each detector at the same rate of false alarms.
 
-A detector reports what scores above its threshold: the largest score on sound caches of the prompts set aside for this,
-or below it as far as the rate of false alarms allows. What is reported is of the other prompts.
+A detector reports what scores above its threshold: the largest score on sound caches of prompts set aside for this, or
+below it as far as the rate of false alarms allows. Sound caches of other prompts show how many it gives.
 """
 
 from typing import Any
@@ -14,21 +14,25 @@ from kvprobe.detection.reports import REPORTS
 from kvprobe.experiments.estimands import Estimand, Mean, Pooled, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
-from kvprobe.report.findings import Findings
-from kvprobe.stats import DIFFERENCE, SHARE, conformal_rank
+from kvprobe.report.findings import Finding, Findings
+from kvprobe.stats import DIFFERENCE, SHARE, binomial, conformal_rank
 from kvprobe.studies.detection import COARSE, ROUNDING, Config
 from kvprobe.tidy import Rows
 from kvprobe.wording import few_clusters
 
-ON_OUTPUT = ("text", "surprise", "logprob")
 BY_TEXT = ("text", "surprise")
 """Detectors that need no log-probabilities: what most tests of engines look at."""
-DETECTORS = ("hash", *ON_OUTPUT)
+DETECTORS = ("hash", *BY_TEXT, "logprob", "canary", "audit", "diff")
 """Columns of scores."""
+PLACING = ("audit", "diff")
+"""Detectors that name a layer and a block."""
 PAIRS = {"rounding": ROUNDING, "8 bits too": (*ROUNDING, *COARSE)}
 """Which sound caches must not be reported."""
 SILENT = 0.05
 """Nats by which a log-probability must move for a fault to matter."""
+MOVED = (0.001, 0.01, SILENT, 0.2, 1.0)
+"""Nats between which the severity of a fault is counted."""
+MOVES = ("< 0.001", "0.001 to 0.01", "0.01 to 0.05", "0.05 to 0.2", "0.2 to 1", "> 1")
 BENCHMARKS = (100, 1319)
 """Items of a benchmark whose score is compared with the sound one; GSM8K has 1,319."""
 
@@ -39,30 +43,74 @@ def threshold(scores: pd.Series, alarms: float) -> float:
 
 
 def verdicts(table: Rows, config: Config) -> Rows:
-    """A row per cache of the prompts that are reported, detector and kind of pairs: whether it is reported (`seen`)."""
-    even = table["sample"] % 2 == 0
-    told: list[Rows] = []
+    """A row per cache of the prompts that set no threshold, detector and kind of pairs: whether it is reported
+    (`seen`)."""
+    setting = (table["sample"] >= config.samples) & (table["sample"] % 2 == config.samples % 2)
+    judged: list[Rows] = []
     for pairs, ways in PAIRS.items():
         for detector in DETECTORS:
-            calibrating = table[even & table["bug"].isin(ways)][detector]
-            limit = threshold(calibrating, config.alarms)
-            known = table[~even & ((table["size"] != "") | table["bug"].isin(ways))]
-            seen = (known[detector] > limit).astype(float)
-            told.append(known.assign(detector=detector, pairs=pairs, limit=limit, seen=seen))
-    return pd.concat(told, ignore_index=True)
+            limit = threshold(table[setting & table["bug"].isin(ways)][detector], config.alarms)
+            known = table[~setting & ((table["size"] != "") | table["bug"].isin(ways))]
+            seen = (known[detector] > limit).astype(float).where(known[detector].notna())
+            judged.append(known.assign(detector=detector, pairs=pairs, limit=limit, seen=seen))
+    return pd.concat(judged, ignore_index=True)
+
+
+def placed(wrong: Rows) -> Rows:
+    """For detectors that name places, and caches that they report: whether layer (the first) and block are right."""
+    rows = [
+        wrong[(wrong["detector"] == detector) & (wrong["seen"] == 1)].assign(
+            layer_right=lambda some, by=detector: (some[f"{by}_layer"] == some["layer"]).astype(float),
+            block_right=lambda some, by=detector: (
+                (some[f"{by}_block"] >= some["block"]) & (some[f"{by}_block"] < some["block"] + some["blocks"])
+            ).astype(float),
+        )
+        for detector in PLACING
+    ]
+    canary = wrong[(wrong["detector"] == "canary") & (wrong["seen"] == 1)]
+    return pd.concat([*rows, canary.assign(layer_right=np.nan, block_right=canary["canary_right"])], ignore_index=True)
+
+
+def beside_others(wrong: Rows) -> Rows:
+    """Whether a detector alone reports a wrong cache (`alone`), none does (`nobody`), or it matters and neither its
+    text nor its perplexity is reported (`silent`)."""
+    by_cache = ["pairs", "sample", "bug", "size"]
+    others = wrong.assign(by_text=wrong["seen"].where(wrong["detector"].isin(BY_TEXT), 0.0)).groupby(by_cache)
+    seeing, by_text = others["seen"].transform("sum"), others["by_text"].transform("sum")
+    return wrong.assign(
+        alone=wrong["seen"] * (seeing == 1),
+        nobody=(seeing == 0).astype(float),
+        silent=wrong["matters"] * (by_text == 0),
+    )
 
 
 ALARMS: tuple[Estimand, ...] = (
     Pooled(name="alarms", of="seen", by=("detector", "pairs"), within=SHARE),
     Pooled(name="alarms_by_way", of="seen", by=("detector", "pairs", "bug"), within=SHARE),
 )
+OWN: tuple[Estimand, ...] = tuple(
+    Pooled(name="own_alarms", of=f"{detector}_alarm", by=("bug",), keys={"detector": detector}, within=SHARE)
+    for detector in PLACING
+)
 SEEN: tuple[Estimand, ...] = (
     Pooled(name="seen", of="seen", by=("detector", "pairs", "size"), within=SHARE),
     Pooled(name="seen_by_kind", of="seen", by=("detector", "pairs", "size", "kind"), within=SHARE),
     Pooled(name="seen_by_bug", of="seen", by=("detector", "pairs", "size", "bug"), within=SHARE),
+    Pooled(name="seen_by_base", of="seen", by=("detector", "pairs", "base"), within=SHARE),
+    Pooled(name="seen_by_move", of="seen", by=("detector", "pairs", "moved"), within=SHARE),
     Pooled(name="seen_where_it_matters", of="seen", by=("detector", "pairs", "size"), where={"matters": True},
            within=SHARE),
+    Pooled(name="seen_in_silence", of="seen", by=("detector", "pairs"), where={"silent": True}, within=SHARE),
 )  # fmt: skip
+PLACED: tuple[Estimand, ...] = (
+    Pooled(name="layer_right", of="layer_right", by=("detector", "pairs", "size"), within=SHARE),
+    Pooled(name="block_right", of="block_right", by=("detector", "pairs", "size"), within=SHARE),
+)
+ALONE: tuple[Estimand, ...] = (
+    Pooled(name="alone", of="alone", by=("detector", "size"), within=SHARE),
+    Pooled(name="alone_by_bug", of="alone", by=("detector", "bug"), within=SHARE),
+    Pooled(name="alone_where_it_matters", of="alone", by=("detector",), where={"matters": True}, within=SHARE),
+)
 AHEAD: tuple[Estimand, ...] = tuple(
     Pooled(
         name="ahead", of="seen", by=("size",), keys={"detector": detector}, within=DIFFERENCE, together=(),
@@ -75,6 +123,9 @@ OF_CACHES: tuple[Estimand, ...] = (
     Pooled(name="matters_by_bug", of="matters", by=("size", "bug"), within=SHARE),
     Pooled(name="silent", of="silent", by=("size",), within=SHARE),
     Pooled(name="silent_by_bug", of="silent", by=("size", "bug"), within=SHARE),
+    Pooled(name="nobody", of="nobody", by=("size",), within=SHARE),
+    Pooled(name="nobody_by_bug", of="nobody", by=("bug",), within=SHARE),
+    Pooled(name="kind_right", of="kind_right", by=("size",), within=SHARE),
     Mean(name="accuracy", of="right", by=("size",), within=SHARE),
     Mean(name="accuracy_by_bug", of="right", by=("size", "bug"), within=SHARE),
 )
@@ -86,18 +137,30 @@ def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
 
 def concluded(table: Rows, config: Config) -> Conclusion:
     """What `conclude` gives, without the model."""
-    table = table.assign(matters=(table["logprob"] > SILENT).astype(float), right=table["right"].astype(float))
+    table = table.assign(
+        matters=(table["logprob"] > SILENT).astype(float),
+        moved=np.array(MOVES)[np.digitize(table["logprob"], MOVED)],
+        right=table["right"].astype(float),
+        kind_right=(table["diff_kind"] == table["kind"]).astype(float),
+    )
     judged = verdicts(table, config)
-    wrong, sound = judged[judged["size"] != ""], judged[judged["size"] == ""]
-    caches = wrong[(wrong["detector"] == "hash") & (wrong["pairs"] == "rounding")]
-    by_text = wrong[wrong["detector"].isin(BY_TEXT) & (wrong["pairs"] == "rounding")]
-    noticed = by_text.groupby(["sample", "bug", "size"])["seen"].max()
-    keys = pd.MultiIndex.from_frame(caches[["sample", "bug", "size"]])
-    caches = caches.assign(silent=caches["matters"] * (1 - noticed.reindex(keys).to_numpy()))
-    findings = measure(sound, ALARMS, (wrong, (*SEEN, *AHEAD)), (caches, OF_CACHES))
-    correct = float(table.groupby("sample")["was_right"].first().mean())
+    wrong, sound = beside_others(judged[judged["size"] != ""]), judged[judged["size"] == ""]
+    rounding = wrong[wrong["pairs"] == "rounding"]
+    caches = rounding[rounding["detector"] == "hash"]
+    own = sound[(sound["detector"] == "hash") & (sound["pairs"] == "8 bits too")]
+    findings = measure(
+        sound, ALARMS, (own, OWN), (wrong, (*SEEN, *AHEAD)), (placed(wrong), PLACED), (rounding, ALONE),
+        (caches, OF_CACHES),
+    )  # fmt: skip
+    for name in MOVES:
+        findings.number("moves", (caches["moved"] == name).sum(), moved=name)
+    for (kind, called), rows in caches.groupby(["kind", "diff_kind"], sort=False):
+        findings.number("called", len(rows), kind=str(kind), called=str(called))
+    known = table[table["sample"] < config.samples]
+    correct = float(known.groupby("sample")["was_right"].first().mean())
     findings.number("sound", correct)
     findings.number("planted", len(caches))
+    findings.number("held_out", len(sound[(sound["detector"] == "hash") & (sound["pairs"] == "rounding")]))
     asked = len(config.bugs or [bug for bug in REPORTS.values() if not bug.benign]) * len(config.sizes)
     findings.number("left_out", asked * caches["sample"].nunique() - len(caches))
     findings.number("silent_nats", SILENT)
@@ -111,15 +174,16 @@ def concluded(table: Rows, config: Config) -> Conclusion:
         "sizes": list(dict.fromkeys(caches["size"])),
         "slots": [int(table["slots"].min()), int(table["slots"].max())],
     }
-    unstruck = caches[(caches["struck"] == 0) | (caches["hash"] == 0)]
+    unstruck = caches[(caches["blocks"] == 0) | (caches["hash"] == 0)]
     control = Control(
         f"Of {len(caches)} planted bugs {len(caches) - len(unstruck)} change the bytes of the cache.", not len(unstruck)
     )
-    return Conclusion(findings, [control], facts, [*few_clusters(config.samples // 2, "prompts that are reported")])
+    return Conclusion(findings, [control], facts, [*few_clusters(config.samples, "prompts in which bugs are planted")])
 
 
 def add_benchmark(findings: Findings, caches: Rows, correct: float, items: int, alarms: float) -> None:
-    """The loss of right answers that a score over so many items shows, and the share of bugs that cost as much.
+    """The loss of right answers that a score over so many items shows, and the share of bugs that cost as much, with
+    its interval over bugs.
 
     A score is reported where it is lower than chance takes a sound cache's in `alarms` percent of the cases.
     """
@@ -127,5 +191,6 @@ def add_benchmark(findings: Findings, caches: Rows, correct: float, items: int, 
     findings.number("needed", needed, items=items)
     lost = caches.assign(lost=caches["was_right"].astype(float) - caches["right"])
     for size, rows in lost.groupby("size", sort=False):
-        by_bug = rows.groupby("bug")["lost"].mean()
-        findings.number("seen_by_score", float((by_bug >= needed).mean()), size=str(size), items=items)
+        seen = rows.groupby("bug")["lost"].mean() >= needed
+        share = binomial(int(seen.sum()), len(seen))
+        findings.add(Finding("seen_by_score", {"size": str(size), "items": items}, share))

@@ -1,13 +1,60 @@
-"""Detectors that look at the cache itself."""
+"""Detectors that look at the cache itself, and the canary, which asks for what is in it."""
 
 from typing import Any
 
 import torch
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.detection.clean import Clean, scores_of
+from kvprobe.detection.diff import diff
+from kvprobe.detection.scores import BLOCK
 from kvprobe.inference.model import Model
+from kvprobe.studies.detection.caches import AskedCache
+
+SURE = 5.0
+"""Times what an audit allows: beyond it, none looks further, and this is the score. No sound cache comes near."""
+LARGEST = 1e9
+"""What stands for infinity."""
 
 
-def inspected(model: Model, reference: KVCache, cache: KVCache) -> dict[str, Any]:
-    """What each finds in a cache: `hash`, whether a number differs from the reference's."""
-    return {"hash": float(not all(map(torch.equal, cache.tensors, reference.tensors)))}
+def inspected(model: Model, clean: Clean, reference: KVCache, asked: AskedCache) -> dict[str, Any]:
+    """What each finds in a cache; see `collect`."""
+    cache = asked.cache
+    same = all(torch.equal(one.to(two.dtype), two) for one, two in zip(cache.tensors, reference.tensors, strict=True))
+    return {"hash": float(not same)} | _by_diff(cache, reference) | _by_audit(model, clean, cache)
+
+
+def _by_diff(cache: KVCache, reference: KVCache) -> dict[str, Any]:
+    found = diff(cache, reference)
+    first = found.first
+    return {
+        "diff": min(LARGEST, float(found.excess.max())),
+        "diff_alarm": float(found.differs),
+        "diff_kind": found.kind,
+        "diff_layer": -1 if first is None else first.layer,
+        "diff_block": -1 if first is None else first.block,
+    }
+
+
+def _by_audit(model: Model, clean: Clean, cache: KVCache) -> dict[str, Any]:
+    """The largest excess, and the first layer and block with one beyond what is allowed; see `kv.audit`, which looks at
+    all layers."""
+    most = 0.0
+    first: dict[int, tuple[float, int]] = {}
+    for score in scores_of(model, cache, 0, clean.parts):
+        if not score.values.numel():
+            continue
+        excess = clean.excess(score)
+        largest = min(SURE, float(excess.max()))
+        if largest > first.get(score.layer, (1.0, -1))[0]:
+            first[score.layer] = largest, int(score.slots[int(excess.amax(0).argmax())]) // BLOCK
+        most = max(most, largest)
+        if most >= SURE:
+            break
+    layer = min(first, default=-1)
+    return {
+        "audit": most,
+        "audit_alarm": float(most > 1),
+        "audit_layer": layer,
+        "audit_block": first[layer][1] if first else -1,
+    }

@@ -13,6 +13,9 @@ STYLES = {
     "text": Style("#d55e00", "^"),
     "surprise": Style("#e69f00", "v"),
     "logprob": Style("#009e73", "s"),
+    "canary": Style("#56b4e9", "D"),
+    "audit": Style("#cc79a7", "P"),
+    "diff": Style("#0072b2", "o"),
 }
 
 STUDY = Study(
@@ -20,8 +23,8 @@ STUDY = Study(
     title="Who sees a wrong cache",
     question=(
         "Real bugs of inference engines are planted in caches, from one block of one layer up to their reported size. "
-        "Which of them do texts, perplexity, log-probabilities, hashes and what looks at the cache itself see, at the "
-        "same rate of false alarms?"
+        "Which of them do texts, perplexity, log-probabilities, a canary, an audit, a diff and a hash see, at the same "
+        "rate of false alarms, where do these say that they are, and what do they take them for?"
     ),
     config=Config,
     inputs=inputs,
@@ -36,6 +39,18 @@ STUDY = Study(
             line="detector",
             panel="pairs",
             x_label="size of the bug",
+            y_label="reported (share)",
+            styles=STYLES,
+            limits=(-0.03, 1.03),
+        ),
+        Lines(
+            file="severity",
+            finding="seen_by_move",
+            caption="The same, by how far the fault moves a log-probability of the continuation.",
+            x="moved",
+            line="detector",
+            panel="pairs",
+            x_label="moved by (nats)",
             y_label="reported (share)",
             styles=STYLES,
             limits=(-0.03, 1.03),
@@ -62,17 +77,32 @@ STUDY = Study(
             "text": "a comparison of texts",
             "surprise": "perplexity",
             "logprob": "a monitor of log-probabilities",
+            "canary": "a canary",
+            "audit": "an audit",
+            "diff": "a diff",
+        },
+        "base": {
+            "same": "as the reference",
+            "chunks": "read in two pieces",
+            "batch": "read in a batch",
+            "eager": "eager attention",
+            "bf16": "stored in bfloat16",
+            "fp16": "stored in float16",
         },
         "pairs": {"rounding": "sound: other rounding", "8 bits too": "sound: other rounding, or 8 bits"},
     },
     written={
         **dict.fromkeys(
-            ("alarms", "alarms_by_way", "seen", "seen_by_kind", "seen_by_bug", "seen_where_it_matters", "matters",
-             "matters_by_bug", "silent", "silent_by_bug", "accuracy", "accuracy_by_bug", "sound", "seen_by_score"),
+            ("alarms", "alarms_by_way", "own_alarms", "seen", "seen_by_kind", "seen_by_bug", "seen_by_base",
+             "seen_by_move", "seen_where_it_matters", "seen_in_silence", "matters", "matters_by_bug", "silent",
+             "silent_by_bug", "nobody", "nobody_by_bug", "alone", "alone_by_bug", "alone_where_it_matters",
+             "layer_right", "block_right", "kind_right", "accuracy", "accuracy_by_bug", "sound", "seen_by_score"),
             percent,
         ),
         "ahead": points,
         "limit": two_digits,
-        **dict.fromkeys(("silent_nats", "left_out"), lambda number: f"{number.mean:g}"),
+        **dict.fromkeys(
+            ("silent_nats", "left_out", "called", "moves", "held_out", "planted"), lambda number: f"{number.mean:g}"
+        ),
     },
 )  # fmt: skip
