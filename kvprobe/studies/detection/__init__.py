@@ -42,7 +42,7 @@ class Config(Settings):
     sizes: tuple[Size, ...] = ("spot", "block", "layer", "reported")
     tokens: int = ranged(24, 4, 512)
     alarms: float = 1.0
-    learnt: int = ranged(224, 12, 10_000)
+    learnt: int = ranged(120, 12, 10_000)
 
     def validate(self) -> None:
         require_rates("alarms", (self.alarms,), 50)

@@ -67,7 +67,7 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     them), `kl` (of the first, nats), `canary` (the farthest answer of a canary in whose cache the same was done, nats;
     missing where that changes nothing there) and `canary_right` (whether that was asked for a struck block), `hash`
     (whether a number differs), `diff` (the largest distance as a multiple of what is allowed) and `audit` (the largest
-    surprise, likewise), with what these two say: `…_alarm`, `…_layer`, `…_block` of the first place, and `diff_kind`.
+    surprise, likewise), with `…_layer` and `…_block` of the first place, `diff_kind`, and `diff_alarm` (its verdict).
     """
     task = find_task(config.task)
     items = task.items(config.samples + config.benign, config.seed)
@@ -102,13 +102,15 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
 
 
 def recipe(texts: int) -> CleanRecipe:
-    """What an audit learns from so many texts, shared out as by default."""
-    usual = CleanRecipe()
-    if texts == usual.fitted + usual.tailed + usual.calibrated:
-        return usual
-    fitted, tailed = texts // 3, texts // 6
-    calibrated = texts - fitted - tailed
-    return replace(usual, fitted=fitted, tailed=tailed, calibrated=calibrated, rate=max(0.01, 1 / calibrated))
+    """What an audit learns from so many texts: fewer set its limits than by default, since `conclude` sets one, too."""
+    tailed, calibrated = texts // 4, max(1, texts // 6)
+    return replace(
+        CleanRecipe(),
+        fitted=texts - tailed - calibrated,
+        tailed=tailed,
+        calibrated=calibrated,
+        rate=max(0.01, 1 / (calibrated + 1)),
+    )
 
 
 def answers(canary: QuestionedCaches, asked: AskedCache) -> dict[str, float]:

@@ -48,6 +48,8 @@ def verdicts(table: Rows, config: Config) -> Rows:
     setting = (table["sample"] >= config.samples) & (table["sample"] % 2 == config.samples % 2)
     judged: list[Rows] = []
     for pairs, ways in PAIRS.items():
+        if pairs != "rounding":  # where 8 bits are meant, what a diff calls quantisation is no report
+            table = table.assign(diff=table["diff"].where(table["diff_kind"] != "quantisation", 0.0))
         for detector in DETECTORS:
             limit = threshold(table[setting & table["bug"].isin(ways)][detector], config.alarms)
             known = table[~setting & ((table["size"] != "") | table["bug"].isin(ways))]
@@ -88,10 +90,7 @@ ALARMS: tuple[Estimand, ...] = (
     Pooled(name="alarms", of="seen", by=("detector", "pairs"), within=SHARE),
     Pooled(name="alarms_by_way", of="seen", by=("detector", "pairs", "bug"), within=SHARE),
 )
-OWN: tuple[Estimand, ...] = tuple(
-    Pooled(name="own_alarms", of=f"{detector}_alarm", by=("bug",), keys={"detector": detector}, within=SHARE)
-    for detector in PLACING
-)
+OWN = (Pooled(name="own_alarms", of="diff_alarm", by=("bug",), within=SHARE),)
 SEEN: tuple[Estimand, ...] = (
     Pooled(name="seen", of="seen", by=("detector", "pairs", "size"), within=SHARE),
     Pooled(name="seen_by_kind", of="seen", by=("detector", "pairs", "size", "kind"), within=SHARE),

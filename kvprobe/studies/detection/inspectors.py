@@ -54,7 +54,6 @@ def _by_audit(model: Model, clean: Clean, cache: KVCache) -> dict[str, Any]:
     layer = min(first, default=-1)
     return {
         "audit": most,
-        "audit_alarm": float(most > 1),
         "audit_layer": layer,
         "audit_block": first[layer][1] if first else -1,
     }
