@@ -1,16 +1,21 @@
 """A canary against llama.cpp, sound and with faults planted through its slot file; `blocks-swapped` is a control.
 
     python benchmarks/canary.py [FAULT …]
+    python benchmarks/canary.py --sound 6 [--seed 0]
+
+With `--sound`, so many servers in which nothing is wrong, started anew with other words, numbers of threads, portions
+in which prompts are read, kinds of attention and types of cache in turn: how often is a sound engine said to fail?
 
 The slot file is edited between `save` and `restore`. Prints a line for each fault: the properties that failed, how far
 the answers after a restored slot moved, and the seconds that it took.
 """
 
-import sys
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from torch import Tensor
 
@@ -18,8 +23,10 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.detection.canary import canary, llama_server
 from kvprobe.engines.server import LlamaServer, served
 from kvprobe.engines.slot import read_slot, stored, write_slot
+from kvprobe.errors import UserError
 from kvprobe.faults import Scope, Zeros
 from kvprobe.models.catalogue import gguf_of
+from kvprobe.stats import binomial
 
 BLOCK, LAYER = 16, 15
 
@@ -76,7 +83,58 @@ class Planted(LlamaServer):
         return super().restore(slot, name)
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("faults", nargs="*", metavar="FAULT", help=", ".join(FAULTS))
+    parser.add_argument("--sound", type=int, default=0, help="servers in which nothing is wrong")
+    parser.add_argument("--seed", type=int, default=0, help="of the first one's words; the next takes the next")
+    arguments = parser.parse_args()
+    if arguments.sound:
+        sound(arguments.sound, arguments.seed)
+    else:
+        faulty(arguments.faults)
+
+
+WAYS: tuple[dict[str, Any], ...] = (
+    {"threads": 1},
+    {"threads": 2},
+    {"threads": 1, "portion": 64},
+    {"threads": 2, "flash": False},
+    {"threads": 1, "cache": "q8_0"},
+    {"threads": 2, "portion": 32, "cache": "f32"},
+)
+"""How sound servers are started."""
+
+
+def sound(count: int, first: int) -> None:
+    """Servers in which nothing is wrong."""
+    failed: list[bool] = []
+    with TemporaryDirectory() as folder:
+        gguf = gguf_of("smollm2-135m", Path(folder))
+        for seed in range(first, first + count):
+            way = WAYS[seed % len(WAYS)]
+            with served(gguf, slots=4, **way) as server:
+                try:
+                    found = canary(llama_server(server), seed=seed)
+                except UserError as error:
+                    print(f"seed {seed}, {way}: refused: {error}", flush=True)
+                    continue
+            failed.append(bool(found.failed))
+            once = [one.name for one in found.findings if one.state == "not repeated"]
+            worst = max(one.worst for one in found.findings)
+            print(
+                f"seed {seed}, {way}: failed: {', '.join(found.failed) or 'nothing'}; "
+                f"beyond it once: {', '.join(once) or 'nothing'}; worst {worst:.3g} nats, "
+                f"threshold {found.threshold:.3g}, power {found.power:.0%}, "
+                f"{found.requests} requests in {found.seconds:.0f} s",
+                flush=True,
+            )
+    if failed:
+        rate = binomial(sum(failed), len(failed))
+        print(f"failed {sum(failed)} of {len(failed)} [{100 * rate.low:.1f}, {100 * rate.high:.1f} %]")
+
+
+def faulty(names: list[str]) -> None:
     with TemporaryDirectory() as folder:
         gguf = gguf_of("smollm2-135m", Path(folder))
         for name in names or FAULTS:
@@ -91,4 +149,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

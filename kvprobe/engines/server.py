@@ -225,6 +225,7 @@ def served(
     context: AtLeastOne = 2048,
     slots: AtLeastOne = 1,
     threads: AtLeastOne | None = None,
+    portion: AtLeastOne = 512,
     flash: bool = True,
     shift: bool = False,
     whole: bool = True,
@@ -238,6 +239,7 @@ def served(
         context: tokens that each slot may hold.
         slots: conversations that are held at once.
         threads: that compute; one for each core that this process may use by default.
+        portion: tokens that are read at once.
         flash: whether to compute flash attention; without it V is stored transposed and cannot be quantised.
         shift: whether a full slot forgets tokens and goes on, or stops; see `LlamaServer.complete`.
         whole: whether layers that slide over a window keep all slots, or those in it alone, as servers do by default;
@@ -256,6 +258,7 @@ def served(
         params.cache_type_k = params.cache_type_v = getattr(library.ggml_type, f"GGML_TYPE_{cache.upper()}")
         kinds = library.llama_flash_attn_type
         params.flash_attn_type = getattr(kinds, f"LLAMA_FLASH_ATTN_TYPE_{'ENABLED' if flash else 'DISABLED'}")
+        params.n_batch, params.n_ubatch = max(portion, params.n_batch), portion
         params.cpuparams.n_threads = threads or len(os.sched_getaffinity(0))
         params.kv_unified, params.swa_full, params.cache_ram_mib = False, whole, 0
         params.fit_params, params.warmup, params.verbosity = False, False, -1
