@@ -25,11 +25,12 @@ class OfModel(Protocol):
     def made_by(self) -> Maker | None: ...
 
 
-def refuse_other_model(base: OfModel, other: OfModel, what: str = "The donor") -> None:
+def refuse_other_model(base: OfModel, other: OfModel, what: str = "The donor", *, any_maker: bool = False) -> None:
     """Refuse a cache of another model, dtype or device than the base's; one of unknown origin may be of any model.
 
     Args:
         what: the other cache, in words.
+        any_maker: let it be of another model of the same shape, in the same dtype and place.
     """
     if other.shape != base.shape:
         raise UserError(
@@ -42,7 +43,12 @@ def refuse_other_model(base: OfModel, other: OfModel, what: str = "The donor") -
             f"{what} is {held[0]} on {held[1]}, the base {wanted[0]} on {wanted[1]}; make both with a model in one "
             "dtype and on one device."
         )
-    if base.made_by is not None and other.made_by is not None and not other.made_by.same(base.made_by):
+    if (
+        not any_maker
+        and base.made_by is not None
+        and other.made_by is not None
+        and not other.made_by.same(base.made_by)
+    ):
         difference = differing(other.made_by.fingerprint, base.made_by.fingerprint)
         raise UserError(
             f"{what} was made by another model than the base (it differs in {difference}); give caches of one model, "

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvprobe.cache.layer import Layer, refuse_misfit
-from kvprobe.cache.ledger import COLUMNS, NO_TOKEN, PADDING, Ledger, QuantisationFormat
+from kvprobe.cache.ledger import COLUMNS, NO_TOKEN, OWN, PADDING, Ledger, QuantisationFormat
 from kvprobe.cache.parts import LAYERS, PARTS
 from kvprobe.errors import UserError
 from kvprobe.files import replacing, told
@@ -23,7 +23,7 @@ from kvprobe.fingerprint import Maker, digest
 from kvprobe.names import one_line, shown
 
 FORMAT = "kvprobe-cache-4"
-"""Version 3 knew no slots without tokens; version 2 had neither digest nor fingerprint."""
+"""Version 3 knew no slots without tokens and none of other models; version 2 had neither digest nor fingerprint."""
 READ = (FORMAT, "kvprobe-cache-3")
 """Formats that can be read."""
 MOST_LAYERS = 4096
@@ -38,6 +38,7 @@ def save_cache(path: Path, layers: Sequence[Layer], ledger: Ledger, made_by: Mak
     Raises:
         UserError: the system refuses the file, or the fingerprint of its maker cannot be computed.
     """
+    ledger = ledger.without_unused()
     tensors = {
         f"{_CALLED[part]}.{number}": tensor.contiguous()
         for number, layer in enumerate(layers)
@@ -51,6 +52,7 @@ def save_cache(path: Path, layers: Sequence[Layer], ledger: Ledger, made_by: Mak
         "names": json.dumps(ledger.names),
         "grain": json.dumps(ledger.quantisation and [ledger.quantisation.bits, ledger.quantisation.group]),
         "made_by": "" if made_by is None else made_by.confirmed(),
+        "others": json.dumps([maker.confirmed() for maker in ledger.others]),
     }
     metadata["digest"] = _digest(tensors, metadata)
     with replacing(path) as partial:
@@ -128,10 +130,15 @@ def _header(file: safe_open, path: Path) -> tuple[int, Ledger, Maker | None]:
         segments = json.loads(metadata["names"])
         quantisation = json.loads(metadata["grain"])
         made_by = metadata["made_by"]
-        if missing := names.symmetric_difference(_LEDGER_FIELDS).intersection(_LEDGER_FIELDS):
+        # Up to version 3, all slots of a file were of one model.
+        before = metadata["format"] != FORMAT
+        fields = [name for name in _LEDGER_FIELDS if not (before and name == "makers")]
+        if missing := names.symmetric_difference(fields).intersection(fields):
             raise KeyError(", ".join(sorted(missing)))
+        columns = {name: file.get_tensor(name) for name in fields}
         ledger = Ledger(
-            **{name: file.get_tensor(name) for name in _LEDGER_FIELDS},
+            **columns if not before else {**columns, "makers": torch.full_like(columns["tokens"], OWN)},
+            others=() if before else tuple(Maker(str(maker)) for maker in json.loads(metadata["others"])),
             names=tuple(map(str, segments)),
             quantisation=None if quantisation is None else QuantisationFormat(*map(int, quantisation)),
         )
@@ -184,7 +191,8 @@ def _check_ledger(ledger: Ledger, cache_layers: int, kv_heads: set[int], path: P
     live = ledger.live
     live_fits = live.dtype == torch.bool and live.dim() == 4 and (live.shape[1], live.shape[3]) == shape
     live_fits = live_fits and live.shape[0] in (1, cache_layers) and (live.shape[2] == 1 or {live.shape[2]} == kv_heads)
-    named = (ledger.segments >= PADDING) & (ledger.segments < len(ledger.names)) & (ledger.tokens >= NO_TOKEN)
+    made = (ledger.makers >= OWN) & (ledger.makers < len(ledger.others))
+    named = made & (ledger.segments >= PADDING) & (ledger.segments < len(ledger.names)) & (ledger.tokens >= NO_TOKEN)
     quantised = ledger.quantisation is not None or bool((ledger.quantised == -1).all())
     if not (len(shape) == 2 and columns_fit and following_fits and live_fits and bool(named.all()) and quantised):
         raise UserError(f"The ledger in {path} does not fit its slots; it was altered, save it again.")

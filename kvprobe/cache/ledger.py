@@ -14,13 +14,17 @@ from torch import Tensor
 
 from kvprobe.brief import Brief
 from kvprobe.cache import shown
+from kvprobe.cache.entries import entries
 from kvprobe.checks import names_of
 from kvprobe.errors import UserError
+from kvprobe.fingerprint import Maker
 from kvprobe.names import unknown
 from kvprobe.text.tokens import ANSWER_HEADER, GENERATED
 
 PADDING = -1
 """Segment index of a slot that holds no token."""
+OWN = -1
+"""Maker of a slot that the model of the cache computed."""
 NO_TOKEN = -1
 """Token of a slot that was fitted or trained (see `kvprobe.editing`), not read."""
 
@@ -28,7 +32,7 @@ SINK_HIDDEN = (
     "What is hidden holds slot 0, the attention sink of most models, so a part of any effect is its loss, or in a "
     "restart its move to the next token; leave it in view (`slots=`, or delimiters='kept'), or compare with a restart."
 )
-COLUMNS = ("tokens", "positions", "origins", "segments", "recomputed", "delimiters", "quantised")
+COLUMNS = ("tokens", "positions", "origins", "segments", "recomputed", "delimiters", "quantised", "makers")
 """Fields with one entry per row and slot."""
 
 
@@ -45,6 +49,20 @@ class QuantisationFormat:
     group: int
 
 
+def _place(makers: Sequence[Maker], maker: Maker) -> int:
+    """Where a model is among others; `OWN` where it is not."""
+    return next((place for place, one in enumerate(makers) if one.same(maker)), OWN)
+
+
+def _distinct(makers: Sequence[Maker]) -> tuple[Maker, ...]:
+    """Models, each once."""
+    distinct: list[Maker] = []
+    for maker in makers:
+        if _place(distinct, maker) == OWN:
+            distinct.append(maker)
+    return tuple(distinct)
+
+
 @dataclass(frozen=True, repr=False)
 class Ledger(Brief):
     """One entry per slot, for each row of the batch.
@@ -58,11 +76,13 @@ class Ledger(Brief):
         recomputed: provenance; true where the slot was computed without text that had been before it.
         delimiters: whether the token belongs to the chat template, not to the text of a message.
         quantised: number of the group that the slot was quantised with, or -1 where it has full precision.
+        makers: which model computed the slot: index into `others`, or `OWN` for that of the cache.
         live: whether later queries may attend to the slot, per layer and KV head. The layer and head axes are
             1 where all layers or heads agree.
         following: the position after the last token that was read; evicting that token does not change it.
         names: segment names, in order of first appearance.
         quantisation: format of the quantised slots; None where there are none.
+        others: models that computed slots and are not that of the cache (see `kvprobe.editing.splice`).
     """
 
     tokens: Int[Tensor, "batch slots"]
@@ -72,10 +92,12 @@ class Ledger(Brief):
     recomputed: Bool[Tensor, "batch slots"]
     delimiters: Bool[Tensor, "batch slots"]
     quantised: Int[Tensor, "batch slots"]
+    makers: Int[Tensor, "batch slots"]
     live: Bool[Tensor, "layers batch kv_heads slots"]
     following: Int[Tensor, "batch"]
     names: tuple[str, ...]
     quantisation: QuantisationFormat | None = None
+    others: tuple[Maker, ...] = ()
 
     @staticmethod
     def of(tokens: Int[Tensor, "batch slots"], positions: Int[Tensor, "batch slots"] | None = None) -> "Ledger":
@@ -92,6 +114,7 @@ class Ledger(Brief):
             recomputed=nothing,
             delimiters=nothing,
             quantised=torch.full_like(tokens, -1),
+            makers=torch.full_like(tokens, OWN),
             live=~nothing[None, :, None, :],
             following=torch.nn.functional.pad(positions, (1, 0), value=-1).amax(1) + 1,
             names=("prompt",),
@@ -118,6 +141,22 @@ class Ledger(Brief):
     def fitted(self) -> Bool[Tensor, "batch slots"]:
         """Provenance: slots without a token, whose numbers were fitted."""
         return self.tokens == NO_TOKEN
+
+    @property
+    def of_others(self) -> Bool[Tensor, "batch slots"]:
+        """Provenance: slots that another model computed than that of the cache."""
+        return (self.makers != OWN) & ~self.padding
+
+    def refuse_mixed(self, what: str) -> None:
+        """Refuse slots of several models.
+
+        Args:
+            what: what needs slots of one, to begin a sentence with.
+        """
+        if bool((mixed := self.of_others).any()):
+            row, slot = map(int, mixed.nonzero()[0])
+            name = self.others[int(self.makers[row, slot])].name
+            raise UserError(f"{what} needs slots of one model, and slot {slot} of row {row} is of {name}; evict it.")
 
     def refuse_fitted(self, what: str, since: int = 0) -> None:
         """Refuse slots without tokens.
@@ -248,8 +287,10 @@ class Ledger(Brief):
 
         joined = {name: torch.cat([getattr(self, name), getattr(other, name)], 1) for name in COLUMNS}
         joined["segments"] = torch.cat([self.segments, other.numbered(names)], 1)
+        others = _distinct([*self.others, *other.others])
+        joined["makers"] = torch.cat([ledger._made_by(others) for ledger in (self, other)], 1)
         live = torch.cat([wide(self.live), wide(other.live)], 3)
-        return replace(self, **joined, live=live, following=other.following, names=names)
+        return replace(self, **joined, live=live, following=other.following, names=names, others=others)
 
     def since(self, slot: int) -> "Ledger":
         """The ledger of this slot and all later ones."""
@@ -263,7 +304,7 @@ class Ledger(Brief):
             missing = slots - self.slots
             return torch.nn.functional.pad(tensor, (0, missing) if at_end else (missing, 0), value=value)
 
-        blank = {"segments": PADDING, "quantised": -1}
+        blank = {"segments": PADDING, "quantised": -1, "makers": OWN}
         columns = {name: longer(getattr(self, name), blank.get(name, 0)) for name in COLUMNS}
         return replace(self, **columns, live=longer(self.live))
 
@@ -280,12 +321,15 @@ class Ledger(Brief):
         heads = max(ledger.live.shape[2] for ledger in ledgers)
         joined = {name: torch.cat([getattr(ledger, name) for ledger in ledgers]) for name in COLUMNS}
         joined["segments"] = torch.cat([ledger.numbered(names) for ledger in ledgers])
+        others = _distinct([maker for ledger in ledgers for maker in ledger.others])
+        joined["makers"] = torch.cat([ledger._made_by(others) for ledger in ledgers])
         return Ledger(
             **joined,
             live=torch.cat([ledger.live.expand(layers, -1, heads, -1) for ledger in ledgers], 1),
             following=torch.cat([ledger.following for ledger in ledgers]),
             names=names,
             quantisation=next(iter(formats), None),
+            others=others,
         )
 
     def _facts(self) -> Iterable[str]:
@@ -299,6 +343,29 @@ class Ledger(Brief):
         # One entry more than there are names: the last is where PADDING (-1) lands.
         renumber = torch.tensor([names.index(name) for name in self.names] + [PADDING], device=self.segments.device)
         return renumber[self.segments]
+
+    def within(self, own: Maker | None, other: Maker | None) -> "Ledger":
+        """The ledger of a cache of the model `own` as it is in a cache of another; None is of any model."""
+        if own is None or other is None or own.same(other):
+            return self
+        others = _distinct([*self.others, own, other])
+        makers = torch.where(self.makers == OWN, _place(others, own), self._made_by(others))
+        makers = makers.masked_fill((makers == _place(others, other)) | self.padding, OWN)
+        return replace(self, makers=makers, others=others).without_unused()
+
+    def without_unused(self) -> "Ledger":
+        """The same, with those `others` alone that computed a slot."""
+        others = tuple(self.others[number] for number in sorted({*entries(self.makers[self.of_others], int)}))
+        return replace(self, others=others, makers=self._made_by(others).masked_fill(self.padding, OWN))
+
+    def _made_by(self, others: tuple[Maker, ...]) -> Int[Tensor, "batch slots"]:
+        """Makers as indices into other models, among which are all that are used."""
+        if others == self.others:
+            return self.makers
+        # One entry more than there are models: the last is where OWN (-1) lands.
+        return torch.tensor([*(_place(others, maker) for maker in self.others), OWN], device=self.makers.device)[
+            self.makers
+        ]
 
     def to(self, device: torch.device | str) -> "Ledger":
         moved = {name: getattr(self, name).to(device) for name in (*COLUMNS, "live", "following")}

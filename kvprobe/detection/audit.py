@@ -173,6 +173,7 @@ def audit(model: Model, cache: AnyCache, clean: Clean | None = None) -> Audit:
         UserError: the cache is of another shape than the model's, or its tokens are not the model's.
     """
     cache.ledger.refuse_fitted("An audit")
+    cache.ledger.refuse_mixed("An audit")
     _refuse_foreign(model, cache)
     clean = clean or clean_of(model)
     excess = torch.zeros(len(cache.layers), max(1, math.ceil(cache.ledger.slots / BLOCK)))

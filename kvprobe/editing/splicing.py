@@ -15,7 +15,14 @@ from kvprobe.errors import UserError
 
 
 @checked_arguments
-def splice(cache: KVCache, piece: KVCache, *, at: AtLeastZero | None = None, recomputed: bool = False) -> KVCache:
+def splice(
+    cache: KVCache,
+    piece: KVCache,
+    *,
+    at: AtLeastZero | None = None,
+    recomputed: bool = False,
+    other_maker: bool = False,
+) -> KVCache:
     """The cache with the slots of a piece put in, the first of them at position `at`.
 
     Slots of the cache from there on move only as far as the piece needs room, so that one that was evicted fits where
@@ -26,12 +33,15 @@ def splice(cache: KVCache, piece: KVCache, *, at: AtLeastZero | None = None, rec
         at: position; after everything by default.
         recomputed: count the slots of the piece as computed without what stands before them, as they are where it
             was read by itself; otherwise each keeps its provenance.
+        other_maker: let the piece be of another model of the same shape, such as a fine-tune. The ledger keeps of
+            which (`makers`, `others`), and the cache stays one of its own model, which alone reads it.
 
     Raises:
         UserError: another model, other rows, quantised slots, or a gap in a recurrent layer that the piece would fill
             in part.
     """
-    refuse_other_model(cache, piece, "The piece")
+    refuse_other_model(cache, piece, "The piece", any_maker=other_maker)
+    piece = replace(piece, ledger=piece.ledger.within(piece.made_by, cache.made_by))
     refuse_quantised(cache, piece)
     if piece.batch != cache.batch:
         if piece.batch != 1:
@@ -70,7 +80,7 @@ def splice(cache: KVCache, piece: KVCache, *, at: AtLeastZero | None = None, rec
 
 
 @checked_arguments
-def concatenate(caches: Sequence[KVCache] | Mapping[str, KVCache]) -> KVCache:
+def concatenate(caches: Sequence[KVCache] | Mapping[str, KVCache], *, other_maker: bool = False) -> KVCache:
     """The slots of several caches one after another, as services do that join documents read by themselves.
 
     Slots of all but the first count as recomputed, since they have not seen what stands before them. Their keys are
@@ -78,6 +88,7 @@ def concatenate(caches: Sequence[KVCache] | Mapping[str, KVCache]) -> KVCache:
 
     Args:
         caches: of one model; by name where each is to be one segment.
+        other_maker: see `splice`.
 
     Raises:
         UserError: there is none, or see `splice`.
@@ -89,7 +100,7 @@ def concatenate(caches: Sequence[KVCache] | Mapping[str, KVCache]) -> KVCache:
         parts = [_named(part, name) for name, part in caches.items()]
     whole = parts[0]
     for part in parts[1:]:
-        whole = splice(whole, part, recomputed=True)
+        whole = splice(whole, part, recomputed=True, other_maker=other_maker)
     return whole
 
 

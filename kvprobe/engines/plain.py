@@ -116,10 +116,12 @@ def save_plain(
         engine, model, block: see `PlainHeader`; the block is that of a stored cache, by default.
 
     Raises:
-        UserError: the cache has several rows, hidden or fitted slots, or keys that were given other positions.
+        UserError: the cache has several rows, hidden or fitted slots, slots of other models, or keys that were given
+            other positions.
     """
     ledger = cache.ledger
     ledger.refuse_fitted("A plain dump")
+    ledger.refuse_mixed("A plain dump")
     if ledger.batch != 1 or not bool(ledger.live.all()):
         raise UserError("A plain dump is of one text whose slots are all live; choose a row, and evict hidden slots.")
     if ledger.rotated:

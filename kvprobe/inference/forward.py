@@ -12,7 +12,7 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
 from kvprobe.cache.layer import Layer, slots_and_writes
-from kvprobe.cache.ledger import PADDING, Ledger
+from kvprobe.cache.ledger import OWN, PADDING, Ledger
 from kvprobe.cache.parts import described
 from kvprobe.cache.rotary import Rotation
 from kvprobe.errors import UserError
@@ -275,6 +275,7 @@ def new_slots(tokens: Sequence[Tokens], device: torch.device) -> Ledger:
         recomputed=column((row.recomputed for row in tokens), False, torch.bool),
         delimiters=column((row.delimiters for row in tokens), False, torch.bool),
         quantised=torch.full_like(positions, -1),
+        makers=torch.full_like(positions, OWN),
         live=live[None, :, None, :],
         following=torch.tensor([row.following for row in tokens], device=device),
         names=names,

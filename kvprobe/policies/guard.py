@@ -57,13 +57,15 @@ class Sound(Brief):
         """Learnt from sound caches, of a conversation each: ranges from one half, the limit from the other.
 
         Raises:
-            UserError: there are too few conversations, or too few slots for so low a rate.
+            UserError: there are too few conversations, or too few slots for so low a rate; or slots of several models.
         """
         if len(caches) < FEWEST or not 0 < rate < 1:
             raise UserError(
                 f"A guard is learnt from {FEWEST} conversations or more, at a rate between 0 and 1; got "
                 f"{len(caches)} at {rate:g}."
             )
+        for cache in caches:
+            cache.ledger.refuse_mixed("A guard")
         pairs = [_middles_and_ranges(caches[::2], layer, rotary) for layer, rotary in enumerate(rotaries)]
         middles, ranges = zip(*pairs, strict=True)
         sound = cls(middles, ranges, math.inf, rate, tuple(rotaries), caches[0].made_by)

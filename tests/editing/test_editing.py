@@ -6,10 +6,12 @@ from functools import cache
 import pytest
 import torch
 
+import kvprobe as kv
 from kvprobe.cache.cache import KVCache
-from kvprobe.editing import concatenate, recompute, replace_text, splice, steer, zero
+from kvprobe.editing import concatenate, erratum, recompute, replace_text, splice, steer, zero
 from kvprobe.inference.model import Model, load
 from kvprobe.text.tokens import Tokens
+from tests.models import llama, tiny_tokenizer
 from tests.models.every import tiny
 from tests.refusals import refused
 
@@ -100,6 +102,24 @@ def test_zero_and_steer_change_the_chosen_part_of_the_chosen_slots_and_are_undon
     assert not gap[:, :, :4].any()
     assert not gap[:, :, 7:].any()
     assert close(steer(moved, direction, "b", layers=[layer], part=part, scale=-0.5), past, model)
+
+
+def test_an_erratum_is_the_users_next_turn_and_is_taken_back_by_rewinding():
+    model = llama(tokenizer=tiny_tokenizer())
+    told = [{"role": "user", "content": "on Monday"}, {"role": "assistant", "content": "Noted."}]
+    chat = kv.Transcript.from_messages(told, names=["said", "reply"])
+    past = model.prefill(chat)
+    corrected = erratum(model, past, "on Friday")
+    turn = kv.Transcript.from_messages([*told, {"role": "user", "content": "on Friday"}])
+    assert corrected.ledger.tokens[0].tolist() == [*turn.tokens(model.tokenizer).ids]
+    assert corrected.ledger.in_segments("erratum")[0].tolist() == [
+        slot >= past.slots for slot in range(corrected.slots)
+    ]
+    assert close(corrected, model.prefill(turn), model)
+    back = corrected.rewind("erratum")
+    assert all(torch.equal(one, other) for one, other in zip(back.tensors, past.tensors, strict=True))
+    assert torch.equal(back.ledger.following, past.ledger.following)
+    refused(lambda: erratum(held("llama")[0], held("llama")[1], "on Friday"), "tokenizer")
 
 
 def test_what_cannot_be_edited_is_refused_in_a_sentence():
