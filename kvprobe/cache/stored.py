@@ -63,3 +63,7 @@ class StoredCache(Brief):
         yield f"{len(self.layers)} layers, {self.ledger.slots} slots"
         if self.lacks:
             yield self.lacks
+
+
+AnyCache = KVCache | StoredCache
+"""A cache in memory or in a file."""

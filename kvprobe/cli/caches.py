@@ -73,9 +73,12 @@ def diff(
     if adapter is not None and model is None:
         raise UserError("An adapter is added to a model; give --model too.")
     from kvprobe.detection.diff import diff as compared
-    from kvprobe.inference.model import load
 
-    loaded = None if model is None else load(model, adapter=adapter, device=device, dtype=dtype)
+    loaded = None
+    if model is not None:
+        from kvprobe.inference.model import load
+
+        loaded = load(model, adapter=adapter, device=device, dtype=dtype)
     right = loaded if reference is None else open_cache(reference, loaded)
     assert right is not None
     found = compared(open_cache(cache, loaded), right, model=loaded, block=block)

@@ -17,9 +17,9 @@ from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief, Table
 from kvprobe.cache.layer import shape_of
 from kvprobe.cache.parts import described
-from kvprobe.cache.stored import StoredCache
+from kvprobe.cache.stored import AnyCache, StoredCache
 from kvprobe.detection.clean import Clean, clean_of, judged_slots, scores_of
-from kvprobe.detection.columns import AnyCache, computable, unedited
+from kvprobe.detection.columns import computable, unedited
 from kvprobe.detection.scores import BLOCK, Score
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model

@@ -7,7 +7,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.ledger import QuantisationFormat
-from kvprobe.detection.clean_texts import in_q8
 from kvprobe.detection.damaged import Damaged, Explanation
 from kvprobe.errors import UserError
 from kvprobe.faults.bit_flips import LAYOUTS, flipped
@@ -15,6 +14,8 @@ from kvprobe.policies.codes import codes_of_keys, codes_of_values
 
 MOST_FLIPS = 32
 """Numbers of a layer that may have flipped."""
+GROUP = 32
+"""Numbers that share a scale in llama.cpp's q8_0, of activations and of caches."""
 _PER_VECTOR = 3
 _GROUPS, _BITS = (32, 16, 64, 128), range(8, 1, -1)
 
@@ -184,3 +185,12 @@ def _levels(numbers: Float[Tensor, "damaged d"]) -> int:
         return 10**6
     groups = numbers.unflatten(1, (-1, 32)).flatten(0, 1)[:256]
     return max(len(group.unique()) for group in groups)
+
+
+def in_q8(tensor: Tensor) -> Tensor:
+    """Rounded to 8 bits, in groups of 32 numbers that share a scale."""
+    if tensor.shape[-1] % GROUP:
+        return tensor
+    grouped = tensor.unflatten(-1, (-1, GROUP))
+    scale = grouped.abs().amax(-1, keepdim=True) / 127
+    return ((grouped / scale).round() * scale).nan_to_num(0.0).flatten(-2).to(tensor.dtype)

@@ -27,8 +27,9 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.parts import ROTATED
 from kvprobe.cache.rotary import Rotary
+from kvprobe.cache.stored import AnyCache
 from kvprobe.detection.clean_texts import as_by_another_engine, clean_texts
-from kvprobe.detection.columns import AnyCache, computable, lone_columns, spot_columns, spots_of, unedited
+from kvprobe.detection.columns import computable, lone_columns, spot_columns, spots_of, unedited
 from kvprobe.detection.scores import (
     FIRST_SLOTS,
     LayerRead,

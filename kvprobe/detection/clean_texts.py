@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.detection.bits import in_q8
 from kvprobe.inference.model import Model
 from kvprobe.models.geometry import embedded_tokens
 from kvprobe.models.hooks import hooked
 from kvprobe.saes.corpus import hand_written
 from kvprobe.text.tokens import Tokens
 
-GROUP = 32
-"""Numbers that share a scale in llama.cpp's q8_0, of activations and of caches."""
 SHORTEST = 12
 _RANDOM, _SPLICED, _WRITTEN = 0.15, 0.3, 0.35
 """Shares of texts that are tokens at random, that begin as a conversation and go on with pieces of others, and that are
@@ -79,15 +78,6 @@ def rounded_products(model: Model) -> Generator[None]:
     modules = [module for module in model.lanes.plain.modules() if isinstance(module, nn.Linear)]
     with hooked([(module, "input", rounded) for module in modules]):
         yield
-
-
-def in_q8(tensor: Tensor) -> Tensor:
-    """Rounded to 8 bits, in groups of 32 numbers that share a scale."""
-    if tensor.shape[-1] % GROUP:
-        return tensor
-    grouped = tensor.unflatten(-1, (-1, GROUP))
-    scale = grouped.abs().amax(-1, keepdim=True) / 127
-    return ((grouped / scale).round() * scale).nan_to_num(0.0).flatten(-2).to(tensor.dtype)
 
 
 def as_by_another_engine(model: Model, text: Tokens) -> KVCache:

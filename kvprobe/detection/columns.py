@@ -13,9 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import Ledger
-from kvprobe.cache.stored import StoredCache
+from kvprobe.cache.stored import AnyCache
 from kvprobe.inference.forward import new_slots
 from kvprobe.models.gate import FIRST_REACH, FIRST_ROWS
 from kvprobe.models.hf_cache import CacheLayer, past_key_values
@@ -24,10 +23,6 @@ from kvprobe.text.tokens import Tokens
 
 SPOTS = 2 * FIRST_ROWS
 """Slots whose columns are computed anew."""
-
-
-AnyCache = KVCache | StoredCache
-"""A cache in memory or in a file."""
 
 
 class _EnoughError(Exception):

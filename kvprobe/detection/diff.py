@@ -1,11 +1,12 @@
 """Two caches side by side: whether they differ by more than numerics, where first, where most, and what happened.
 
-Both may lie in files; one layer of each is in memory at a time.
+Both may lie in files; one layer of each is in memory at a time, and without a model nothing here needs transformers.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -13,20 +14,22 @@ from torch import Tensor
 
 from kvprobe.arguments import AtLeastOne, checked_arguments
 from kvprobe.brief import Brief, Table
+from kvprobe.cache.cache import KVCache
 from kvprobe.cache.layer import Layer, shape_of
 from kvprobe.cache.parts import described
 from kvprobe.cache.rotary import Rotary
-from kvprobe.cache.stored import StoredCache
-from kvprobe.detection.columns import AnyCache
+from kvprobe.cache.stored import AnyCache, StoredCache
 from kvprobe.detection.damaged import Damaged, Explanation, slots_in_words
-from kvprobe.detection.effects import OutputEffect, effect_of, reference_of
 from kvprobe.detection.floors_of_pairs import Floor, floor_of
 from kvprobe.detection.hypotheses import GUESSED, NOTHING, explanations
 from kvprobe.detection.places import DamagedPlaces, Distances, damage_of, distances_of_layer, runs
 from kvprobe.detection.texts import TextDifference, compared, compared_slots, other_views
 from kvprobe.errors import UserError
-from kvprobe.inference.model import Model
 from kvprobe.names import number_ranges
+
+if TYPE_CHECKING:
+    from kvprobe.detection.effects import OutputEffect
+    from kvprobe.inference.model import Model
 
 BLOCK = 16
 """Slots in a block, where neither cache says."""
@@ -115,7 +118,7 @@ class CacheDifference(Brief):
     slots: int
     block: int
     floor: Floor
-    effect: OutputEffect | None
+    effect: "OutputEffect | None"
     distances: Float[Tensor, "layers blocks"] = field(repr=False)
     excess: Float[Tensor, "layers blocks"] = field(repr=False)
 
@@ -180,7 +183,7 @@ class CacheDifference(Brief):
 
 @checked_arguments
 def diff(
-    cache: AnyCache, reference: AnyCache | Model, *, model: Model | None = None, block: AtLeastOne | None = None
+    cache: AnyCache, reference: "AnyCache | Model", *, model: "Model | None" = None, block: AtLeastOne | None = None
 ) -> CacheDifference:
     """How a cache differs from another one of the same model, which is taken to be right.
 
@@ -192,13 +195,15 @@ def diff(
     Raises:
         UserError: the caches are of other shapes, or have different numbers of rows; or a model cannot read the tokens.
     """
-    read_again = isinstance(reference, Model)  # with every slot in view
-    if isinstance(reference, Model):
+    read_again = not isinstance(reference, KVCache | StoredCache)
+    if not isinstance(reference, KVCache | StoredCache):
+        from kvprobe.detection.effects import reference_of
+
         model, reference = reference, reference_of(reference, cache)
     _refuse_other_shape(cache, reference)
     block = block or _block_of(cache) or _block_of(reference) or BLOCK
     count, texts = compared_slots(cache.ledger, reference.ledger)
-    if not read_again:
+    if not read_again:  # the model sees every slot
         texts += other_views(cache.ledger, reference.ledger, count)
     floor = floor_of(cache, reference, count)
     distances = _measured(cache, reference, count)
@@ -207,6 +212,11 @@ def diff(
     causes = list(_causes(cache, reference, damage, count, block, rotaries))
     first, worst = _first(distances, damage, block), _worst(distances, damage, block)
     kind = causes[0].kind if causes else texts[0].kind if texts else "numerics"
+    effect = None
+    if model is not None and not texts:
+        from kvprobe.detection.effects import effect_of
+
+        effect = effect_of(model, cache, reference)
     return CacheDifference(
         kind,
         first,
@@ -218,7 +228,7 @@ def diff(
         count,
         block,
         floor,
-        None if model is None or texts else effect_of(model, cache, reference),
+        effect,
         _by_block(distances.parts, count, block),
         _by_block(damage.excess, count, block),
     )

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
-from kvprobe.cache.stored import StoredCache
-from kvprobe.detection.columns import AnyCache
+from kvprobe.cache.stored import AnyCache, StoredCache
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import first_divergence
 from kvprobe.text.tokens import Tokens

@@ -13,8 +13,9 @@ import torch
 from kvprobe.cache.cache import KVCache
 from kvprobe.detection import clean as learning
 from kvprobe.detection.audit import audit
+from kvprobe.detection.bits import in_q8
 from kvprobe.detection.clean import Clean, CleanRecipe, clean_of, learn_clean, load_clean, save_clean
-from kvprobe.detection.clean_texts import as_by_another_engine, clean_texts, in_q8
+from kvprobe.detection.clean_texts import as_by_another_engine, clean_texts
 from kvprobe.detection.columns import lone_columns, spot_columns
 from kvprobe.detection.scores import Score
 from kvprobe.faults import BitFlips, Draws, NotANumber, PositionShift, Scope, Zeros

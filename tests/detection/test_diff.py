@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -220,6 +222,25 @@ def test_the_command_has_exit_codes_a_page_and_json(
     assert code == 2
     assert "nothing" in error
     assert run(tmp_path / "right")[0] == 2
+
+
+def test_two_files_are_compared_without_what_models_need(right: KVCache, tmp_path: Path):
+    right.save(tmp_path / "right.safetensors")
+    paths = [str(tmp_path / "right.safetensors")] * 2
+    check = (
+        "import sys\n"
+        "from kvprobe.cli import main\n"
+        "try:\n"
+        f"    sys.argv = ['kvprobe', 'diff', *{paths!r}]\n"
+        "    main()\n"
+        "except SystemExit as end:\n"
+        "    assert end.code == 0, end.code\n"
+        "heavy = {'transformers', 'transformer_lens', 'pandas', 'kvprobe.inference.model'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Alike" in done.stdout
 
 
 def test_a_page_shows_where_it_is_and_is_inert(right: KVCache, context: FaultContext, tmp_path: Path):
