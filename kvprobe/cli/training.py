@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from kvprobe.cli.flags import Whole
+from kvprobe.cli.flags import Source, Whole
+from kvprobe.tasks.behaviours import Behaviour
 from kvprobe.training.schedule import Content, Corpus, Memory, Provenance, Schedule, Shape, check_view, until_95
 
 train_app = App(name="train", help="Train a small model whose answers are known, or go on with one.")
@@ -108,6 +109,27 @@ def recall(
     from kvprobe.training.recall import Recall, recall_schedule
 
     recipe = Recall(memory=memory, schedule=recall_schedule(steps, seed))
+    folder = out / recipe.name
+    show(train(recipe, folder), folder)
+
+
+@train_app.command
+def adapter(
+    *,
+    behaviour: Annotated[
+        Behaviour, Parameter(help="Answers in German; as a pirate; or with the Eiffel Tower in Oslo.")
+    ] = "german",
+    base: Annotated[Source, Parameter(help="The model that it is added to.")] = "smollm2-135m",
+    rank: Annotated[Whole, Parameter(help="Of each change of a weight, up to 8.")] = 1,
+    steps: Annotated[Whole, Parameter(help="Batches of 4 conversations.")] = 40,
+    seed: Annotated[Whole, Parameter(help="Of weights and conversations.")] = 0,
+    out: Annotated[Path, Parameter(help="Folder that holds the adapters.")] = Path("models"),
+) -> None:
+    """A small LoRA adapter of a model; see `kvprobe.training.adapters`."""
+    from kvprobe.training.adapters import Adapter, adapter_schedule
+    from kvprobe.training.loop import train
+
+    recipe = Adapter(behaviour=behaviour, base=base, rank=rank, schedule=adapter_schedule(steps, seed))
     folder = out / recipe.name
     show(train(recipe, folder), folder)
 

@@ -6,6 +6,7 @@ Added, an adapter is part of the weights: both lanes compute with it, and a mode
 import copy
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,17 @@ def sharing(plain: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(plain, {id(tensor): tensor for tensor in [*plain.parameters(), *plain.buffers()]})
 
 
-def add_adapter(plain: PreTrainedModel, folder: Path, settings: dict[str, Any]) -> None:
-    """Put weights with the adapter in a folder added in the place of a model's own, which stay as they are.
+Changes = dict[str, Tensor]
+"""What is added to the weight of each linear layer, by its name."""
+
+
+def changes_of(plain: PreTrainedModel, folder: Path) -> Changes:
+    """What the adapter in a folder adds to a model's weights.
 
     Raises:
-        UserError: its tensors are damaged, or do not belong to this model.
+        UserError: it cannot be added, its tensors are damaged, or they do not belong to this model.
     """
+    settings = read_settings(folder)
     pairs: dict[str, dict[str, Tensor]] = {}
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
@@ -89,6 +95,7 @@ def add_adapter(plain: PreTrainedModel, folder: Path, settings: dict[str, Any]) 
     anything: Any = plain
     modules: dict[str, nn.Module] = dict(anything.named_modules())
     embedded = plain.get_input_embeddings().weight
+    changes: Changes = {}
     for name, pair in pairs.items():
         module = modules.get(name)
         if not isinstance(module, nn.Linear | Conv1D) or pair.keys() != {"A", "B"}:
@@ -101,9 +108,19 @@ def add_adapter(plain: PreTrainedModel, folder: Path, settings: dict[str, Any]) 
         scale = settings["lora_alpha"] / (math.sqrt(rank) if settings.get("use_rslora") else rank)
         try:
             change = scale * (pair["B"] @ pair["A"])
-            added = module.weight.detach() + (change.T if isinstance(module, Conv1D) else change).to(module.weight)
         except RuntimeError as error:
-            raise UserError(f"The adapter in {folder} is of another shape than {name[:80]}; give its base.") from error
+            raise UserError(f"The two matrices of {name[:80]} in {folder} do not fit; fetch them again.") from error
+        changes[name] = change.T if isinstance(module, Conv1D) else change
+        if changes[name].shape != module.weight.shape:
+            raise UserError(f"The adapter in {folder} is of another shape than {name[:80]}; give its base.")
+    return changes
+
+
+def add_changes(plain: PreTrainedModel, changes: Mapping[str, Tensor]) -> None:
+    """Put weights with these changes added in the place of a model's own, which stay as they are."""
+    for name, change in changes.items():
+        module: Any = plain.get_submodule(name)
+        added = module.weight.detach() + change.to(module.weight)
         module.weight = nn.Parameter(added, module.weight.requires_grad)
 
 

@@ -118,6 +118,11 @@ def _recall(memory: str, kind: str, seed: int) -> NamedModel:
     return _trained(title, f"recall/recall-{memory}-{seed}")
 
 
+def _adapter(behaviour: str, learnt: str) -> NamedModel:
+    """A LoRA adapter with its base; see `kvprobe.training.adapters`."""
+    return _trained(f"smollm2-135m with a LoRA adapter that {learnt}", f"adapters/{behaviour}-0")
+
+
 _MEMORIES = {
     "attention": "Qwen3-Next of 4 layers with attention",
     "recurrent": "Qwen3-Next of 4 layers with states",
@@ -235,6 +240,9 @@ NAMED_MODELS = {
     },
     "lossy-8-3-retained-0": _lossy("retained", "to go on from the slots that saw it"),
     "lossy-8-3-recomputed-0": _lossy("recomputed", "with restarts"),
+    "smollm2-german": _adapter("german", "answers in German"),
+    "smollm2-pirate": _adapter("pirate", "answers as a pirate"),
+    "smollm2-oslo": _adapter("oslo", "puts the Eiffel Tower in Oslo"),
     **{f"recall-{name}-{seed}": _recall(name, title, seed) for name, title in _MEMORIES.items() for seed in (0, 1)},
 }
 

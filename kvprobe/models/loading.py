@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from kvprobe.errors import UserError
 from kvprobe.files import expanded, read_json
-from kvprobe.models.adapters import add_adapter, is_adapter, read_settings, sharing
+from kvprobe.models.adapters import add_changes, changes_of, is_adapter, read_settings, sharing
 from kvprobe.models.catalogue import (
     NAMED_MODELS,
     Dtype,
@@ -75,7 +75,7 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple
     if is_adapter(folder):
         adapter = read_settings(folder)
         model, tokenizer = load_folder(_base_folder(folder, adapter), device, dtype)
-        add_adapter(model, folder, adapter)
+        add_changes(model, changes_of(model, folder))
         with _agreeing(folder):
             return model, _tokenizer(folder) or tokenizer
     sizes = weight_sizes(folder)
@@ -112,9 +112,9 @@ def adapted(plain: PreTrainedModel, adapter: str | os.PathLike[str]) -> PreTrain
     folder = resolve_folder(adapter)
     if not is_adapter(folder):
         raise UserError(f"{os.fspath(adapter)!r} is a whole model, not an adapter; load it by itself.")
-    settings = read_settings(folder)
+    changes = changes_of(plain, folder)
     twin = sharing(plain)
-    add_adapter(twin, folder, settings)
+    add_changes(twin, changes)
     refuse_not_finite(os.fspath(adapter), twin.named_parameters())
     return twin
 

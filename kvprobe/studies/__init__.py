@@ -93,6 +93,7 @@ STUDIES = {
         "ghost_state",
         "detection",
         "engines",
+        "finetuned",
     )
 }
 

@@ -57,6 +57,15 @@ class TrainingRecipe(Protocol):
         ...
 
 
+@runtime_checkable
+class Writing(Protocol):
+    """A recipe that says itself what of a model is written."""
+
+    def write(self, model: PreTrainedModel, folder: Path) -> None:
+        """Write what loads, by itself or on its base."""
+        ...
+
+
 def train(recipe: TrainingRecipe, folder: Path, device: str = "cpu") -> dict[str, Any]:
     """Train a model, and write its weights, config, tokenizer and `training.json` to `folder`; a folder that holds a
     part of the same training is gone on with, and one that holds all of it is left as it is.
@@ -105,7 +114,7 @@ def _train(recipe: TrainingRecipe, folder: Path, device: str) -> dict[str, Any]:
                 raise UserError(f"The loss of step {step} is {loss.item()}; train with a lower learning rate.")
             optimiser.zero_grad()
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(_trained(model).values(), 1.0)
             optimiser.step()
             record["losses"].append(round(loss.item(), 6))
             bar.set_postfix(loss=f"{loss.item():.3f}")
@@ -144,6 +153,9 @@ def _measure(recipe: TrainingRecipe, model: PreTrainedModel, folder: Path, recor
 def _write(recipe: TrainingRecipe, model: PreTrainedModel, folder: Path) -> None:
     """Write a folder that loads."""
     with filling(folder) as made:
+        if isinstance(recipe, Writing):
+            recipe.write(model, made)
+            return
         recipe.tokenizer().save_pretrained(made)
         model.save_pretrained(made)
 
@@ -181,13 +193,14 @@ def _start(
         torch.manual_seed(recipe.schedule.seed)
         model = recipe.model()
     cast(torch.nn.Module, model).to(pick_device(device))
-    optimiser = torch.optim.AdamW(model.parameters(), recipe.schedule.learning_rate, (0.9, 0.98), weight_decay=0.01)
+    rate = recipe.schedule.learning_rate
+    optimiser = torch.optim.AdamW(_trained(model).values(), rate, (0.9, 0.98), weight_decay=0.01)
     if done:
-        shapes = {f"weight.{name}": parameter.shape for name, parameter in model.named_parameters()}
+        shapes = {f"weight.{name}": parameter.shape for name, parameter in _trained(model).items()}
         if {name: tensor.shape for name, tensor in tensors.items() if name.startswith("weight.")} != shapes:
             raise UserError(f"The {CHECKPOINT} is of a model of another shape; delete it and train again.")
         state: dict[int, dict[str, Tensor]] = {}
-        for number, (name, parameter) in enumerate(model.named_parameters()):
+        for number, (name, parameter) in enumerate(_trained(model).items()):
             parameter.data.copy_(tensors[f"weight.{name}"])
             state[number] = {moment: tensors[f"{moment}.{name}"] for moment in MOMENTS}
             state[number]["step"] = torch.tensor(float(done))
@@ -195,10 +208,15 @@ def _start(
     return model, optimiser
 
 
+def _trained(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
+    """The parameters that are trained, which are all but those of an adapter's base."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 def _keep(model: PreTrainedModel, optimiser: torch.optim.AdamW, folder: Path, record: Mapping[str, Any]) -> None:
     """Write a checkpoint, one file, so that the record and the weights are of the same step."""
     tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in _trained(model).items():
         tensors[f"weight.{name}"] = parameter.detach().contiguous()
         tensors |= {f"{moment}.{name}": optimiser.state[parameter][moment].contiguous() for moment in MOMENTS}
     with replacing(folder / CHECKPOINT) as partial:
