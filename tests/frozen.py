@@ -58,6 +58,7 @@ MODULES = {
     "ghost_state": "test_ghost_state",
     "detection": "test_detection",
     "engines": "test_engines",
+    "forgetting": "test_forgetting",
 }
 """Where each study's tiny run is."""
 AROUND = {

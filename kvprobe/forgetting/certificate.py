@@ -292,12 +292,16 @@ def certify(
             found = search(model, act, case, caches, tried, searched, rng)
         if ask:
             some = tried[:asked]
-            use = use_of(answers(model, caches[:asked], some, ask, lead))
+            use = use_of(answers(model, _asking(caches[:asked]), some, ask, lead))
             full = [forgotten(model, WAYS[NOTHING], case, secret) for secret in some]
-            in_view = use_of(answers(model, full, some, ask, lead))
+            in_view = use_of(answers(model, _asking(full), some, ask, lead))
     return Certificate(
         model.name, name, case.hide, len(tried), stored(caches), trace, known, foreign, found, use, in_view
     )
+
+
+def _asking(caches: Sequence[KVCache]) -> Bar:
+    return Bar(caches, desc="Asking", unit="cache")
 
 
 def _refuse_another(model: Model, cache: KVCache, made: KVCache, again: KVCache, way: str) -> None:

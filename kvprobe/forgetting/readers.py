@@ -15,7 +15,7 @@ from kvprobe.forgetting.trace import STATE, Slots, seen
 from kvprobe.forgetting.ways import NOTHING, WAYS, Way, forgotten
 from kvprobe.inference.model import Model
 from kvprobe.inference.states import state_of
-from kvprobe.probing.calibration import calibrated_tasks
+from kvprobe.probing.calibration import calibrated_tasks, joined
 from kvprobe.progress import Bar
 from kvprobe.stats import SHARE, Estimate, estimate
 from kvprobe.tasks.grammar import draw, random_codes
@@ -38,6 +38,7 @@ class SecretReading:
         site: layer and part that most folds chose.
         control: what the same probes read of the segments themselves with everything in view; None where they were not
             asked.
+        classes: that each place can be of; of other words than digits, these are what `digits` counts.
     """
 
     digits: Estimate
@@ -45,10 +46,11 @@ class SecretReading:
     bits: Estimate
     site: tuple[int, str]
     control: Estimate | None = None
+    classes: int = CLASSES
 
     @property
     def chance(self) -> float:
-        return 1 / CLASSES
+        return 1 / self.classes
 
 
 def digits_of(secrets: Sequence[str]) -> Int[Tensor, "places secrets"]:
@@ -74,7 +76,7 @@ def known_reading(
     for layer in range(caches[0].n_layers):
         held = [seen(model, cache, slots, number, layer) for number, cache in enumerate(caches)]
         numbers |= {(layer, name): rotated(torch.stack([one[name].flatten() for one in held])) for name in held[0]}
-    return _read(numbers, labels, folds, torch.ones(len(secrets), dtype=torch.bool))
+    return read_by_probes(numbers, labels, folds)
 
 
 def rotated(numbers: Float[Tensor, "samples numbers"]) -> Float[Tensor, "samples dim"]:
@@ -83,12 +85,13 @@ def rotated(numbers: Float[Tensor, "samples numbers"]) -> Float[Tensor, "samples
     Ridge regression asks for inner products alone. A random rotation spreads them over all numbers, since probes scale
     each number to the same variance.
     """
-    off = numbers.double() - numbers.double().mean(0)
-    deviation = off.square().mean(0).sqrt()
-    scaled = off[:, deviation > 1e-9 * numbers.double().square().mean().sqrt()]
+    size = numbers.norm(dtype=torch.double) / max(numbers.numel(), 1) ** 0.5
+    varying = numbers[:, (numbers != numbers[:1]).any(0)].double()
+    off = varying - varying.mean(0)
+    scaled = off[:, off.square().mean(0).sqrt() > 1e-9 * size]
     scaled = scaled / scaled.square().mean(0).sqrt()
     if not scaled.shape[1]:
-        return numbers.new_zeros(len(numbers), 1)
+        return torch.zeros(len(numbers), len(numbers))
     values, axes = torch.linalg.eigh(scaled @ scaled.T)
     turn = torch.linalg.qr(
         torch.randn(len(axes), len(axes), generator=torch.Generator().manual_seed(0), dtype=torch.double)
@@ -96,26 +99,33 @@ def rotated(numbers: Float[Tensor, "samples numbers"]) -> Float[Tensor, "samples
     return (axes * values.clamp(min=0).sqrt() @ turn).float()
 
 
-def _read(
+def read_by_probes(
     numbers: Mapping[tuple[int, str], Float[Tensor, "samples _"]],
     labels: Int[Tensor, "places samples"],
     folds: Int[Tensor, "samples"],
-    asked: Bool[Tensor, "samples"],
+    asked: Bool[Tensor, "samples"] | None = None,
+    classes: int = CLASSES,
 ) -> SecretReading:
-    """What probes read of the samples that are asked about: in each fold, that which did best on its inner fold."""
-    results = [calibrated_tasks(one[None], [labels], folds, CLASSES)[0] for one in numbers.values()]
-    picks = torch.cat([result.inner_accuracy for result in results]).argmax(0)
+    """What probes read of the samples that are asked about: in each fold, that which did best on its inner fold.
+
+    Args:
+        asked: all by default.
+    """
+    asked = torch.ones_like(folds, dtype=torch.bool) if asked is None else asked
+    several = len({one.shape for one in numbers.values()}) == 1
+    groups = [[*numbers.values()]] if several else [[one] for one in numbers.values()]
+    results = joined([calibrated_tasks(torch.stack(group), [labels], folds, classes)[0] for group in groups])
     right, bits = torch.zeros(2, *labels.shape)
+    picks = results.inner_accuracy.argmax(0)
     for fold, best in enumerate(picks.tolist()):
         here = folds == fold
-        right[:, here] = results[best].predicted[0][:, here].eq(labels[:, here]).float()
-        bits[:, here] = results[best].information[0][:, here].float()
+        right[:, here] = results.predicted[best][:, here].eq(labels[:, here]).float()
+        bits[:, here] = results.information[best][:, here].float()
     tested = [int(picks[fold]) for fold in folds[asked].unique().tolist()]
     shares = (right[:, asked].mean(0), right[:, asked].amin(0))
     digits, whole = (estimate(share.double().numpy(), within=SHARE) for share in shares)
-    return SecretReading(
-        digits, whole, estimate(bits[:, asked].mean(0).double().numpy()), list(numbers)[max(tested, key=tested.count)]
-    )
+    site = list(numbers)[max(tested, key=tested.count)]
+    return SecretReading(digits, whole, estimate(bits[:, asked].mean(0).double().numpy()), site, classes=classes)
 
 
 def reading_from_others(
@@ -160,7 +170,7 @@ def reading_from_others(
     for cache, secret in zip(caches, secrets, strict=True):
         left.add(cache, restart, case)
         told.add(WAYS[NOTHING](model, case.said(secret), case.hide), None, case)
-    read, control = (_read(pooled.stacked, labels, folds, folds == 0) for pooled in (left, told))
+    read, control = (read_by_probes(pooled.stacked, labels, folds, folds == 0) for pooled in (left, told))
     return replace(read, control=control.digits)
 
 

@@ -1,6 +1,6 @@
 """Whether the model uses what is left: asked for the secret, does it lean to the one whose cache it is given?"""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,6 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.inference.forced import asked_logits
 from kvprobe.inference.model import Model
-from kvprobe.progress import Bar
 from kvprobe.stats import SHARE, Estimate, estimate, jackknife
 from kvprobe.text.tokens import Tokens, common_length
 
@@ -46,7 +45,7 @@ class Use:
     said: Estimate
 
 
-def answers(model: Model, caches: Sequence[KVCache], secrets: Sequence[str], ask: str, lead: str) -> Answers:
+def answers(model: Model, caches: Iterable[KVCache], secrets: Sequence[str], ask: str, lead: str) -> Answers:
     """Ask under each cache for each secret.
 
     Args:
@@ -66,7 +65,7 @@ def answers(model: Model, caches: Sequence[KVCache], secrets: Sequence[str], ask
         )
     ids = torch.tensor(endings)
     log_probs, said = [], []
-    for number, cache in enumerate(Bar(caches, desc="Asking", unit="cache")):
+    for number, cache in enumerate(caches):
         (prompt,) = model.prompts(cache, ask)
         question = prompt + Tokens.of(begun[0][:shared], "answer", prompt.following)
         rows = [Tokens.of(ending, "answer", question.following) for ending in endings]

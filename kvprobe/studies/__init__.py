@@ -94,6 +94,7 @@ STUDIES = {
         "detection",
         "engines",
         "finetuned",
+        "forgetting",
     )
 }
 

@@ -1,0 +1,216 @@
+"""Conversations in which a user's message holds what must go: a code, a name, instructions, or wrong steps.
+
+Each has the segments system, T1 (small talk), turn (the user's message), reply (which does not repeat it) and T2, after
+which it is asked for. Secrets are words in the places of the message, each drawn from a few, so that probes have
+classes to read.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvprobe.errors import UserError
+from kvprobe.studies.forgetting import Kind
+from kvprobe.tasks.exchanges import talk
+from kvprobe.tasks.instructions import distinguishable
+from kvprobe.tasks.passcode import CODE_LENGTH, Context, contexts
+from kvprobe.tasks.secrets import secret
+from kvprobe.tasks.steps import REGISTERS, draw_problem, on_registers
+from kvprobe.tasks.worded_steps import in_english, question_in_english
+from kvprobe.text.chat_template import Tokenizer
+from kvprobe.text.tokens import Tokens
+from kvprobe.text.transcript import Transcript
+
+TURN, REPLY = "turn", "reply"
+"""The message that must go, and the reply that has read it."""
+DIGITS = tuple("0123456789")
+SURNAMES = 10
+RULES = 3
+DRAWS = 60
+"""Secrets that are drawn for each that is wanted, where a tokenizer joins them differently."""
+Words = tuple[str, ...]
+"""A secret: a word for each place."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A conversation, and what can stand in the places of its secret.
+
+    Attributes:
+        places: of each place, the words.
+        chat: the conversation with these words in the places.
+        ask, lead: the question for the secret, and how the answer begins.
+        answer: how it goes on.
+    """
+
+    id: str
+    kind: Kind
+    places: tuple[Words, ...]
+    chat: Callable[[Words], Transcript]
+    ask: str
+    lead: str
+    answer: Callable[[Words], str]
+
+    @property
+    def classes(self) -> int:
+        return len(self.places[0])
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A case with its secrets, which all take equally many tokens.
+
+    Attributes:
+        asked: numbers of secrets whose answers differ and take equally many tokens.
+    """
+
+    case: Case
+    secrets: tuple[Words, ...]
+    tokens: tuple[Tokens, ...]
+    asked: tuple[int, ...]
+
+    @property
+    def labels(self) -> Int[Tensor, "places secrets"]:
+        pairs = [zip(words, self.case.places, strict=True) for words in self.secrets]
+        return torch.tensor([[among.index(word) for word, among in pair] for pair in pairs]).T
+
+
+def cases(kind: Kind, count: int, tokenizer: Tokenizer, seed: int) -> list[Case]:
+    """The first so many conversations of a kind."""
+    return [_MADE[kind](number, tokenizer, seed) for number in range(count)]
+
+
+def draw(case: Case, count: int, asked: int, tokenizer: Tokenizer, rng: np.random.Generator) -> Drawn:
+    """Random secrets.
+
+    Raises:
+        UserError: too few take equally many tokens.
+    """
+    drawn: dict[Words, Tokens] = {}
+    for _ in range(DRAWS * count):
+        words = tuple(str(rng.choice(among)) for among in case.places)
+        if words not in drawn:
+            drawn[words] = case.chat(words).tokens(tokenizer)
+        if len(drawn) >= 2 * count:
+            break
+    lengths = [len(tokens) for tokens in drawn.values()]
+    common = max(set(lengths), key=lengths.count)
+    kept = [words for words, tokens in drawn.items() if len(tokens) == common][:count]
+    if len(kept) < count:
+        raise UserError(
+            f"Only {len(kept)} secrets of {case.id!r} take {common} tokens with this tokenizer; set secrets to as many."
+        )
+    return Drawn(case, tuple(kept), tuple(drawn[words] for words in kept), _asked(case, kept, asked, tokenizer))
+
+
+def _asked(case: Case, secrets: Sequence[Words], count: int, tokenizer: Tokenizer) -> tuple[int, ...]:
+    answers = [case.answer(words) for words in secrets]
+    lengths = [len(tokenizer(case.lead + text, add_special_tokens=False)["input_ids"]) for text in answers]
+    common = max(set(lengths), key=lengths.count)
+    first = {text: number for number, text in reversed([*enumerate(answers)]) if lengths[number] == common}
+    if len(first) < 2:
+        raise UserError(f"The answers of {case.id!r} do not differ with this tokenizer; use another model.")
+    return tuple(sorted(first.values())[:count])
+
+
+def _talk(context: Context, message: str, reply: str, after: Sequence[str]) -> Transcript:
+    made = talk(
+        ("system", context.system),
+        ("T1", context.chat_user, context.chat_assistant),
+        (TURN, message, reply),
+        ("T2", *after),
+    )
+    messages = [
+        replace(one, segment=REPLY) if (one.segment, one.role) == (TURN, "assistant") else one for one in made.messages
+    ]
+    return replace(made, messages=tuple(messages))
+
+
+def _told(context: Context, words: Words, joint: str) -> Transcript:
+    message = context.secret_user.replace("{code}", joint.join(words))
+    return _talk(context, message, context.secret_assistant, (context.ask_summary_2, context.summary_2))
+
+
+def _code(number: int, tokenizer: Tokenizer, seed: int) -> Case:
+    context = contexts()[number]
+    return Case(
+        f"code-{context.id}",
+        "code",
+        (DIGITS,) * CODE_LENGTH,
+        lambda words: _told(context, words, ""),
+        context.question,
+        f"{context.answer} ",
+        "".join,
+    )
+
+
+def _name(number: int, tokenizer: Tokenizer, seed: int) -> Case:
+    names = secret("name")
+    context = names.contexts[number]
+    surnames = tuple(dict.fromkeys(text.split()[1] for text in names.label_of))[:SURNAMES]
+    return Case(
+        f"name-{context.id}",
+        "name",
+        (names.target.classes, surnames),
+        lambda words: _told(context, words, " "),
+        context.question,
+        f"{context.answer} ",
+        " ".join,
+    )
+
+
+def _instruction(number: int, tokenizer: Tokenizer, seed: int) -> Case:
+    pool, talks = distinguishable(tokenizer), contexts()
+    rules = [pool[(RULES * number + place) % len(pool)] for place in range(RULES)]
+    context, later = talks[number], talks[(number + 1) % len(talks)]
+
+    def chat(words: Words) -> Transcript:
+        said = [rule.text.replace("{value}", word) for rule, word in zip(rules, words, strict=True)]
+        message = " ".join(["From now on, please keep to the following.", *said])
+        return _talk(context, message, "Understood, I will keep to that.", (later.chat_user, later.chat_assistant))
+
+    return Case(
+        f"instruction-{number}",
+        "instruction",
+        tuple(rule.values for rule in rules),
+        chat,
+        rules[0].query,
+        f"{rules[0].lead} ",
+        lambda words: words[0],
+    )
+
+
+def _steps(number: int, tokenizer: Tokenizer, seed: int) -> Case:
+    """Three steps that a user hands over, each with a random result, and the first register once more."""
+    talks = contexts()
+    rng = np.random.default_rng([seed, 2, number])
+    problem = on_registers([*REGISTERS, REGISTERS[0]], draw_problem(len(REGISTERS) + 1, rng))
+    context, later = talks[number], talks[(number + 1) % len(talks)]
+
+    def chat(words: Words) -> Transcript:
+        steps = problem.steps({place: int(word) for place, word in enumerate(words)})[: len(REGISTERS)]
+        message = f"{question_in_english(problem)} My steps so far:\n{in_english(steps)}"
+        reply = "Thank you, I have read your steps and will go on from there."
+        return _talk(context, message, reply, (later.chat_user, later.chat_assistant))
+
+    return Case(
+        f"steps-{number}",
+        "steps",
+        (DIGITS,) * len(REGISTERS),
+        chat,
+        f"Please write the next step of the sum, on {REGISTERS[0]}, in one line.",
+        f"{REGISTERS[0]}: ",
+        lambda words: words[0],
+    )
+
+
+_MADE: dict[Kind, Callable[[int, Tokenizer, int], Case]] = {
+    "code": _code,
+    "name": _name,
+    "instruction": _instruction,
+    "steps": _steps,
+}

@@ -1,0 +1,176 @@
+"""The ways to forget a message, each for many secrets at once, and what it makes the model read.
+
+What does not depend on the secret is computed once: what stands before it, other text in its place and a window after
+it, and the text that stays. Everything else is computed secret by secret, so that it is the same to the bit where
+it does not depend on the secret.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvprobe.cache.cache import KVCache
+from kvprobe.editing import erratum, replace_text, splice, steer, zero
+from kvprobe.inference.model import Model
+from kvprobe.studies.forgetting.cases import TURN, Drawn
+from kvprobe.text.tokens import Tokens, common_length
+
+NOTHING, MASK, EVICT, CLOSED, ZERO, STEERED, ERRATUM, OTHER, PLACED, RESTART = (
+    "nothing",
+    "mask",
+    "evict",
+    "re-index",
+    "zero values",
+    "steer",
+    "erratum",
+    "replace",
+    "restart in place",
+    "restart",
+)
+ALL = f"{OTHER} all"
+INSTEAD = "This message was removed by the user."
+"""What is put in a message's place."""
+CORRECTION = "Please forget my message before the last one. Act as if I had never written it, and do not use it."
+
+
+def window(slots: int) -> str:
+    """The way in which other text is put in, and so many slots after it are read again."""
+    return f"{OTHER} {slots}" if slots else OTHER
+
+
+@dataclass(frozen=True)
+class Session:
+    """A conversation in which many secrets were said, a row of the cache for each.
+
+    Attributes:
+        full: everything in view.
+        away: for each layer that stores values, the way from the mean value of the message, over secrets and slots, to
+            that of the text that may take its place.
+    """
+
+    model: Model
+    drawn: Drawn
+    full: KVCache
+    away: Float[Tensor, "layers heads numbers"] | None = None
+
+    @classmethod
+    def of(cls, model: Model, drawn: Drawn) -> "Session":
+        """Read it: once up to where secrets differ, and from there on with each."""
+        first = drawn.tokens[0]
+        cut = min(common_length(first.ids, tokens.ids) for tokens in drawn.tokens[1:])
+        before = model.prefill([first[:cut]])
+        rows = [model.extend(before, [tokens[cut:]])[0] for tokens in drawn.tokens]
+        session = cls(model, drawn, KVCache.join(rows))
+        return replace(session, away=session.towards_other())
+
+    def row(self, number: int) -> "Session":
+        """With one secret alone."""
+        return replace(self, full=self.full.rows([number]))
+
+    def read_otherwise(self, row: int) -> "Session":
+        """With one secret alone, read in two portions: what depends on it is rounded otherwise."""
+        tokens = self.drawn.tokens[row]
+        parts = tokens[: self.turn.stop], tokens[self.turn.stop :]
+        return replace(self, full=self.model.extend(self.model.prefill([parts[0]]), [parts[1]])[0])
+
+    @property
+    def turn(self) -> slice:
+        """The slots of the message."""
+        return self.drawn.tokens[0].span(TURN)
+
+    def after(self, way: str) -> KVCache:
+        """What stays: a row for each secret, or one for all of them, where no secret was read."""
+        full = self.full
+        match way:
+            case "nothing":
+                return full
+            case "mask":
+                return full.mask(TURN)
+            case "evict":
+                return full.evict(TURN)
+            case "re-index":
+                return full.evict(TURN).reindex()
+            case "zero values":
+                return zero(full, TURN)
+            case "steer" if self.away is not None:
+                return steer(full, self.away, TURN)
+            case "erratum":
+                return erratum(self.model, full, CORRECTION)
+            case "restart in place":
+                return self.read_anew(self.kept("gapped"))
+            case "restart":
+                return self.read_anew(self.kept("contiguous"))
+            case _:
+                return self._replaced(way.removeprefix(OTHER).strip() or "0")
+
+    def read_anew(self, tokens: Tokens) -> KVCache:
+        """The text that stays, from where the message stood: what is before it is kept, as engines do."""
+        place = self.turn.start
+        before = self.full.rows([0]).rewind(slots=place) if place else None
+        return self.model.extend(before, [tokens[place:]])[0]
+
+    def kept(self, mode: str, number: int = 0) -> Tokens:
+        """The tokens that stay of the conversation with this secret."""
+        case, words = self.drawn.case, self.drawn.secrets[number]
+        positions = "gapped" if mode == "gapped" else "contiguous"
+        return case.chat(words).without(TURN, mode=positions).tokens(self.model.tokenizer)
+
+    def _replaced(self, slots: str) -> KVCache:
+        one, size = self.full.rows([0]), int(slots) if slots.isdigit() else "all"
+        edited = replace_text(self.model, one, TURN, INSTEAD, window=size)
+        behind = self.rest - size if size != "all" else 0
+        if behind <= 0:
+            return edited
+        clean = edited.rewind(slots=edited.slots - behind).fork(self.full.batch)
+        return splice(clean, self._last(behind))
+
+    def _last(self, count: int) -> KVCache:
+        """The last slots of the cache."""
+        stay = torch.zeros_like(self.full.ledger.padding)
+        stay[:, -count:] = True
+        return self.full.take(*self.full.ledger.order(stay))
+
+    @property
+    def rest(self) -> int:
+        """How many slots stand after the message's text, the end of its own turn included."""
+        (text,) = self.drawn.tokens[0].text_runs(TURN)
+        return len(self.drawn.tokens[0]) - text[-1] - 1
+
+    def towards_other(self) -> Float[Tensor, "layers heads numbers"]:
+        """See `away`."""
+        other = self.after(ALL)
+        text = other.ledger.in_segments([TURN])[0]
+        pairs = [(to["V"], of["V"]) for to, of in zip(other.layers, self.full.layers, strict=True) if "V" in of]
+        return torch.stack([to[0][:, text].mean(1) - of[:, :, self.turn].mean((0, 2)) for to, of in pairs]).float()
+
+
+def reread(session: Session, way: str, cache: KVCache) -> tuple[int, int]:
+    """How many tokens the model reads for a way, after how many slots; texts before the message are kept.
+
+    Args:
+        cache: what it leaves.
+    """
+    start, rest = session.turn.start, session.rest
+    if way in (PLACED, RESTART):
+        return cache.slots - start, start
+    if way == ERRATUM:
+        return cache.slots - session.full.slots, session.full.slots
+    if not way.startswith(OTHER):
+        return 0, 0
+    (text,) = session.drawn.tokens[0].text_runs(TURN)
+    slots = way.removeprefix(OTHER).strip() or "0"
+    again = min(int(slots), rest) if slots.isdigit() else rest
+    return cache.slots - text[0] - rest + again, text[0]
+
+
+def flops(model: Model, tokens: int, after: int) -> float:
+    """Floating-point operations of reading so many tokens after so many slots, without the logits."""
+    plain = model.lanes.plain
+    embedding = plain.get_input_embeddings()
+    tied = {id(one) for one in (embedding.weight, getattr(plain.get_output_embeddings(), "weight", None))}
+    weights = sum(one.numel() for one in plain.parameters() if id(one) not in tied)
+    seen = tokens * after + tokens * (tokens + 1) / 2
+    shape = model.geometry
+    return 2.0 * weights * tokens + 4.0 * len(shape.attending) * shape.n_heads * shape.d_head * seen

@@ -1,0 +1,197 @@
+"""The forgetting study: a whole run of a tiny model, its ways against those of the library, and made-up tables."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from kvprobe.editing import replace_text
+from kvprobe.experiments.runs import Run
+from kvprobe.experiments.study import Conclusion
+from kvprobe.inference.model import Model
+from kvprobe.report.document import chat_record
+from kvprobe.studies.forgetting import Config
+from kvprobe.studies.forgetting.cases import TURN, cases, draw
+from kvprobe.studies.forgetting.collect import ways
+from kvprobe.studies.forgetting.conclude import CLEAN, concluded
+from kvprobe.studies.forgetting.study import STUDY
+from kvprobe.studies.forgetting.ways import (
+    ALL,
+    CLOSED,
+    ERRATUM,
+    EVICT,
+    INSTEAD,
+    MASK,
+    NOTHING,
+    OTHER,
+    PLACED,
+    RESTART,
+    STEERED,
+    ZERO,
+    Session,
+    flops,
+    reread,
+)
+from kvprobe.tasks.facts import conversation
+from kvprobe.tidy import chosen
+from tests.experiments.made_up import answer_of
+from tests.studies.runs import every
+from tests.tasks.made_up import FOUR_FACTS
+
+SMALL = Config(kinds=("code", "steps"), conversations=2, secrets=32, asked=2, windows=(4,), reply=2)
+MODEL = "wordy"
+HOLD = [True, True, True, False]
+
+
+def test_what_is_read_anew_leaves_nothing_and_an_untouched_cache_leaves_all(finished: Run):
+    rows: Any = finished.df()
+    assert set(rows["way"]) == set(ways(SMALL))
+    clean = rows[rows["way"].isin(CLEAN)]
+    assert (clean[["differs", "spread", "bits", "whole", "tried", "use"]] == 0).all(axis=None)
+    full: Any = chosen(rows, {"way": NOTHING})
+    assert full["read"].min() > 0.6
+    assert full["tried"].min() == 1.0
+    assert (rows[~rows["way"].isin(CLEAN)]["differs"] == 1).all()
+    assert chosen(rows, {"way": RESTART})["kl"].max() < 1e-6
+    assert chosen(rows, {"way": ALL})["kl"].max() < 1e-6
+
+
+def test_tokens_read_again_are_counted(finished: Run):
+    tokens: Any = finished.df().pivot(index="sample", columns="way", values="tokens")
+    assert (tokens[[NOTHING, STEERED, ZERO, MASK, EVICT, CLOSED]] == 0).all(axis=None)
+    assert (tokens[f"{OTHER} 4"] - tokens[OTHER] == 4).all()
+    assert (tokens[RESTART] == tokens[PLACED]).all()
+    assert (tokens[ALL] > tokens[RESTART]).all()
+    assert (tokens[ERRATUM] > 10).all()
+
+
+@pytest.fixture(scope="module")
+def session(wordy: Model) -> Session:
+    (case, *_) = cases("code", 1, wordy.tokenizer, 0)
+    return Session.of(wordy, draw(case, 10, 2, wordy.tokenizer, np.random.default_rng(0)))
+
+
+@pytest.mark.parametrize("slots", [0, 4, "all"])
+def test_other_text_for_many_secrets_is_that_of_each(session: Session, slots: Any):
+    way = OTHER if slots == 0 else f"{OTHER} {slots}"
+    many = session.after(way)
+    row = 0 if many.batch == 1 else 3
+    one = replace_text(session.model, session.full.rows([3]), TURN, INSTEAD, window=slots)
+    assert torch.equal(many.rows([row]).ledger.positions, one.ledger.positions)
+    for mine, its in zip(
+        session.model.as_seen(many.rows([row])).tensors, session.model.as_seen(one).tensors, strict=True
+    ):
+        torch.testing.assert_close(mine, its, rtol=0, atol=1e-5)
+    assert reread(session, way, one)[0] == one.slots - len(session.drawn.tokens[0]) + _forgotten(session, slots)
+
+
+def _forgotten(session: Session, slots: Any) -> int:
+    """The slots of the old text, and those after it that are read again."""
+    (text,) = session.drawn.tokens[0].text_runs(TURN)
+    return len(text) + (session.rest if slots == "all" else slots)
+
+
+def test_a_restart_from_the_kept_prefix_is_one_from_nothing(session: Session):
+    model, (words, *_) = session.model, session.drawn.secrets
+    fresh = model.prefill(session.drawn.case.chat(words).without(TURN, mode="contiguous"))
+    for mine, its in zip(session.after(RESTART).tensors, fresh.tensors, strict=True):
+        torch.testing.assert_close(mine, its, rtol=0, atol=1e-5)
+
+
+def test_operations_are_those_of_the_model(session: Session):
+    shape = session.model.geometry
+    one, two = (flops(session.model, tokens, 100) for tokens in (10, 20))
+    assert two - 2 * one == pytest.approx(4 * shape.n_layers * shape.n_heads * shape.d_head * 100)
+    weights = sum(p.numel() for name, p in session.model.lanes.plain.named_parameters() if "layers" in name)
+    assert one > 20 * weights
+
+
+@pytest.mark.parametrize("kind", ["code", "name", "instruction", "steps"])
+def test_secrets_stand_in_the_message_alone_and_move_nothing(wordy: Model, kind: Any):
+    for case in cases(kind, 2, wordy.tokenizer, 0):
+        drawn = draw(case, 32, 4, wordy.tokenizer, np.random.default_rng(1))
+        assert len({len(tokens) for tokens in drawn.tokens}) == 1
+        kept = {case.chat(words).without(TURN).tokens(wordy.tokenizer).ids for words in drawn.secrets}
+        assert len(kept) == 1
+        assert len({tokens.ids for tokens in drawn.tokens}) == 32
+        assert drawn.labels.shape == (len(case.places), 32)
+        assert len({case.answer(drawn.secrets[row]) for row in drawn.asked}) == 4
+        assert len(case.chat(drawn.secrets[0]).tokens(wordy.tokenizer).text_runs(TURN)) == 1
+
+
+CONFIG = Config()
+
+
+def made_up(read: float = 0.6, use: float = 2.0, more: float = 0.0) -> pd.DataFrame:
+    """Twenty conversations. Behind a mask `read` of the bits are left and `use` nats of 10; other text `more`."""
+    rows: Any = every(sample=range(20), way=list(ways(CONFIG)))
+    clean, full = rows["way"].isin(CLEAN), rows["way"] == NOTHING
+    wave = (rows["sample"] % 5 - 2) * 0.01
+    bits = np.where(clean, 0.0, np.where(full, 1.0, read + wave + more * rows["way"].str.startswith(OTHER)))
+    anew = rows["way"].isin([ALL, PLACED, RESTART, ERRATUM])
+    return rows.assign(
+        kind=np.array(["code", "name", "instruction", "steps"])[rows["sample"] % 4],
+        differs=np.where(clean, 0.0, 1.0),
+        spread=np.where(clean, 0.0, 0.5),
+        read=np.clip(bits, 0.1, 1.0),
+        chance=0.1,
+        blind=1 / 64,
+        bits=bits,
+        whole=np.clip(bits, 0.0, 1.0) ** 3,
+        tried=np.where(clean, 0.0, 1.0),
+        use=np.where(clean, 0.0, np.where(full, 10.0, use) + 20 * wave),
+        said=np.where(full, 1.0, 0.0),
+        tokens=np.where(anew, 60, np.where(rows["way"].str.startswith(OTHER), 20, 0)),
+        flops=1e9 * anew,
+        time=0.1 + anew,
+        kl=0.02 + wave,
+        same=0.9,
+        cosine=0.99,
+        moved=0.03 + wave,
+        apart=1e-7,
+        kept=1.0,
+    )
+
+
+def example() -> tuple[Config, Conclusion]:
+    return CONFIG, concluded(made_up(), CONFIG, _chat(), "Which?")
+
+
+def _chat() -> Any:
+    return chat_record(conversation(FOUR_FACTS[0], "b"), masked=("fact",))
+
+
+def noise(rng: np.random.Generator) -> Conclusion:
+    """Ways differ, and the model leans, by chance alone."""
+    table = made_up(use=0.0)
+    for column, size in (("bits", 0.1), ("use", 0.5)):
+        table[column] += size * rng.standard_normal(len(table))
+    return concluded(table, CONFIG, _chat(), "Which?")
+
+
+def test_planted_numbers_are_found(tmp_path: Path):
+    config, conclusion = example()
+    findings = conclusion.findings
+    assert findings.at("bits", way=MASK).mean == pytest.approx(0.6)
+    assert findings.at("used", way=EVICT).mean == pytest.approx(0.2)
+    assert findings.at("cost", way=OTHER).mean == pytest.approx(1 / 3)
+    said = answer_of(STUDY, config, conclusion, tmp_path)
+    assert "Evicted: the model still leans to the secret" in said
+    assert "It is not shown that more or less can be read" in said
+    less = concluded(made_up(more=-0.3, use=0.0), CONFIG, _chat(), "Which?")
+    said = answer_of(STUDY, config, less, tmp_path / "less")
+    assert "less can be read than from behind a mask" in said.lower()
+    assert "is not shown to lean" in said
+
+
+def test_controls_fail_where_a_restart_differs_or_nothing_is_read():
+    assert [control.holds for control in example()[1].controls] == [True] * 4
+    table = made_up()
+    table.loc[table["way"] == RESTART, "differs"] = 1.0
+    table.loc[table["way"] == NOTHING, "read"] = 0.2
+    table.loc[table["way"] == NOTHING, "said"] = 0.0
+    table["apart"] = 0.1
+    assert [control.holds for control in concluded(table, CONFIG, _chat(), "").controls] == [False] * 4
