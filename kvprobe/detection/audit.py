@@ -15,10 +15,8 @@ from torch import Tensor
 
 from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief, Table
-from kvprobe.cache.layer import shape_of
-from kvprobe.cache.parts import described
 from kvprobe.cache.stored import AnyCache, StoredCache
-from kvprobe.detection.clean import Clean, clean_of, judged_slots, scores_of
+from kvprobe.detection.clean import Clean, clean_of, judged_slots, refuse_other_shape, scores_of
 from kvprobe.detection.columns import computable, unedited
 from kvprobe.detection.scores import BLOCK, Score
 from kvprobe.errors import UserError
@@ -207,10 +205,11 @@ def _worst_place(clean: Clean, score: Score, row: int, excess: Float[Tensor, "la
     value, limit = (
         _shown(float(values[head, place]), kind) for values in (score.values, clean.allowed(score).expand_as(by_place))
     )
-    shift = None if score.shifts is None else int(score.shifts[head, place])
+    excess_there = float(by_place[head, place])
+    shift = score.shift(head, place) if score.shift is not None and excess_there > 1 else None
     slot = int(score.slots[place])
     return Unusual(
-        score.check, row, score.layer, score.part, head, slot, score.length, float(by_place[head, place]), value, limit,
+        score.check, row, score.layer, score.part, head, slot, score.length, excess_there, value, limit,
         (score.layer,), shift,
     )  # fmt: skip
 
@@ -225,14 +224,12 @@ def _shown(value: float, kind: str) -> float:
 
 
 def _refuse_foreign(model: Model, cache: AnyCache) -> None:
-    expected = model.geometry.layers
-    if len(cache.layers) != len(expected) or any(
-        shape_of(layer) != parts for layer, parts in zip(cache.layers, expected, strict=True)
-    ):
+    if len(cache.layers) != model.geometry.n_layers:
         raise UserError(
-            f"The cache has {len(cache.layers)} layers of {described((shape_of(cache.layers[0]),))}, but {model.name} "
-            f"{len(expected)} of {described(expected)}; audit a cache with the model that made it."
+            f"The cache has {len(cache.layers)} layers, but {model.name} has {model.geometry.n_layers}; audit a cache "
+            "with the model that made it."
         )
+    refuse_other_shape(model, 0, cache.layers[0])  # before anything is learnt; the others when they are read
     tokens = cache.ledger.tokens[~cache.ledger.padding]
     if not len(tokens):
         raise UserError("The cache holds no token; audit one after a text was read.")

@@ -3,13 +3,13 @@
 Three sets of texts are read. From the first come means, covariances and predictions; from the second the tails of each
 check. On the third the limits are set so that a clean cache passes them at most at the stated rate: of each cache the
 most unusual place of all checks counts, so that the rate is that of whole caches (conformal prediction; Vovk et al.
-2005). All of these caches are computed with rounded products and stored in 8 bits, as another engine would, so that
-what differs between engines raises no alarm; those of the second and third as the model itself would, too.
+2005). These caches are computed with rounded products and stored in 8 bits, as another engine would, so that what
+differs between engines raises no alarm; one in four of the second and third as the model itself would.
 """
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -24,12 +24,13 @@ from torch import Tensor
 from kvprobe.arguments import AtLeastOne, AtLeastZero, check_fields
 from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.layer import Layer, shape_of
 from kvprobe.cache.ledger import Ledger
-from kvprobe.cache.parts import ROTATED
+from kvprobe.cache.parts import ROTATED, described
 from kvprobe.cache.rotary import Rotary
 from kvprobe.cache.stored import AnyCache
 from kvprobe.detection.clean_texts import as_by_another_engine, clean_texts
-from kvprobe.detection.columns import computable, lone_columns, spot_columns, spots_of, unedited
+from kvprobe.detection.columns import computable, lone_columns, read_at_spots, spots_of, unedited
 from kvprobe.detection.scores import (
     FIRST_SLOTS,
     LayerRead,
@@ -50,7 +51,7 @@ from kvprobe.progress import Bar
 from kvprobe.stats import conformal_rank
 from kvprobe.text.tokens import Tokens
 
-FORMAT = "kvprobe-clean-2"
+FORMAT = "kvprobe-clean-3"
 BODY = 0.9
 """The share of clean places below which a score is not unusual; beyond it the tail is taken to be exponential."""
 NARROWEST = 0.05
@@ -153,16 +154,18 @@ def learn_clean(model: Model, recipe: CleanRecipe) -> Clean:
     calibrated = clean_texts(model, recipe.calibrated, recipe.longest, generator)
     sums: dict[tuple[int, str], dict[str, Tensor]] = {}
     for text in Bar(fitted, desc="Learning what clean caches hold", unit="text"):
-        for read in layer_reads(model, as_by_another_engine(model, text), 0):
-            _add(sums, read)
+        cache = as_by_another_engine(model, text)
+        reader = RowReader(model, cache.ledger, 0)
+        for number, layer in enumerate(cache.layers):
+            _add(sums, reader.read(number, layer))
     parts = tuple(
         {name: _learnt(sums[number, name]) for name in model.geometry.parts[number]}
         for number in range(model.geometry.n_layers)
     )
     by_key: dict[str, list[Score]] = {}
     scored: list[list[Score]] = []
-    for text in Bar(tailed, desc="Learning what is unusual in them", unit="text"):
-        scored += [[*scores_of(model, cache, 0, parts)] for cache in _both(model, text)]
+    for cache in _caches(model, tailed, "Learning what is unusual in them"):
+        scored.append(scores_of(model, cache, 0, parts))
     for score in chain(*scored):
         by_key.setdefault(score.key, []).append(score)
     clean = Clean(parts, {key: _tails(same) for key, same in by_key.items()}, {}, recipe)
@@ -171,22 +174,21 @@ def learn_clean(model: Model, recipe: CleanRecipe) -> Clean:
     usual = {check: _usual([of_text.get(check, 0.0) for of_text in worst]) for check in sorted({*chain(*worst)})}
     times: list[float] = []
     never = {check: max(of_text.get(check, 0.0) for of_text in worst) for check in EXACT}
-    for text in Bar(calibrated, desc="Setting limits", unit="text"):
-        found = [_worst(clean, scores_of(model, cache, 0, parts)) for cache in _both(model, text)]
-        never = {
-            check: max(before, *(of_cache.get(check, 0.0) for of_cache in found)) for check, before in never.items()
-        }
-        degrees = [value / usual[check] for one in found for check, value in one.items() if check not in EXACT]
-        times.append(max(degrees, default=0.0))
+    for cache in _caches(model, calibrated, "Setting limits"):
+        found = _worst(clean, scores_of(model, cache, 0, parts))
+        never = {check: max(before, found.get(check, 0.0)) for check, before in never.items()}
+        times.append(max((value / usual[check] for check, value in found.items() if check not in EXACT), default=0.0))
     allowed = max(1.0, sorted(times)[conformal_rank(len(times), recipe.rate) - 1])
     limits = {check: allowed * value for check, value in usual.items()}
     # What never happens in a clean cache is no matter of degree.
     return replace(clean, limits=limits | {check: max(_LEAST_LIMIT, 1 + never[check]) for check in EXACT})
 
 
-def _both(model: Model, text: Tokens) -> tuple[KVCache, KVCache]:
-    """The caches of a text, by the model itself and as by another engine."""
-    return model.prefill(text), as_by_another_engine(model, text)
+def _caches(model: Model, texts: Sequence[Tokens], doing: str) -> Iterator[KVCache]:
+    """The caches of texts: of three in four as by another engine, which is the more unusual, and of others by the model
+    itself."""
+    for number, text in enumerate(Bar(texts, desc=doing, unit="text")):
+        yield as_by_another_engine(model, text) if number % 4 else model.prefill(text)
 
 
 def _worst(clean: Clean, scores: Iterable[Score]) -> dict[str, float]:
@@ -208,57 +210,81 @@ def judged_slots(ledger: Ledger, row: int) -> Bool[Tensor, "slots"]:
     return ledger.live[:, row].any(1).all(0) & ~ledger.padding[row]
 
 
-def layer_reads(model: Model, cache: AnyCache, row: int) -> Iterator[LayerRead]:
-    """The layers of a row, one after the other, as they are scored."""
-    ledger, rotaries = cache.ledger, rotaries_by_part(model)
-    held = judged_slots(ledger, row).nonzero()[:, 0].cpu()
-    origins, tokens = ledger.origins[row].cpu(), ledger.tokens[row].cpu()
-    slots = held[origins[held] >= FIRST_SLOTS]
-    lone: list[tuple[Tensor, ...]] = []
-    if computable(model.lanes) and len(slots):
-        device = model.lanes.device
-        at = torch.zeros_like(slots) if model.lanes.can_reindex else origins[slots]
-        depth = min(2, len(cache.layers))
-        lone = [
-            tuple(p.cpu() for p in parts)
-            for parts in lone_columns(model.lanes, tokens[slots].to(device), at.to(device), depth)
-        ]
-    before: Mapping[str, Tensor] = {}
-    for number, layer in enumerate(cache.layers):
-        stored = {name: part[row : row + 1].cpu()[:, :, held] for name, part in layer.items()}
-        finite = {
-            name: part.nan_to_num(0.0, 0.0, 0.0)[:, :, origins[held] >= FIRST_SLOTS] for name, part in stored.items()
-        }
-        turned = unrotated(finite, rotaries[number], origins[slots])
-        known = {str(index): part for index, part in enumerate(part for parts in lone[: number + 1] for part in parts)}
-        predictors = known if number < len(lone) else before
-        features = features_of(predictors) if predictors else torch.zeros(len(slots), 0)
-        yield LayerRead(number, stored, held, tokens[held], turned, features, slots, origins[slots])
-        before = turned or before
+class RowReader:
+    """Reads a row of a cache for its scores, layer after layer from the first one."""
+
+    def __init__(self, model: Model, ledger: Ledger, row: int) -> None:
+        self.row, self.rotaries = row, rotaries_by_part(model)
+        held = judged_slots(ledger, row).nonzero()[:, 0].cpu()
+        origins, tokens = ledger.origins[row].cpu(), ledger.tokens[row].cpu()
+        self.held, self.tokens = held, tokens[held]
+        self.later = origins[held] >= FIRST_SLOTS
+        self.slots = held[self.later]
+        self.positions = origins[self.slots]
+        self._lone: list[tuple[Tensor, ...]] = []
+        self._before: Mapping[str, Tensor] = {}
+        if computable(model.lanes) and len(self.slots):
+            device = model.lanes.device
+            at = self.positions if not model.lanes.can_reindex else torch.zeros_like(self.slots)
+            alone = lone_columns(
+                model.lanes, tokens[self.slots].to(device), at.to(device), min(2, model.geometry.n_layers)
+            )
+            self._lone = [tuple(part.cpu() for part in parts) for parts in alone]
+
+    def read(self, number: int, layer: Layer) -> LayerRead:
+        """A layer as it is scored."""
+        stored = {name: part[self.row : self.row + 1].cpu()[:, :, self.held] for name, part in layer.items()}
+        finite = {name: part.nan_to_num(0.0, 0.0, 0.0)[:, :, self.later] for name, part in stored.items()}
+        turned = unrotated(finite, self.rotaries[number], self.positions)
+        lone = [part for parts in self._lone[: number + 1] for part in parts]
+        known = dict(zip(map(str, range(len(lone))), lone, strict=True))
+        predictors = known if number < len(self._lone) else self._before
+        features = features_of(predictors) if predictors else torch.zeros(len(self.slots), 0)
+        self._before = turned or self._before
+        return LayerRead(number, stored, self.held, self.tokens, turned, features, self.slots, self.positions)
 
 
-def scores_of(
-    model: Model, cache: AnyCache, row: int, parts: tuple[Mapping[str, Learnt], ...], spots: bool = True
-) -> Iterator[Score]:
-    """All scores of a row, layer by layer; then those of columns that are computed anew."""
-    rotaries = rotaries_by_part(model)
-    broken = False
-    for read in layer_reads(model, cache, row):
-        for score in plain_scores(read) if len(read.held) else ():
-            broken = broken or (score.check == "finite" and bool(score.values.any()))
-            yield score
-        if len(read.slots):
-            yield from learnt_scores(read, parts[read.number], rotaries[read.number])
+def scores_of(model: Model, cache: AnyCache, row: int, parts: tuple[Mapping[str, Learnt], ...]) -> list[Score]:
+    """All scores of a row, those of columns that are computed anew among them. Each layer is read once.
+
+    Raises:
+        UserError: a layer is not of the model's shape.
+    """
+    reader, scores, done = RowReader(model, cache.ledger, row), list[Score](), list[int]()
     first = unedited(cache.ledger, row) if computable(model.lanes) else 0
-    if not first or broken:
-        return
     chosen = spots_of(first)
-    columns = spot_columns(model.lanes, cache, row, chosen)
-    for number, (layer, anew) in enumerate(zip(cache.layers, columns, strict=True)):
-        for (name, part), right in zip(layer.items(), anew, strict=True):
+
+    def scored(number: int, anew: Sequence[Tensor] = ()) -> Layer | None:
+        """The layer, once it is scored; None where numbers are not finite, from which nothing is computed anew."""
+        layer = cache.layers[number]
+        refuse_other_shape(model, number, layer)
+        done.append(number)
+        read = reader.read(number, layer)
+        new = list(plain_scores(read)) if len(read.held) else []
+        if len(read.slots):
+            new += learnt_scores(read, parts[number], reader.rotaries[number])
+        scores.extend(new)
+        if any(score.check == "finite" and bool(score.values.any()) for score in new):
+            return None
+        for (name, part), right in zip(layer.items(), anew, strict=False):
             stored = part[row][:, chosen].to(right.device).float()
             apart = (stored - right).norm(dim=-1) / right.norm(dim=-1).clamp_min(1e-6)
-            yield Score("computed anew", number, name, apart.clamp_min(1e-6).log().cpu(), torch.tensor(chosen))
+            scores.append(Score("computed anew", number, name, apart.clamp_min(1e-6).log().cpu(), torch.tensor(chosen)))
+        return layer
+
+    if first:
+        read_at_spots(model.lanes, cache.ledger, row, chosen, scored)
+    for number in range(len(done), len(cache.layers)):
+        scored(number)
+    return scores
+
+
+def refuse_other_shape(model: Model, number: int, layer: Layer) -> None:
+    if (shape := shape_of(layer)) != (expected := model.geometry.layers[number]):
+        raise UserError(
+            f"Layer {number} of the cache holds {described((shape,))}, but that of {model.name} "
+            f"{described((expected,))}; audit a cache with the model that made it."
+        )
 
 
 def rotaries_by_part(model: Model) -> tuple[Mapping[str, Rotary | None], ...]:

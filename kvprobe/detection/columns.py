@@ -6,15 +6,17 @@ computed anew from the cache equals the stored one, unless this or one before wa
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvprobe.cache.layer import Layer
 from kvprobe.cache.ledger import Ledger
-from kvprobe.cache.stored import AnyCache
 from kvprobe.inference.forward import new_slots
 from kvprobe.models.gate import FIRST_REACH, FIRST_ROWS
 from kvprobe.models.hf_cache import CacheLayer, past_key_values
@@ -29,13 +31,16 @@ class _EnoughError(Exception):
     """The layers that were wanted are computed."""
 
 
-class _Watching(CacheLayer):
-    """A layer that holds what `read` gives when it is attended to, and keeps what is added to it."""
+Pair = tuple[Tensor, Tensor]
 
-    def __init__(self, read: Callable[[], Sequence[Tensor]] | None, slots: int, last: bool = False) -> None:
+
+class _Watching(CacheLayer):
+    """A layer that holds what `read` gives for what is added to it, and keeps what is added."""
+
+    def __init__(self, read: Callable[[Pair], Sequence[Tensor] | None] | None, slots: int, last: bool = False) -> None:
         super().__init__()
         self.read, self.slots, self.last = read, slots, last
-        self.added: tuple[Tensor, Tensor] | None = None
+        self.added: Pair | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -45,9 +50,11 @@ class _Watching(CacheLayer):
             raise _EnoughError
         if self.read is None:
             return self.added
+        before = self.read(self.added)
+        if before is None:
+            raise _EnoughError
         keys, values = (
-            torch.cat([held.expand(len(new), -1, -1, -1), new], 2)
-            for held, new in zip(self.read(), self.added, strict=True)
+            torch.cat([held.expand(len(new), -1, -1, -1), new], 2) for held, new in zip(before, self.added, strict=True)
         )
         return keys, values
 
@@ -70,11 +77,8 @@ def lone_columns(
         ledger = new_slots([Tokens.of(some[0].tolist())], lanes.device)
         ledger = replace(ledger, positions=some[1][None], origins=some[1][None], live=ledger.live & False)
         layers = [_Watching(None, 0, number == depth - 1) for number in range(lanes.geometry.n_layers)]
-        try:
-            with torch.no_grad():
-                lanes.forward(some[:1], ledger, past_key_values(layers), logits_to_keep=1)
-        except _EnoughError:
-            pass
+        with torch.no_grad(), suppress(_EnoughError):
+            lanes.forward(some[:1], ledger, past_key_values(layers), logits_to_keep=1)
         chunks.append([tuple(part[0].float() for part in layer.added or ()) for layer in layers[:depth]])
     return [
         tuple(torch.cat(parts, 1)[:, where] for parts in zip(*(chunk[layer] for chunk in chunks), strict=True))
@@ -98,22 +102,32 @@ def spots_of(slots: int) -> list[int]:
     return sorted(slot for slot in chosen if 0 <= slot < slots)
 
 
-def spot_columns(
-    lanes: Lanes, cache: AnyCache, row: int, spots: Sequence[int]
-) -> list[tuple[Float[Tensor, "heads spots d"], ...]]:
-    """The parts of each layer at these slots of a row, computed from the slots before them; one layer is in memory at a
-    time."""
-    ledger, device, last = cache.ledger, lanes.device, max(spots)
+def read_at_spots(
+    lanes: Lanes,
+    ledger: Ledger,
+    row: int,
+    spots: Sequence[int],
+    layer: Callable[[int, Sequence[Float[Tensor, "heads spots d"]]], Layer | None],
+) -> None:
+    """Compute the parts of each layer at these slots of a row anew, from the slots before them.
+
+    Args:
+        layer: gives the stored layer of a number, once, when the model comes to it; it is handed what was computed
+            there. None ends the reading.
+    """
+    device, last = lanes.device, max(spots)
     at = torch.tensor(spots, device=device)
     before = ledger.rows(torch.full((len(spots),), row)).to(device)
     before = before.take(torch.arange(last, device=device).expand(len(spots), -1), before.padding[:, :last])
     before = replace(before, live=before.live & (torch.arange(last, device=device) < at[:, None])[None, :, None])
     new = new_slots([Tokens.of([int(ledger.tokens[row, slot])], start=slot) for slot in spots], device)
 
-    def read(number: int) -> Callable[[], Sequence[Tensor]]:
-        return lambda: [part[row : row + 1, :, :last].to(device, lanes.dtype) for part in cache.layers[number].values()]
+    def read(number: int, added: Pair) -> Sequence[Tensor] | None:
+        held = layer(number, [part[:, :, 0].transpose(0, 1).float() for part in added])
+        if held is None:
+            return None
+        return [part[row : row + 1, :, :last].to(device, lanes.dtype) for part in held.values()]
 
-    layers: list[Any] = [_Watching(read(number), last) for number in range(len(cache.layers))]
-    with torch.no_grad():
+    layers: list[Any] = [_Watching(partial(read, number), last) for number in range(lanes.geometry.n_layers)]
+    with torch.no_grad(), suppress(_EnoughError):
         lanes.forward(new.tokens, before.append(new), past_key_values(layers), logits_to_keep=1)
-    return [tuple(part[:, :, 0].transpose(0, 1).float() for part in layer.added or ()) for layer in layers]

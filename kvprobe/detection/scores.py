@@ -1,9 +1,10 @@
 """How unusual each place of a cache is, layer by layer: raw scores, before anything is said about what is too much."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -18,9 +19,9 @@ MOST_FEATURES = 512
 """Numbers by which a layer is predicted; of more, so many random mixtures."""
 SHIFTS = tuple(sign * 2**power for power in range(11) for sign in (1, -1))
 FARTHEST_SHIFT = 2048
-_MISPLACED = 0.3
-"""From this score on, each shift is tried."""
 _STEP = BLOCK // 2
+_AT_ONCE = 2**21
+"""Numbers of keys that are rotated at once."""
 _TINY = 1e-30
 
 Learnt = Mapping[str, Tensor]
@@ -34,7 +35,7 @@ class Score:
     Attributes:
         slots: the first slot of each place.
         length: slots in a place.
-        shifts: for the check of positions, the shift that explains each place best.
+        shift: for the check of positions, gives the shift that explains a place best, by its head and its number.
     """
 
     check: str
@@ -43,7 +44,7 @@ class Score:
     values: Float[Tensor, "heads places"]
     slots: Int[Tensor, "places"]
     length: int = 1
-    shifts: Int[Tensor, "heads places"] | None = None
+    shift: Callable[[int, int], int] | None = None
 
     @property
     def key(self) -> str:
@@ -150,27 +151,25 @@ def _positions(read: LayerRead, part: str, learnt: Learnt, rotary: Rotary, start
     keys = read.unrotated[part][:, slots.flatten()]
     expected = (learnt["mean"][:, None] + prediction(read.features, learnt))[:, slots.flatten()]
 
-    def distances(keys: Tensor, expected: Tensor, rest: Tensor, shifts: list[int]) -> Tensor:
+    def distances(keys: Tensor, expected: Tensor, rest: Tensor, shifts: Sequence[int]) -> Tensor:
         """[shifts, heads, blocks]"""
-        zero = torch.zeros(1, 1, dtype=torch.long, device=keys.device)
-        moved = (Rotation.between(rotary, zero + shift, zero).of(keys[None])[0] for shift in shifts)
-        return torch.stack(
-            [((one - expected) @ rest).square().mean(-1).unflatten(1, (-1, BLOCK)).mean(-1) for one in moved]
-        )
+        parts: list[Tensor] = []
+        for some in torch.tensor(shifts, device=keys.device)[:, None].split(max(1, _AT_ONCE // keys.numel())):
+            turn = Rotation.between(rotary, some, torch.zeros_like(some))
+            off = turn.of(keys[None].expand(len(some), -1, -1, -1)) - expected
+            white = einsum(off, rest, "shift head slot d, head d e -> shift head slot e")
+            parts.append(white.square().mean(-1).unflatten(2, (-1, BLOCK)).mean(-1))
+        return torch.cat(parts)
 
     apart = distances(keys, expected, learnt["rest"], [0, *SHIFTS]).clamp_min(_TINY).log()
-    best, index = (apart[0] - apart[1:]).max(0)
-    shifts = torch.tensor(SHIFTS, device=best.device)[index]
-    if float(best.max()) > _MISPLACED:
-        head, block = divmod(int(best.argmax()), len(starts))
-        inside = slice(block * BLOCK, (block + 1) * BLOCK)
+    best = (apart[0] - apart[1:]).amax(0)
+
+    def nearest(head: int, block: int) -> int:
+        one, inside = slice(head, head + 1), slice(block * BLOCK, (block + 1) * BLOCK)
         every = [shift for shift in range(-FARTHEST_SHIFT, FARTHEST_SHIFT + 1) if shift]
-        fine = distances(
-            keys[head : head + 1, inside], expected[head : head + 1, inside], learnt["rest"][head : head + 1], every
-        )[:, 0, 0]
-        shifts[head, block] = every[int(fine.argmin())]
-        best[head, block] = apart[0, head, block] - fine.min().clamp_min(_TINY).log()
-    return Score("position", read.number, part, best, read.slots[starts], BLOCK, shifts)
+        return every[int(distances(keys[one, inside], expected[one, inside], learnt["rest"][one], every).argmin())]
+
+    return Score("position", read.number, part, best, read.slots[starts], BLOCK, nearest)
 
 
 def _blocks(slots: int) -> Int[Tensor, "blocks"]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -11,12 +12,14 @@ import pytest
 import torch
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.layer import Layer
+from kvprobe.cache.stored import LazyLayers, StoredCache
 from kvprobe.detection import clean as learning
 from kvprobe.detection.audit import audit
 from kvprobe.detection.bits import in_q8
 from kvprobe.detection.clean import Clean, CleanRecipe, clean_of, learn_clean, load_clean, save_clean
 from kvprobe.detection.clean_texts import as_by_another_engine, clean_texts
-from kvprobe.detection.columns import lone_columns, spot_columns
+from kvprobe.detection.columns import lone_columns, read_at_spots
 from kvprobe.detection.scores import Score
 from kvprobe.faults import BitFlips, Draws, NotANumber, PositionShift, Scope, Zeros
 from kvprobe.inference.model import Model
@@ -52,14 +55,37 @@ def cache(tiny: Model) -> KVCache:
 
 def test_a_slot_computed_anew_and_a_token_alone_equal_what_the_cache_holds(tiny: Model, cache: KVCache):
     spots = [0, 7, 30, 39]
-    anew = spot_columns(tiny.lanes, cache, 0, spots)
-    for layer, parts in zip(cache.layers, anew, strict=True):
-        for part, right in zip(layer.values(), parts, strict=True):
+    numbers: list[int] = []
+
+    def same(number: int, anew: Sequence[torch.Tensor]) -> Layer:
+        numbers.append(number)
+        for part, right in zip(cache.layers[number].values(), anew, strict=True):
             assert torch.allclose(part[0][:, spots], right, atol=1e-5)
+        return cache.layers[number]
+
+    read_at_spots(tiny.lanes, cache.ledger, 0, spots, same)
+    assert numbers == list(range(cache.n_layers))
     positions = cache.ledger.origins[0]
     lone = lone_columns(tiny.lanes, cache.ledger.tokens[0], positions, 1)[0]
     for part, right in zip(cache.layers[0].values(), lone, strict=True):
         assert torch.allclose(part[0], right, atol=1e-5)
+
+
+def test_each_layer_of_a_file_is_read_once_and_the_first_also_for_its_shape(tiny: Model, clean: Clean, cache: KVCache):
+    reads: list[int] = []
+
+    infinite = cache.corrupt(NotANumber(scope=Scope(layers=(0,), slots=range(3), parts="k")))
+    for held in (cache, infinite):
+
+        def read(number: int, held: KVCache = held) -> Layer:
+            reads.append(number)
+            return held.layers[number]
+
+        stored = StoredCache(LazyLayers(cache.n_layers, read), cache.ledger, "a file")
+        reads.clear()
+        found = audit(tiny, stored, clean)
+        assert found.as_mapping() == audit(tiny, held, clean).as_mapping() | {"cache": "a file"}
+        assert sorted(reads) == [0, *range(cache.n_layers)]
 
 
 def test_clean_caches_pass_also_by_another_engine(tiny: Model, clean: Clean):
