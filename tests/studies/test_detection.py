@@ -8,9 +8,10 @@ import pandas as pd
 import pytest
 
 from kvprobe.detection import scores
+from kvprobe.detection.clean import CleanRecipe
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
-from kvprobe.studies.detection import COARSE, ROUNDING, Config
+from kvprobe.studies.detection import COARSE, ROUNDING, Config, collect
 from kvprobe.studies.detection.collect import LOUD
 from kvprobe.studies.detection.conclude import DETECTORS, PAIRS, concluded, threshold, verdicts
 from kvprobe.studies.detection.study import STUDY
@@ -19,15 +20,18 @@ from tests.experiments.made_up import answer_of
 from tests.studies.runs import every
 
 BUGS = ("vllm-45357", "flash-attention-1745", "llama-cpp-3825")
-SMALL = Config(samples=2, benign=2, alarms=20.0, bugs=BUGS, sizes=("spot", "reported"), tokens=4, learnt=12)
+SMALL = Config(samples=2, benign=2, alarms=20.0, bugs=BUGS, sizes=("spot", "reported"), tokens=4)
 MODEL, HOLD = "wordy", [True]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_far_shift() -> Iterator[None]:
-    """An audit searches thousands of positions where keys fit badly, and those of a random model do everywhere."""
+def short_audit() -> Iterator[None]:
+    """Learns from a few short texts; and does not search thousands of positions where keys fit badly, as those of a
+    random model do everywhere."""
+    few = CleanRecipe(fitted=4, tailed=2, calibrated=2, longest=48, rate=0.34)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scores, "_MISPLACED", float("inf"))
+        patch.setattr(collect, "recipe", lambda texts: few)
         yield
 
 
