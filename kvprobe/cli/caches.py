@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 from cyclopts import Parameter
 
@@ -100,7 +100,13 @@ def canary(
     api: Annotated[
         Literal["llama", "openai"], Parameter(help="llama-server's own, or OpenAI's /v1/completions (vLLM, SGLang …).")
     ] = "llama",
-    model: Annotated[str | None, Parameter(help="By its name at an OpenAI endpoint; the first by default.")] = None,
+    model: Annotated[
+        str | None,
+        Parameter(help="By its name at an OpenAI endpoint, the first by default; or what reads --dumps again."),
+    ] = None,
+    dumps: Annotated[
+        Path | None, Parameter(help="A folder of caches that an engine dumped, those without reuse first by name.")
+    ] = None,
     module: Annotated[
         str | None, Parameter(help="FILE.py:FUNCTION, which returns a target of your own, instead of a URL.")
     ] = None,
@@ -112,9 +118,11 @@ def canary(
     json: Annotated[bool, Parameter(help="Print all that was found for a program.", negative="")] = False,
     out: Annotated[Path, Parameter(help="The page.")] = Path("canary.html"),
 ) -> None:
-    """Test the cache of a running engine; exit code 1 if it fails."""
-    if (url is None) == (module is None):
-        raise UserError("Give --url of a running engine or --module, and not both.")
+    """Test the cache of a running engine, or caches that one dumped; exit code 1 if it fails."""
+    if [url, module, dumps].count(None) != 2:
+        raise UserError("Give one of --url of a running engine, --module and --dumps.")
+    if dumps is not None:
+        _end_of_dumps(dumps, model, json)
     from kvprobe.detection.canary import ScriptSizes, llama_server, openai_endpoint
     from kvprobe.detection.canary import canary as run_canary
     from kvprobe.report.views.canary import canary_lines, save_canary
@@ -131,13 +139,23 @@ def canary(
     result = run_canary(target, sizes=sizes, seed=seed)
     save_canary(result, out)
     if json:
-        from json import dumps
+        from json import dumps as written
 
-        print(dumps(result.record(), indent=2))
+        print(written(result.record(), indent=2))
     else:
         print("\n".join(canary_lines(result)), f"\nPage: {out}", sep="\n")
     if result.failed:
         sys.exit(1)
+
+
+def _end_of_dumps(folder: Path, model: str | None, json: bool) -> NoReturn:
+    if model is not None:
+        check_source(model)
+    from kvprobe.detection.canary import canary_of_dumps
+    from kvprobe.inference.model import load
+
+    found = canary_of_dumps(folder, None if model is None else load(model))
+    end(found, bool(found.failed), json, None, lambda _, path: path)
 
 
 def _made_by(named: str) -> object:

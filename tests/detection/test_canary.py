@@ -157,7 +157,7 @@ def test_the_command_exits_with_0_1_or_2(tmp_path: Path, capsys: pytest.CaptureF
     assert "smallest: " in capsys.readouterr().out
     with pytest.raises(UserError, match="no file"):
         app(["canary", "--module", "no.py:sound"], exit_on_error=False)
-    with pytest.raises(UserError, match="not both"):
+    with pytest.raises(UserError, match="Give one of"):
         app(["canary"], exit_on_error=False)
 
 
