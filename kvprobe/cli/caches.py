@@ -118,7 +118,7 @@ def canary(
     json: Annotated[bool, Parameter(help="Print all that was found for a program.", negative="")] = False,
     out: Annotated[Path, Parameter(help="The page.")] = Path("canary.html"),
 ) -> None:
-    """Test the cache of a running engine, or caches that one dumped; exit code 1 if it fails."""
+    """Test the cache of an engine, running or dumped; exit code 1 if it fails."""
     if [url, module, dumps].count(None) != 2:
         raise UserError("Give one of --url of a running engine, --module and --dumps.")
     if dumps is not None:
