@@ -146,8 +146,8 @@ class Model(Brief):
         Args:
             adapter: a name that `kvprobe ls` shows, a folder or a hub id; the base that it names is not looked at.
         """
-        plain = adapted(self.lanes.plain, adapter)
-        return Model(Lanes(plain, self.tokenizer), f"{self.name} with {os.fspath(adapter)}")
+        lanes = Lanes(adapted(self.lanes.plain, adapter), self.tokenizer).proved_as(self.lanes)
+        return Model(lanes, f"{self.name} with {os.fspath(adapter)}")
 
     def tokens(self, text: Readable) -> list[Tokens]:
         """One run of tokens per row, of texts (each after the tokenizer's own start token) or conversations."""

@@ -40,6 +40,13 @@ class Lanes(UnprovedLanes):
     _queries: int = FIRST_REACH
     _masked_queries: int = FIRST_REACH
 
+    def proved_as(self, others: "Lanes") -> "Lanes":
+        """These lanes. They are of the same modules as others, with other weights, so that what the gate proved of the
+        plain lane of those holds here too."""
+        names = ("masks_by_head", "attention_proved", "_slots", "_positions", "_rows", "_queries", "_masked_queries")
+        vars(self).update({name: vars(others)[name] for name in names if name in vars(others)})
+        return self
+
     @property
     def hooked(self) -> Hooked:
         """The hooked lane, built and proved equal to the plain one when first needed.

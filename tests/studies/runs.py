@@ -1,7 +1,7 @@
 """What the tests of studies share: whole runs on a model in hand, that stop midway and go on."""
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,12 @@ from kvprobe.studies import find
 
 
 def whole_run(
-    study: Study[Any], config: Settings, model: Model, folder: Path, hold: list[bool], undrawn: Collection[str] = ()
+    study: Study[Any],
+    config: Settings,
+    model: Model,
+    folder: Path,
+    hold: Sequence[bool | None],
+    undrawn: Collection[str] = (),
 ) -> Run:
     """A run that is interrupted after the first part of each of its stages and started again.
 
@@ -27,7 +32,7 @@ def whole_run(
     and figures are drawn.
 
     Args:
-        hold: whether each control does; some ask for more than a tiny model can do.
+        hold: whether each control does, or None where it is none; some ask for more than a tiny model can do.
         undrawn: figures that have nothing to show.
     """
     written: Counter[str] = Counter()
@@ -52,7 +57,7 @@ def whole_run(
                 conclusion = Conclusion.of(run.metrics)
                 again = study.conclude(run.tables(), replace(config, model=model.name), model).findings
                 pd.testing.assert_frame_equal(again.frame(), conclusion.findings.frame(), check_dtype=False)
-                assert [control.holds for control in conclusion.controls] == hold
+                assert [control.holds for control in conclusion.controls] == [*hold]
                 assert_figures(run, *({figure.file for figure in study.figures}.difference(undrawn)))
                 return run
 

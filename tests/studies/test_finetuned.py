@@ -24,7 +24,7 @@ from tests.studies.runs import whole_run
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return llama(tokenizer=tiny_tokenizer())
+    return llama(tokenizer=tiny_tokenizer(), num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def config(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 @pytest.fixture(scope="module")
 def finished(model: Model, config: Config, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return whole_run(STUDY, config, model, tmp_path_factory.mktemp("runs"), [True, True, True, True, False])
+    return whole_run(STUDY, config, model, tmp_path_factory.mktemp("runs"), [True, True, True, True, None])
 
 
 def test_numbers_are_those_of_reading_by_hand(model: Model, config: Config, finished: Run):

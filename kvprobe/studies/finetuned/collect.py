@@ -44,6 +44,8 @@ PARTS = ("K", "V", "KV")
 ITSELF, SHUFFLED, OTHER, LONE, SUM = "itself", "shuffled", "other", "none", "sum"
 """Controls: the base's own cache; that of a fine-tune whose changes have their rows shuffled, so that each is of the
 same norm; that of another behaviour's fine-tune. Of weights: nothing changed; everything."""
+LONGEST = 128
+"""Tokens of a conversation, about."""
 ROWS = 32
 """Caches that are read at once."""
 
@@ -119,6 +121,7 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
 def finetune(model: Model, config: Config, behaviour: Behaviour) -> FineTune:
     """The models of one behaviour, which share their weights where they agree."""
     plain = model.lanes.plain
+    model.lanes.prove(LONGEST, LONGEST, queries=LONGEST, rows=ROWS)  # once for all
     changes = changes_of(plain, folder_of_adapter(config, behaviour))
     other = next(name for name in BEHAVIOURS if name != behaviour)
     generator = torch.Generator().manual_seed(config.seed)
@@ -131,7 +134,7 @@ def finetune(model: Model, config: Config, behaviour: Behaviour) -> FineTune:
     }.items():
         twin = sharing(plain)
         add_changes(twin, added)
-        models[name] = Model(Lanes(twin, model.tokenizer), f"{model.name}, {name}")
+        models[name] = Model(Lanes(twin, model.tokenizer).proved_as(model.lanes), f"{model.name}, {name}")
     return FineTune(models, changes, {name: sharing(models[name].lanes.plain) for name in WHO})
 
 

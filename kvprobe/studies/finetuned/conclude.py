@@ -121,8 +121,11 @@ def controls_of(table: Rows, findings: Findings) -> Iterator[Control]:
     yield Control(f"All slots patched at once are the other's cache handed over: to {same:.1e} nats.", same <= SAME)
     shares = [finding.value for finding in findings.where("control", place=SHUFFLED)]
     largest = max((max(map(abs, (share.low, share.high))) for share in shares), default=np.nan)
+    if not np.isfinite(largest):
+        yield Control("Too few conversations to say how far the cache of shuffled changes moves the base.", None)
+        return
     yield Control(
         "The cache of a fine-tune with shuffled changes of the same norm moves the base by at most "
         f"{largest:.0%} of the way to the fine-tune, at the far end of its interval.",
-        largest < 0.25 if np.isfinite(largest) else None,
+        largest < 0.25,
     )
