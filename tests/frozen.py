@@ -59,6 +59,7 @@ MODULES = {
     "detection": "test_detection",
     "engines": "test_engines",
     "forgetting": "test_forgetting",
+    "compose": "test_compose",
 }
 """Where each study's tiny run is."""
 AROUND = {

@@ -95,6 +95,7 @@ STUDIES = {
         "engines",
         "finetuned",
         "forgetting",
+        "compose",
     )
 }
 
