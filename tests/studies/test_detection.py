@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvprobe.detection import scores
 from kvprobe.detection.clean import CleanRecipe
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
@@ -26,11 +25,9 @@ MODEL, HOLD = "wordy", [True]
 
 @pytest.fixture(scope="module", autouse=True)
 def short_audit() -> Iterator[None]:
-    """Learns from a few short texts; and does not search thousands of positions where keys fit badly, as those of a
-    random model do everywhere."""
+    """Learns from a few short texts."""
     few = CleanRecipe(fitted=4, tailed=2, calibrated=2, longest=48, rate=0.34)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scores, "_MISPLACED", float("inf"))
         patch.setattr(collect, "recipe", lambda texts: few)
         yield
 

@@ -96,11 +96,11 @@ SEEN: tuple[Estimand, ...] = (
     Pooled(name="seen_by_kind", of="seen", by=("detector", "pairs", "size", "kind"), within=SHARE),
     Pooled(name="seen_by_bug", of="seen", by=("detector", "pairs", "size", "bug"), within=SHARE),
     Pooled(name="seen_by_base", of="seen", by=("detector", "pairs", "base"), within=SHARE),
-    Pooled(name="seen_by_move", of="seen", by=("detector", "pairs", "moved"), within=SHARE),
     Pooled(name="seen_where_it_matters", of="seen", by=("detector", "pairs", "size"), where={"matters": True},
            within=SHARE),
     Pooled(name="seen_in_silence", of="seen", by=("detector", "pairs"), where={"silent": True}, within=SHARE),
 )  # fmt: skip
+BY_MOVE = (Pooled(name="seen_by_move", of="seen", by=("detector", "pairs", "moved"), within=SHARE),)
 PLACED: tuple[Estimand, ...] = (
     Pooled(name="layer_right", of="layer_right", by=("detector", "pairs", "size"), within=SHARE),
     Pooled(name="block_right", of="block_right", by=("detector", "pairs", "size"), within=SHARE),
@@ -148,8 +148,8 @@ def concluded(table: Rows, config: Config) -> Conclusion:
     caches = rounding[rounding["detector"] == "hash"]
     own = sound[(sound["detector"] == "hash") & (sound["pairs"] == "8 bits too")]
     findings = measure(
-        sound, ALARMS, (own, OWN), (wrong, (*SEEN, *AHEAD)), (placed(wrong), PLACED), (rounding, ALONE),
-        (caches, OF_CACHES),
+        sound, ALARMS, (own, OWN), (wrong, (*SEEN, *AHEAD)), (wrong.sort_values("logprob", kind="stable"), BY_MOVE),
+        (placed(wrong), PLACED), (rounding, ALONE), (caches, OF_CACHES),
     )  # fmt: skip
     for name in MOVES:
         findings.number("moves", (caches["moved"] == name).sum(), moved=name)
