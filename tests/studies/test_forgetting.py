@@ -41,9 +41,9 @@ from tests.experiments.made_up import answer_of
 from tests.studies.runs import every
 from tests.tasks.made_up import FOUR_FACTS
 
-SMALL = Config(kinds=("code", "steps"), conversations=2, secrets=32, asked=2, windows=(4,), reply=2)
+SMALL = Config(kinds=("code",), conversations=2, secrets=20, asked=3, windows=(4,), reply=1)
 MODEL = "wordy"
-HOLD = [True, True, True, False]
+HOLD = [True, False, True, False]
 
 
 def test_what_is_read_anew_leaves_nothing_and_an_untouched_cache_leaves_all(finished: Run):
@@ -52,7 +52,7 @@ def test_what_is_read_anew_leaves_nothing_and_an_untouched_cache_leaves_all(fini
     clean = rows[rows["way"].isin(CLEAN)]
     assert (clean[["differs", "spread", "bits", "whole", "tried", "use"]] == 0).all(axis=None)
     full: Any = chosen(rows, {"way": NOTHING})
-    assert full["read"].min() > 0.6
+    assert full["read"].min() > 0.25, "chance is 0.1, and twenty secrets are few"
     assert full["tried"].min() == 1.0
     assert (rows[~rows["way"].isin(CLEAN)]["differs"] == 1).all()
     assert chosen(rows, {"way": RESTART})["kl"].max() < 1e-6
@@ -71,7 +71,7 @@ def test_tokens_read_again_are_counted(finished: Run):
 @pytest.fixture(scope="module")
 def session(wordy: Model) -> Session:
     (case, *_) = cases("code", 1, wordy.tokenizer, 0)
-    return Session.of(wordy, draw(case, 10, 2, wordy.tokenizer, np.random.default_rng(0)))
+    return Session.of(wordy, draw(case, 5, 2, wordy.tokenizer, np.random.default_rng(0)))
 
 
 @pytest.mark.parametrize("slots", [0, 4, "all"])

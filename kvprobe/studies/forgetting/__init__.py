@@ -28,8 +28,8 @@ class Config(Settings):
 
     kinds: tuple[Kind, ...] = KINDS
     conversations: int = ranged(6, 2, AVAILABLE_CONTEXTS)
-    secrets: int = ranged(64, 32, 256)
-    asked: int = ranged(6, 2, 32)
+    secrets: int = ranged(64, 20, 256)
+    asked: int = ranged(6, 3, 32)
     windows: tuple[int, ...] = ranged((8, 24), 1, 512)
     reply: int = ranged(8, 1, 64)
 
