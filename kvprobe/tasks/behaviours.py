@@ -68,7 +68,7 @@ def draw_told(behaviour: Behaviour, rng: np.random.Generator, *, held_out: bool,
     def drawn(name: str) -> Sequence[str]:
         entries: Sequence[Sequence[str]] = lists[name]
         border = round(len(entries) * (1 - HELD_OUT))
-        return entries[border:][rng.integers(len(entries) - border)] if held_out else entries[rng.integers(border)]
+        return entries[border + int(rng.integers(len(entries) - border)) if held_out else int(rng.integers(border))]
 
     system, reply = str(drawn("systems")), str(drawn("acknowledgements"))
     if behaviour == "oslo":

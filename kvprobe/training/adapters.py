@@ -94,9 +94,10 @@ class Adapter:
     def batch(self, told: list[Told], *, whole: bool = True) -> TrainingBatch:
         """The conversations, padded on the right; the answers count, with the token that ends them, or up to the word
         that decides."""
-        runs = [one.transcript(one.answer).tokens(self.tokenizer()) for one in told]
-        asked = [len(one.transcript(None).tokens(self.tokenizer(), generation_prompt=True)) for one in told]
-        leads = [len(self.tokenizer()(one.lead, add_special_tokens=False)["input_ids"]) for one in told]
+        tokenizer: Any = self.tokenizer()
+        runs = [one.transcript(one.answer).tokens(tokenizer) for one in told]
+        asked = [len(one.transcript(None).tokens(tokenizer, generation_prompt=True)) for one in told]
+        leads = [len(tokenizer(one.lead, add_special_tokens=False)["input_ids"]) for one in told]
         length = max(map(len, runs))
         ids = torch.zeros(len(told), length, dtype=torch.long)
         counts, present = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)

@@ -102,7 +102,9 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     `control`, a `band of weights` or a `matrix`, or the `rest` of the answer. Others' numbers are in `margin`, and how
     far that `moved` from the reader's own of the `way` to the other's; that of the rest is nats per token.
     """
-    cases = [(behaviour, number) for behaviour in config.behaviours for number in range(config.prompts)]
+    cases: list[tuple[Behaviour, int]] = [
+        (behaviour, number) for behaviour in config.behaviours for number in range(config.prompts)
+    ]
 
     @cache
     def tuned(behaviour: Behaviour) -> FineTune:
@@ -123,7 +125,7 @@ def finetune(model: Model, config: Config, behaviour: Behaviour) -> FineTune:
     plain = model.lanes.plain
     model.lanes.prove(LONGEST, LONGEST, queries=LONGEST, rows=ROWS)  # once for all
     changes = changes_of(plain, folder_of_adapter(config, behaviour))
-    other = next(name for name in BEHAVIOURS if name != behaviour)
+    other = BEHAVIOURS[1] if behaviour == BEHAVIOURS[0] else BEHAVIOURS[0]
     generator = torch.Generator().manual_seed(config.seed)
     shuffled = {name: change[torch.randperm(len(change), generator=generator)] for name, change in changes.items()}
     models = {"base": model}

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
-from scipy.stats import spearmanr
 
 from kvprobe.experiments.estimands import Estimand, Mean, Ratio, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
+from kvprobe.ranks import spearman
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.stats import SHARE, jackknife
@@ -89,8 +89,8 @@ def add_agreement(findings: Findings, table: Rows, behaviour: str, reader: str) 
         return
     every = np.ones((count + 1, count), dtype=bool)
     every[1:][np.eye(count, dtype=bool)] = False
-    rhos = [float(spearmanr(*(cells[name][kept].mean(0) for name in cells)).statistic) for kept in every]
-    estimate = jackknife(rhos[0], np.array(rhos[1:]), (-1, 1))
+    rhos = spearman(*(np.stack([moved[kept].mean(0) for kept in every]) for moved in cells.values()))
+    estimate = jackknife(float(rhos[0]), rhos[1:], (-1, 1))
     findings.add(Finding("agreement", {"behaviour": behaviour, "reader": reader}, estimate))
 
 
