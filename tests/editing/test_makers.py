@@ -78,6 +78,7 @@ def test_a_piece_comes_home_and_a_third_model_is_told_from_the_second():
     home = splice(other.evict("b"), mixed(), at=4, other_maker=True)
     assert makers(home) == names(*[1] * 4, *[0] * 4, *[1] * 3, *[0] * 3, *[1] * 3)
     assert home.made_by is other.made_by
+    assert home.ledger.of_others[0].tolist() == [4 <= slot < 8 or 11 <= slot < 14 for slot in range(17)]
     three = concatenate([own, mixed(), third, other], other_maker=True)
     assert makers(three) == names(*[0] * 14, *[1] * 3, *[0] * 3, *[2] * 10, *[1] * 10)
     assert len(three.ledger.others) == 2
