@@ -190,10 +190,12 @@ def read_there(
     said: dict[str, SaidNext] = {}
 
     def keep(condition: str, ids: Sequence[int], answer: Completion) -> None:
-        reply = server.complete(ids, count).tokens
+        reply = server.complete(ids, count)
+        for one in (answer, reply):
+            _refuse_read_again(one, len(ids) - len(suffix))
         logs = answer.log_probabilities[0]
         by_token = torch.tensor([logs[token] for token in range(len(logs))], dtype=torch.double)
-        said[condition] = SaidNext(by_token, model.tokenizer.decode([*suffix, *reply]))
+        said[condition] = SaidNext(by_token, model.tokenizer.decode([*suffix, *reply.tokens]))
 
     server.complete([*prompt.ids], reuse=False)
     server.save(0, FULL)
@@ -213,13 +215,16 @@ def read_there(
     server.save(0, SHIFTED)
     off = farthest(model.as_seen(caches[CLOSED]), from_slot(server.path(SHIFTED), model))
     answer = server.complete([*kept, *suffix], n_probs="all")
-    if answer.reused != len(kept):
-        raise UserError(
-            f"llama.cpp kept {answer.reused} of {len(kept)} tokens after its own context shift; this version shifts "
-            "in another way than kvprobe knows."
-        )
     keep(SHIFTED, [*kept, *suffix], answer)
     return said, off
+
+
+def _refuse_read_again(answer: Completion, kept: int) -> None:
+    if answer.reused < kept:
+        raise UserError(
+            f"llama.cpp used {answer.reused} of the {kept} tokens whose cache was edited and read the others again, so "
+            "what was edited is lost; this version keeps or shifts caches in another way than kvprobe knows."
+        )
 
 
 def farthest(cache: KVCache, other: KVCache) -> float:

@@ -75,12 +75,6 @@ STUDY = Study(
             below="less of the fact left than in transformers",
             unclear="no more or less of the fact left than in transformers, as far as is shown",
         ),
-        Claim(
-            "unexplained",
-            above="more than in transformers and rounding together",
-            below="less than in transformers and rounding together",
-            unclear="not shown to be more or less than in transformers and rounding together",
-        ),
     ),
     labels={
         "n": "{} conversations".format,
@@ -105,7 +99,7 @@ STUDY = Study(
         **dict.fromkeys(("answered", "agrees"), percent),
         **dict.fromkeys(("margin", "known"), formatted("+.2f")),
         "carried": formatted("+.3f"),
-        **dict.fromkeys(("beyond", "gap", "unexplained"), formatted("+.4f")),
+        **dict.fromkeys(("beyond", "gap"), formatted("+.4f")),
         **dict.fromkeys(("apart", "distance"), lambda number: plain(number, 4)),
         **dict.fromkeys(("largest", "off"), lambda number: f"{number.mean:.1e}"),
     },
