@@ -50,6 +50,8 @@ FIGURES: dict[str, tuple[str, str | Figure]] = {
     "dangling_attention": ("compaction", "dangling"),
     "rebuilt_cache": ("idle_rebuild", "drift_by_layer"),
     "engines": ("engines", "distances"),
+    "finetuned": ("finetuned", "whole"),
+    "finetuned_bands": ("finetuned", "bands"),
     "detection": ("detection", "seen"),
     "detection_severity": ("detection", "severity"),
     "policies": ("policies", "quality_by_memory"),
