@@ -19,7 +19,7 @@ from tests.experiments.made_up import answer_of
 from tests.studies.runs import every
 
 BUGS = ("vllm-45357", "flash-attention-1745", "llama-cpp-3825")
-SMALL = Config(samples=2, benign=2, alarms=20.0, bugs=BUGS, sizes=("spot", "reported"), tokens=4)
+SMALL = Config(samples=2, benign=2, alarms=10.0, bugs=BUGS, sizes=("spot", "reported"), tokens=4)
 MODEL, HOLD = "wordy", [True]
 
 
@@ -70,7 +70,6 @@ def made_up(seen: float = 0.5, alarmed: float = 0.0) -> pd.DataFrame:
     table = pd.concat([sound, wrong], ignore_index=True)
     planted = table["size"] != ""
     place = (table["sample"] % 10 + 0.5) / 10
-    checking = (table["sample"] < 20) | (table["sample"] % 2 == 1)
     wave = 1e-4 * table["sample"]
     return table.assign(
         base="same",
@@ -82,7 +81,7 @@ def made_up(seen: float = 0.5, alarmed: float = 0.0) -> pd.DataFrame:
         slots=100,
         was_right=True,
         right=(~planted | (table["sample"] % 2 != 1)).astype(float),
-        text=np.where(planted, place < seen, (place < alarmed) & checking).astype(float),
+        text=np.where(planted, place < seen, (place < alarmed) & (table["sample"] % 2 == 1)).astype(float),
         surprise=np.where(planted, place < seen, 0.0),
         logprob=np.where(planted, 1.0 + wave, 0.001),
         kl=0.1,
@@ -150,9 +149,11 @@ def test_planted_numbers_are_found(tmp_path: Path):
 
 def test_false_alarms_are_those_of_prompts_that_set_no_threshold():
     findings = concluded(made_up(alarmed=0.3), CONFIG).findings
-    assert findings.at("alarms", detector="text", pairs="rounding").mean == pytest.approx(0.25)
-    judged = verdicts(made_up(), CONFIG)
-    assert set(judged["sample"]) == {*range(20), *range(21, 60, 2)}
+    assert findings.at("alarms", detector="text", pairs="rounding").mean == pytest.approx(0.1)
+    judged = verdicts(made_up(alarmed=0.3), CONFIG)
+    assert set(judged["sample"]) == set(range(60))
+    text = chosen(judged, {"detector": "text", "pairs": "rounding"})
+    assert text.groupby(text["sample"] % 2)["limit"].max().tolist() == [1.0, 0.0]  # from the other prompts
     for pairs, ways in PAIRS.items():
         assert set(chosen(judged, {"pairs": pairs, "size": ""})["bug"]) == set(ways)
 

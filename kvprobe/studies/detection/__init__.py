@@ -25,19 +25,19 @@ class Config(Settings):
     Attributes:
         task: retrieve, recite, needle, gsm8k:FILE.jsonl, or a .jsonl file of prompts and answers.
         samples: prompts in whose caches bugs are planted.
-        benign: more prompts, of which only sound caches are made: every second one sets thresholds, and the others and
-            `samples` show how many false alarms these give.
+        benign: more prompts, of which only sound caches are made.
         bugs: names from `kvprobe ls zoo`; all that are not benign by default.
         sizes: spot (one block of one layer), block (one block, all layers), layer (all blocks, one layer), reported.
         tokens: of the continuation that is compared.
-        alarms: share of sound caches that a detector may report, in percent.
+        alarms: share of sound caches that a detector may report, in percent. Thresholds of prompts of even number
+            come from sound caches of the odd ones, and the reverse.
         learnt: texts from which the audit learns what clean caches of the model hold.
         seed: of items and random draws.
     """
 
     task: str = "retrieve"
     samples: int = ranged(24, 2, 100_000)
-    benign: int = ranged(80, 2, 100_000)
+    benign: int = ranged(80, 0, 100_000)
     bugs: tuple[str, ...] = ()
     sizes: tuple[Size, ...] = ("spot", "block", "layer", "reported")
     tokens: int = ranged(24, 4, 512)
@@ -46,11 +46,12 @@ class Config(Settings):
 
     def validate(self) -> None:
         require_rates("alarms", (self.alarms,), 50)
-        sound = (self.benign + 1) // 2 * len(ROUNDING)
+        sound = (self.samples + self.benign) // 2 * len(ROUNDING)
         if conformal_rank(sound, self.alarms / 100) > sound:
             raise UserError(
                 f"Setting 'alarms': {self.alarms:g} % cannot be met from {sound} sound caches; take at least "
-                f"{2 * ceil(100 / self.alarms / len(ROUNDING))} benign prompts, or allow {ceil(100 / (sound + 1))} %."
+                f"{2 * ceil(100 / self.alarms / len(ROUNDING)) - self.samples} benign prompts, or allow "
+                f"{ceil(100 / (sound + 1))} %."
             )
 
 

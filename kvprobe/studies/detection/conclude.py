@@ -1,7 +1,7 @@
 """From scores to findings: who sees what, each detector at the same rate of false alarms.
 
-A detector reports what scores above its threshold: the largest score on sound caches of prompts set aside for this, or
-below it as far as the rate of false alarms allows. Sound caches of other prompts show how many it gives.
+A detector reports what scores above its threshold: the largest score on sound caches of other prompts, or below it as
+far as the rate of false alarms allows. Sound caches of its own prompts show how many it gives.
 """
 
 from typing import Any
@@ -43,18 +43,20 @@ def threshold(scores: pd.Series, alarms: float) -> float:
 
 
 def verdicts(table: Rows, config: Config) -> Rows:
-    """A row per cache of the prompts that set no threshold, detector and kind of pairs: whether it is reported
-    (`seen`)."""
-    setting = (table["sample"] >= config.samples) & (table["sample"] % 2 == config.samples % 2)
+    """A row per cache, detector and kind of pairs: whether it is reported (`seen`). The threshold of prompts of even
+    number comes from sound caches of the odd ones, and the reverse."""
     judged: list[Rows] = []
     for pairs, ways in PAIRS.items():
         if pairs != "rounding":  # where 8 bits are meant, what a diff calls quantisation is no report
             table = table.assign(diff=table["diff"].where(table["diff_kind"] != "quantisation", 0.0))
+        sound = table["bug"].isin(ways)
         for detector in DETECTORS:
-            limit = threshold(table[setting & table["bug"].isin(ways)][detector], config.alarms)
-            known = table[~setting & ((table["size"] != "") | table["bug"].isin(ways))]
-            seen = (known[detector] > limit).astype(float).where(known[detector].notna())
-            judged.append(known.assign(detector=detector, pairs=pairs, limit=limit, seen=seen))
+            for odd in (0, 1):
+                own = table["sample"] % 2 == odd
+                limit = threshold(table[~own & sound][detector], config.alarms)
+                known = table[own & (sound | (table["size"] != ""))]
+                seen = (known[detector] > limit).astype(float).where(known[detector].notna())
+                judged.append(known.assign(detector=detector, pairs=pairs, limit=limit, seen=seen))
     return pd.concat(judged, ignore_index=True)
 
 
@@ -166,7 +168,7 @@ def concluded(table: Rows, config: Config) -> Conclusion:
     for items in BENCHMARKS:
         add_benchmark(findings, caches, correct, items, config.alarms)
     for (pairs, detector), limits in judged.groupby(["pairs", "detector"], sort=False)["limit"]:
-        findings.number("limit", float(limits.iloc[0]), detector=str(detector), pairs=str(pairs))
+        findings.number("limit", float(limits.max()), detector=str(detector), pairs=str(pairs))
     facts: dict[str, Any] = {
         "detectors": list(DETECTORS),
         "bugs": list(dict.fromkeys(caches["bug"])),
