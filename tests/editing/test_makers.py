@@ -138,7 +138,7 @@ def test_a_cache_of_any_model_takes_what_it_is_given():
 def rewritten(path: Path, changes: dict[str, torch.Tensor], without: tuple[str, ...] = (), **metadata: str) -> None:
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()} | changes  # noqa: SIM118 - not a dict
-        notes = file.metadata() | metadata
+        notes = (file.metadata() or {}) | metadata
     tensors = {name: tensor for name, tensor in tensors.items() if name not in without}
     notes = {name: note for name, note in notes.items() if name not in (*without, "digest")}
     save_file(tensors, path, metadata=notes | {"digest": _digest(tensors, notes)})
