@@ -10,7 +10,7 @@ moves. Prints both tables.
 
 import argparse
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -48,11 +48,16 @@ def main() -> None:
     for text in Bar(clean_texts(model, arguments.clean, clean.recipe.longest, rng), desc="Clean caches", unit="text"):
         for kind, cache in clean_caches(model, text):
             alarms[kind].append(audit(model, cache, clean).suspicious)
-    for text in Bar(long_texts(model, arguments.clean // 3, rng), desc="Long caches", unit="text"):
-        alarms[f"more than {LONG} tokens"].append(audit(model, model.prefill(text), clean).suspicious)
-    for kind, found in alarms.items():
-        rate = binomial(sum(found), len(found))
-        print(f"{kind:24}{sum(found):3} of {len(found):3} [{100 * rate.low:.1f}, {100 * rate.high:.1f} %]", flush=True)
+    report(alarms)
+    longer = long_texts(model, arguments.clean // 3, rng)
+    report(
+        {
+            f"more than {LONG} tokens": [
+                audit(model, model.prefill(text), clean).suspicious
+                for text in Bar(longer, desc="Long caches", unit="text")
+            ]
+        }
+    )
 
     many = clean_texts(model, 60 * arguments.texts, 320, rng)
     texts = [text for text in many if len(text) > LEAST and len(set(text.ids)) < 0.9 * len(text)][: arguments.texts]
@@ -72,6 +77,12 @@ def main() -> None:
         ("less", [one for one in every if one[0] <= FELT]),
     ):
         print(f"moved by {said} than {FELT} nats: seen {sum(one[1] for one in some)} of {len(some)}")
+
+
+def report(alarms: Mapping[str, list[bool]]) -> None:
+    for kind, found in alarms.items():
+        rate = binomial(sum(found), len(found))
+        print(f"{kind:24}{sum(found):3} of {len(found):3} [{100 * rate.low:.1f}, {100 * rate.high:.1f} %]", flush=True)
 
 
 def clean_caches(model: Model, text: Tokens) -> Iterator[tuple[str, KVCache]]:

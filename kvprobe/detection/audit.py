@@ -16,8 +16,9 @@ from torch import Tensor
 from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief, Table
 from kvprobe.cache.stored import AnyCache, StoredCache
-from kvprobe.detection.clean import Clean, clean_of, judged_slots, refuse_other_shape, scores_of
+from kvprobe.detection.clean import Clean, clean_of
 from kvprobe.detection.columns import computable, unedited
+from kvprobe.detection.rows import judged_slots, refuse_other_shape, scores_of
 from kvprobe.detection.scores import BLOCK, Score
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model

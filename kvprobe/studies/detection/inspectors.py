@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.detection.clean import Clean, scores_of
+from kvprobe.detection.clean import Clean
 from kvprobe.detection.diff import diff
+from kvprobe.detection.rows import scores_of
 from kvprobe.detection.scores import BLOCK
 from kvprobe.inference.model import Model
 from kvprobe.studies.detection.caches import AskedCache

@@ -1,0 +1,122 @@
+"""All scores of one row of a cache, which is read layer by layer, each layer once."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from kvprobe.cache.layer import Layer, shape_of
+from kvprobe.cache.ledger import Ledger
+from kvprobe.cache.parts import ROTATED, described
+from kvprobe.cache.rotary import Rotary
+from kvprobe.cache.stored import AnyCache
+from kvprobe.detection.columns import computable, lone_columns, read_at_spots, spots_of, unedited
+from kvprobe.detection.scores import (
+    FIRST_SLOTS,
+    LayerRead,
+    Learnt,
+    Score,
+    features_of,
+    learnt_scores,
+    plain_scores,
+    unrotated,
+)
+from kvprobe.errors import UserError
+from kvprobe.inference.model import Model
+
+
+def judged_slots(ledger: Ledger, row: int) -> Bool[Tensor, "slots"]:
+    """Slots that every layer holds: not those that were hidden in one, or left its sliding window."""
+    return ledger.live[:, row].any(1).all(0) & ~ledger.padding[row]
+
+
+class RowReader:
+    """Reads a row of a cache for its scores, layer after layer from the first one."""
+
+    def __init__(self, model: Model, ledger: Ledger, row: int) -> None:
+        self.row, self.rotaries = row, rotaries_by_part(model)
+        held = judged_slots(ledger, row).nonzero()[:, 0].cpu()
+        origins, tokens = ledger.origins[row].cpu(), ledger.tokens[row].cpu()
+        self.held, self.tokens = held, tokens[held]
+        self.later = origins[held] >= FIRST_SLOTS
+        self.slots = held[self.later]
+        self.positions = origins[self.slots]
+        self._lone: list[tuple[Tensor, ...]] = []
+        self._before: Mapping[str, Tensor] = {}
+        if computable(model.lanes) and len(self.slots):
+            device = model.lanes.device
+            at = self.positions if not model.lanes.can_reindex else torch.zeros_like(self.slots)
+            alone = lone_columns(
+                model.lanes, tokens[self.slots].to(device), at.to(device), min(2, model.geometry.n_layers)
+            )
+            self._lone = [tuple(part.cpu() for part in parts) for parts in alone]
+
+    def read(self, number: int, layer: Layer) -> LayerRead:
+        """A layer as it is scored."""
+        stored = {name: part[self.row : self.row + 1].cpu()[:, :, self.held] for name, part in layer.items()}
+        finite = {name: part.nan_to_num(0.0, 0.0, 0.0)[:, :, self.later] for name, part in stored.items()}
+        turned = unrotated(finite, self.rotaries[number], self.positions)
+        lone = [part for parts in self._lone[: number + 1] for part in parts]
+        known = dict(zip(map(str, range(len(lone))), lone, strict=True))
+        predictors = known if number < len(self._lone) else self._before
+        features = features_of(predictors) if predictors else torch.zeros(len(self.slots), 0)
+        self._before = turned or self._before
+        return LayerRead(number, stored, self.held, self.tokens, turned, features, self.slots, self.positions)
+
+
+def scores_of(model: Model, cache: AnyCache, row: int, parts: tuple[Mapping[str, Learnt], ...]) -> list[Score]:
+    """All scores of a row, those of columns that are computed anew among them. Each layer is read once.
+
+    Raises:
+        UserError: a layer is not of the model's shape.
+    """
+    reader, scores, done = RowReader(model, cache.ledger, row), list[Score](), list[int]()
+    first = unedited(cache.ledger, row) if computable(model.lanes) else 0
+    chosen = spots_of(first)
+
+    def scored(number: int, anew: Sequence[Tensor] = ()) -> Layer | None:
+        """The layer, once it is scored; None where numbers are not finite, from which nothing is computed anew."""
+        layer = cache.layers[number]
+        refuse_other_shape(model, number, layer)
+        done.append(number)
+        read = reader.read(number, layer)
+        new = list(plain_scores(read)) if len(read.held) else []
+        if len(read.slots):
+            new += learnt_scores(read, parts[number], reader.rotaries[number])
+        scores.extend(new)
+        if any(score.check == "finite" and bool(score.values.any()) for score in new):
+            return None
+        for (name, part), right in zip(layer.items(), anew, strict=False):
+            stored = part[row][:, chosen].to(right.device).float()
+            apart = (stored - right).norm(dim=-1) / right.norm(dim=-1).clamp_min(1e-6)
+            scores.append(Score("computed anew", number, name, apart.clamp_min(1e-6).log().cpu(), torch.tensor(chosen)))
+        return layer
+
+    if first:
+        read_at_spots(model.lanes, cache.ledger, row, chosen, scored)
+    for number in range(len(done), len(cache.layers)):
+        scored(number)
+    return scores
+
+
+def refuse_other_shape(model: Model, number: int, layer: Layer) -> None:
+    if (shape := shape_of(layer)) != (expected := model.geometry.layers[number]):
+        raise UserError(
+            f"Layer {number} of the cache holds {described((shape,))}, but that of {model.name} holds "
+            f"{described((expected,))}; audit a cache with the model that made it."
+        )
+
+
+def rotaries_by_part(model: Model) -> tuple[Mapping[str, Rotary | None], ...]:
+    """How parts are rotated, each layer; not at all where keys cannot be rotated back."""
+    if not model.lanes.can_reindex:
+        return ({},) * model.geometry.n_layers
+    return tuple(
+        {
+            name: rotary and Rotary(rotary.frequencies.cpu(), rotary.layout, rotary.last)
+            for name, rotary in layer.items()
+            if name in ROTATED
+        }
+        for layer in model.lanes.rotaries_by_part
+    )
