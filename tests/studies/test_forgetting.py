@@ -41,7 +41,7 @@ from tests.experiments.made_up import answer_of
 from tests.studies.runs import every
 from tests.tasks.made_up import FOUR_FACTS
 
-SMALL = Config(kinds=("code",), conversations=2, secrets=20, asked=3, windows=(4,), reply=1)
+SMALL = Config(kinds=("code",), conversations=2, secrets=20, asked=3, windows=(4,), fitted=(2,), reply=1)
 MODEL = "wordy"
 HOLD = [True, False, True, False]
 

@@ -36,6 +36,7 @@ from kvprobe.studies.forgetting.ways import (
     ERRATUM,
     EVICT,
     MASK,
+    MATCHED,
     NOTHING,
     OTHER,
     PLACED,
@@ -61,7 +62,8 @@ UNRELATED = (
 def ways(config: Config) -> tuple[str, ...]:
     """The ways to forget, from least to most that is read again."""
     windows = [window(slots) for slots in config.windows]
-    return (NOTHING, ERRATUM, STEERED, ZERO, MASK, EVICT, CLOSED, OTHER, *windows, ALL, PLACED, RESTART)
+    fitted = [f"{MATCHED} {slots}" for slots in config.fitted]
+    return (NOTHING, ERRATUM, *fitted, STEERED, ZERO, MASK, EVICT, CLOSED, OTHER, *windows, ALL, PLACED, RESTART)
 
 
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:

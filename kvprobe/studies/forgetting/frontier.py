@@ -15,6 +15,7 @@ from kvprobe.studies.forgetting.ways import (
     ERRATUM,
     EVICT,
     MASK,
+    MATCHED,
     NOTHING,
     OTHER,
     PLACED,
@@ -44,6 +45,7 @@ STYLES = {
 }
 REPLACED = Style("#7f7f7f", "o")
 """Of ways that put other text in, which a line joins."""
+FITTED = Style("#f0e442", "d")
 
 
 class Frontier:
@@ -69,6 +71,7 @@ class Frontier:
         shown: list[Shown] = []
         with styled():
             figure, grid = plt.subplots(1, len(PANELS), figsize=(12.5, 4.4), squeeze=False)
+            looks = {way: STYLES.get(way, FITTED if way.startswith(MATCHED) else REPLACED) for way in places}
             for axis, (measure, label) in zip(grid[0], PANELS.items(), strict=True):
                 known: list[Finding] = [
                     one for one in findings.where(measure) if one.keys["way"] in places and not one.value.unknown
@@ -77,7 +80,7 @@ class Frontier:
                 joined = sorted(spot for way, spot in points.items() if way.startswith(OTHER))
                 axis.plot([x for x, _ in joined], [value.mean for _, value in joined], color=REPLACED.colour, lw=1.1)
                 for way, (across, value) in points.items():
-                    style = STYLES.get(way, REPLACED)
+                    style = looks[way]
                     low, high = value.ends
                     axis.errorbar(
                         across,

@@ -7,7 +7,7 @@ from kvprobe.studies.forgetting import Config
 from kvprobe.studies.forgetting.collect import collect
 from kvprobe.studies.forgetting.conclude import conclude
 from kvprobe.studies.forgetting.frontier import Frontier
-from kvprobe.studies.forgetting.ways import ALL, OTHER, PLACED, RESTART
+from kvprobe.studies.forgetting.ways import ALL, MATCHED, OTHER, PLACED, RESTART
 from kvprobe.wording import formatted, percent, plain, points
 
 KIND_STYLES = {
@@ -23,6 +23,8 @@ def way_label(way: object) -> str:
     name = str(way)
     if name == ALL:
         return "other text, all after it read again"
+    if name.startswith(MATCHED):
+        return f"{name.removeprefix(MATCHED).strip()} fitted slots in its place"
     if name.startswith(OTHER):
         slots = name.removeprefix(OTHER).strip()
         return f"other text, {slots} slots read again" if slots else "other text in its place"

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.editing import erratum, replace_text, splice, steer, zero
+from kvprobe.editing import erratum, match_attention, replace_text, splice, steer, zero
 from kvprobe.inference.model import Model
 from kvprobe.studies.forgetting.cases import TURN, Drawn
 from kvprobe.text.tokens import Tokens, common_length
@@ -30,6 +30,7 @@ NOTHING, MASK, EVICT, CLOSED, ZERO, STEERED, ERRATUM, OTHER, PLACED, RESTART = (
     "restart",
 )
 ALL = f"{OTHER} all"
+MATCHED = "match"
 INSTEAD = "This message was removed by the user."
 """What is put in a message's place."""
 CORRECTION = "Please forget my message before the last one. Act as if I had never written it, and do not use it."
@@ -102,6 +103,10 @@ class Session:
                 return self.read_anew(self.kept("gapped"))
             case "restart":
                 return self.read_anew(self.kept("contiguous"))
+            case _ if way.startswith(MATCHED):
+                keep = int(way.removeprefix(MATCHED))
+                rows = [full.rows([row]) for row in range(full.batch)]
+                return KVCache.join([match_attention(self.model, row, TURN, keep=keep) for row in rows])
             case _:
                 return self._replaced(way.removeprefix(OTHER).strip() or "0")
 
@@ -157,6 +162,8 @@ def reread(session: Session, way: str, cache: KVCache) -> tuple[int, int]:
         return cache.slots - start, start
     if way == ERRATUM:
         return cache.slots - session.full.slots, session.full.slots
+    if way.startswith(MATCHED):
+        return session.turn.stop - start, session.full.slots
     if not way.startswith(OTHER):
         return 0, 0
     (text,) = session.drawn.tokens[0].text_runs(TURN)
