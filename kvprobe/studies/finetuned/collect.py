@@ -114,7 +114,8 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
         behaviour, number = case
         rng = np.random.default_rng([config.seed, BEHAVIOURS.index(behaviour), number])
         told = draw_told(behaviour, rng, held_out=True, sight=0)
-        rows = pd.DataFrame(measure(tuned(behaviour), config, told)).fillna({"part": "", "segment": "", "place": ""})
+        rows = pd.DataFrame(measure(tuned(behaviour), config, told))
+        rows = rows.fillna({"part": "", "segment": "", "place": "", "layer": -1}).astype({"layer": int})
         return rows.assign(sample=number, behaviour=behaviour)
 
     return table_of_parts(run, cases, "finetuned", measured, doing="Patching", unit="conversation")
