@@ -82,7 +82,7 @@ class Session:
         return self.drawn.tokens[0].span(TURN)
 
     def after(self, way: str) -> KVCache:
-        """What stays: a row for each secret, or one for all of them, where no secret was read."""
+        """The retained slots: a row for each secret, or one for all of them, where no secret was read."""
         full = self.full
         match way:
             case "nothing":
