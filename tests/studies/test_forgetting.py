@@ -31,7 +31,7 @@ from kvprobe.studies.forgetting.ways import (
     RESTART,
     STEERED,
     ZERO,
-    Session,
+    ForgettingSession,
     flops,
     reread,
 )
@@ -69,13 +69,13 @@ def test_tokens_read_again_are_counted(finished: Run):
 
 
 @pytest.fixture(scope="module")
-def session(wordy: Model) -> Session:
+def session(wordy: Model) -> ForgettingSession:
     (case, *_) = cases("code", 1, wordy.tokenizer, 0)
-    return Session.of(wordy, draw(case, 5, 2, wordy.tokenizer, np.random.default_rng(0)))
+    return ForgettingSession.of(wordy, draw(case, 5, 2, wordy.tokenizer, np.random.default_rng(0)))
 
 
 @pytest.mark.parametrize("slots", [0, 4, "all"])
-def test_other_text_for_many_secrets_is_that_of_each(session: Session, slots: Any):
+def test_other_text_for_many_secrets_is_that_of_each(session: ForgettingSession, slots: Any):
     way = OTHER if slots == 0 else f"{OTHER} {slots}"
     many = session.after(way)
     row = 0 if many.batch == 1 else 3
@@ -88,20 +88,20 @@ def test_other_text_for_many_secrets_is_that_of_each(session: Session, slots: An
     assert reread(session, way, one)[0] == one.slots - len(session.drawn.tokens[0]) + _forgotten(session, slots)
 
 
-def _forgotten(session: Session, slots: Any) -> int:
+def _forgotten(session: ForgettingSession, slots: Any) -> int:
     """The slots of the old text, and those after it that are read again."""
     (text,) = session.drawn.tokens[0].text_runs(TURN)
     return len(text) + (session.rest if slots == "all" else slots)
 
 
-def test_a_restart_from_the_kept_prefix_is_one_from_nothing(session: Session):
+def test_a_restart_from_the_kept_prefix_is_one_from_nothing(session: ForgettingSession):
     model, (words, *_) = session.model, session.drawn.secrets
     fresh = model.prefill(session.drawn.case.chat(words).without(TURN, mode="contiguous"))
     for mine, its in zip(session.after(RESTART).tensors, fresh.tensors, strict=True):
         torch.testing.assert_close(mine, its, rtol=0, atol=1e-5)
 
 
-def test_operations_are_those_of_the_model(session: Session):
+def test_operations_are_those_of_the_model(session: ForgettingSession):
     shape = session.model.geometry
     one, two = (flops(session.model, tokens, 100) for tokens in (10, 20))
     assert two - 2 * one == pytest.approx(4 * shape.n_layers * shape.n_heads * shape.d_head * 100)

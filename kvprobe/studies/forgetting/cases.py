@@ -37,7 +37,7 @@ Words = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Case:
+class ForgettingCase:
     """A conversation, and what can stand in the places of its secret.
 
     Attributes:
@@ -68,7 +68,7 @@ class Drawn:
         asked: numbers of secrets whose answers differ and take equally many tokens.
     """
 
-    case: Case
+    case: ForgettingCase
     secrets: tuple[Words, ...]
     tokens: tuple[Tokens, ...]
     asked: tuple[int, ...]
@@ -79,12 +79,12 @@ class Drawn:
         return torch.tensor([[among.index(word) for word, among in pair] for pair in pairs]).T
 
 
-def cases(kind: Kind, count: int, tokenizer: Tokenizer, seed: int) -> list[Case]:
+def cases(kind: Kind, count: int, tokenizer: Tokenizer, seed: int) -> list[ForgettingCase]:
     """The first so many conversations of a kind."""
     return [_MADE[kind](number, tokenizer, seed) for number in range(count)]
 
 
-def draw(case: Case, count: int, asked: int, tokenizer: Tokenizer, rng: np.random.Generator) -> Drawn:
+def draw(case: ForgettingCase, count: int, asked: int, tokenizer: Tokenizer, rng: np.random.Generator) -> Drawn:
     """Random secrets.
 
     Raises:
@@ -107,7 +107,7 @@ def draw(case: Case, count: int, asked: int, tokenizer: Tokenizer, rng: np.rando
     return Drawn(case, tuple(kept), tuple(drawn[words] for words in kept), _asked(case, kept, asked, tokenizer))
 
 
-def _asked(case: Case, secrets: Sequence[Words], count: int, tokenizer: Tokenizer) -> tuple[int, ...]:
+def _asked(case: ForgettingCase, secrets: Sequence[Words], count: int, tokenizer: Tokenizer) -> tuple[int, ...]:
     answers = [case.answer(words) for words in secrets]
     lengths = [len(tokenizer(case.lead + text, add_special_tokens=False)["input_ids"]) for text in answers]
     common = max(set(lengths), key=lengths.count)
@@ -135,9 +135,9 @@ def _told(context: Context, words: Words, joint: str) -> Transcript:
     return _talk(context, message, context.secret_assistant, (context.ask_summary_2, context.summary_2))
 
 
-def _code(number: int, tokenizer: Tokenizer, seed: int) -> Case:
+def _code(number: int, tokenizer: Tokenizer, seed: int) -> ForgettingCase:
     context = contexts()[number]
-    return Case(
+    return ForgettingCase(
         f"code-{context.id}",
         "code",
         (DIGITS,) * CODE_LENGTH,
@@ -148,11 +148,11 @@ def _code(number: int, tokenizer: Tokenizer, seed: int) -> Case:
     )
 
 
-def _name(number: int, tokenizer: Tokenizer, seed: int) -> Case:
+def _name(number: int, tokenizer: Tokenizer, seed: int) -> ForgettingCase:
     names = secret("name")
     context = names.contexts[number]
     surnames = tuple(dict.fromkeys(text.split()[1] for text in names.label_of))[:SURNAMES]
-    return Case(
+    return ForgettingCase(
         f"name-{context.id}",
         "name",
         (names.target.classes, surnames),
@@ -163,7 +163,7 @@ def _name(number: int, tokenizer: Tokenizer, seed: int) -> Case:
     )
 
 
-def _instruction(number: int, tokenizer: Tokenizer, seed: int) -> Case:
+def _instruction(number: int, tokenizer: Tokenizer, seed: int) -> ForgettingCase:
     pool, talks = distinguishable(tokenizer), contexts()
     rules = [pool[(RULES * number + place) % len(pool)] for place in range(RULES)]
     context, later = talks[number], talks[(number + 1) % len(talks)]
@@ -173,7 +173,7 @@ def _instruction(number: int, tokenizer: Tokenizer, seed: int) -> Case:
         message = " ".join(["From now on, please keep to the following.", *said])
         return _talk(context, message, "Understood, I will keep to that.", (later.chat_user, later.chat_assistant))
 
-    return Case(
+    return ForgettingCase(
         f"instruction-{number}",
         "instruction",
         tuple(rule.values for rule in rules),
@@ -184,7 +184,7 @@ def _instruction(number: int, tokenizer: Tokenizer, seed: int) -> Case:
     )
 
 
-def _steps(number: int, tokenizer: Tokenizer, seed: int) -> Case:
+def _steps(number: int, tokenizer: Tokenizer, seed: int) -> ForgettingCase:
     """Three steps that a user hands over, each with a random result, and the first register once more."""
     talks = contexts()
     rng = np.random.default_rng([seed, 2, number])
@@ -197,7 +197,7 @@ def _steps(number: int, tokenizer: Tokenizer, seed: int) -> Case:
         reply = "Thank you, I have read your steps and will go on from there."
         return _talk(context, message, reply, (later.chat_user, later.chat_assistant))
 
-    return Case(
+    return ForgettingCase(
         f"steps-{number}",
         "steps",
         (DIGITS,) * len(REGISTERS),
@@ -208,7 +208,7 @@ def _steps(number: int, tokenizer: Tokenizer, seed: int) -> Case:
     )
 
 
-_MADE: dict[Kind, Callable[[int, Tokenizer, int], Case]] = {
+_MADE: dict[Kind, Callable[[int, Tokenizer, int], ForgettingCase]] = {
     "code": _code,
     "name": _name,
     "instruction": _instruction,

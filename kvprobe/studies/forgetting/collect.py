@@ -29,7 +29,7 @@ from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence
 from kvprobe.inference.states import inputs_of, state_of
 from kvprobe.studies.forgetting import Config
-from kvprobe.studies.forgetting.cases import Case, Drawn, cases, draw
+from kvprobe.studies.forgetting.cases import Drawn, ForgettingCase, cases, draw
 from kvprobe.studies.forgetting.ways import (
     ALL,
     CLOSED,
@@ -43,7 +43,7 @@ from kvprobe.studies.forgetting.ways import (
     RESTART,
     STEERED,
     ZERO,
-    Session,
+    ForgettingSession,
     flops,
     reread,
     window,
@@ -85,11 +85,11 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     return table_of_parts(run, range(len(named)), "ways", measured, doing="Forgetting", unit="conversation")
 
 
-def measure(model: Model, config: Config, case: Case, number: int) -> Iterator[dict[str, Any]]:
+def measure(model: Model, config: Config, case: ForgettingCase, number: int) -> Iterator[dict[str, Any]]:
     """The rows of one conversation."""
     rng = np.random.default_rng([config.seed, number])
     drawn = draw(case, config.secrets, config.asked, model.tokenizer, rng)
-    session = Session.of(model, drawn)
+    session = ForgettingSession.of(model, drawn)
     again = [session.read_otherwise(row) for row in drawn.asked]
     folds = torch.from_numpy(rng.permutation(np.arange(config.secrets) % FOLDS))
     same_text = len({session.kept("contiguous", row).ids for row in range(config.secrets)}) == 1
@@ -116,7 +116,7 @@ def _seen(model: Model, cache: KVCache) -> KVCache:
     return model.as_seen(cache) if cache.ledger.rotated else cache
 
 
-def _timed(session: Session, way: str) -> tuple[KVCache, float]:
+def _timed(session: ForgettingSession, way: str) -> tuple[KVCache, float]:
     """The way done for one secret, and the seconds that it takes."""
     began = perf_counter()
     cache = session.after(way)
@@ -195,7 +195,7 @@ class OtherReplies:
     logits: Mapping[str, Float[Tensor, "tokens vocab"]]
 
     @classmethod
-    def of(cls, session: Session, count: int) -> "OtherReplies":
+    def of(cls, session: ForgettingSession, count: int) -> "OtherReplies":
         """Those that a restart gives."""
         model, one = session.model, session.row(0)
         caches = {way: one.after(way) for way in (NOTHING, RESTART, ALL)}

@@ -42,7 +42,7 @@ def window(slots: int) -> str:
 
 
 @dataclass(frozen=True)
-class Session:
+class ForgettingSession:
     """A conversation in which many secrets were said, a row of the cache for each.
 
     Attributes:
@@ -57,7 +57,7 @@ class Session:
     away: Float[Tensor, "layers heads numbers"] | None = None
 
     @classmethod
-    def of(cls, model: Model, drawn: Drawn) -> "Session":
+    def of(cls, model: Model, drawn: Drawn) -> "ForgettingSession":
         """Read it: once up to where secrets differ, and from there on with each."""
         first = drawn.tokens[0]
         cut = min(common_length(first.ids, tokens.ids) for tokens in drawn.tokens[1:])
@@ -66,11 +66,11 @@ class Session:
         session = cls(model, drawn, KVCache.join(rows))
         return replace(session, away=session.towards_other())
 
-    def row(self, number: int) -> "Session":
+    def row(self, number: int) -> "ForgettingSession":
         """With one secret alone."""
         return replace(self, full=self.full.rows([number]))
 
-    def read_otherwise(self, row: int) -> "Session":
+    def read_otherwise(self, row: int) -> "ForgettingSession":
         """With one secret alone, read in two portions: what depends on it is rounded otherwise."""
         tokens = self.drawn.tokens[row]
         parts = tokens[: self.turn.stop], tokens[self.turn.stop :]
@@ -151,7 +151,7 @@ class Session:
         return torch.stack([to[0][:, text].mean(1) - of[:, :, self.turn].mean((0, 2)) for to, of in pairs]).float()
 
 
-def reread(session: Session, way: str, cache: KVCache) -> tuple[int, int]:
+def reread(session: ForgettingSession, way: str, cache: KVCache) -> tuple[int, int]:
     """How many tokens the model reads for a way, after how many slots; texts before the message are kept.
 
     Args:
