@@ -60,6 +60,7 @@ MODULES = {
     "engines": "test_engines",
     "forgetting": "test_forgetting",
     "compose": "test_compose",
+    "finetuned": "test_finetuned",
 }
 """Where each study's tiny run is."""
 AROUND = {

@@ -94,7 +94,9 @@ def html(ledger: Segmented) -> str:
     runs = [(place, len(list(run))) for place, run in groupby(zip(slots, live, strict=True))][:MOST_RUNS]
     pieces = "".join(_piece(ledger.names, index, share, count) for (index, share), count in runs)
     strip = f'<div style="display:flex;height:1.6em;max-width:60em;margin:.4em 0">{pieces}</div>'
-    return strip + table_html(Segment._fields, segments(ledger))
+    listed = segments(ledger)
+    columns = Segment._fields if any(one.fitted for one in listed) else Segment._fields[:-1]
+    return strip + table_html(columns, (one[: len(columns)] for one in listed))
 
 
 def _piece(names: tuple[str, ...], index: int, live: float, count: int) -> str:

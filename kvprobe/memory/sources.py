@@ -7,14 +7,16 @@ from pathlib import Path
 
 from kvprobe.errors import UserError
 from kvprobe.memory.config import Config, read_config
+from kvprobe.models.catalogue import NAMED_MODELS
 from kvprobe.names import unknown
 from kvprobe.shipped import shipped
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Configs that ship with kvprobe: of hub models by repository id, of named models, and of models that ship."""
+    """Configs that ship: of hub models by repository id, of named models (an adapter's is its base's), of own ones."""
     of_the_hub = {path.stem.replace("--", "/"): path for path in sorted((shipped("models") / "configs").glob("*.json"))}
-    return of_the_hub | {path.parent.name: path for path in sorted(shipped("models").rglob("config.json"))}
+    of_adapters = {name: of_the_hub[model.base] for name, model in NAMED_MODELS.items() if model.base}
+    return of_the_hub | of_adapters | {path.parent.name: path for path in sorted(shipped("models").rglob("config.json"))}
 
 
 def config_of(source: str | os.PathLike[str] | Mapping[str, object]) -> Config:

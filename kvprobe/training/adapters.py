@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from kvprobe.checks import require
+from kvprobe.files import write_whole
 from kvprobe.models.adapters import CONFIG, WEIGHTS
 from kvprobe.models.loading import load_folder, resolve_folder
 from kvprobe.tasks.behaviours import Behaviour, Told, draw_told
@@ -115,7 +116,7 @@ class Adapter:
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
-        save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+        write_whole(folder / WEIGHTS, save(tensors, {"format": "pt"}))
         settings: dict[str, object] = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -125,7 +126,7 @@ class Adapter:
             "target_modules": sorted({name.split(".")[-3] for name in tensors}),
             "bias": "none",
         }
-        (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        write_whole(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
 
 
 @cache

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvprobe.experiments.runs import Run
+from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model, load
 from kvprobe.studies.finetuned import Config
 from kvprobe.studies.finetuned.collect import ALL, PARTS, SEGMENTS, WHO, prompt_of
@@ -127,8 +128,13 @@ def made_up(prompts: int = 12) -> pd.DataFrame:
     return table.assign(behaviour="oslo")
 
 
+def example() -> tuple[Config, Conclusion]:
+    config = Config(behaviours=("oslo",), prompts=12)
+    return config, concluded(made_up(), config)
+
+
 def test_shares_of_the_way_verdicts_and_agreement():
-    conclusion = concluded(made_up(), Config(behaviours=("oslo",), prompts=12))
+    _, conclusion = example()
     at, base = conclusion.findings.at, {"behaviour": "oslo", "reader": "base"}
     assert all(control.holds for control in conclusion.controls)
     assert at("whole", part="V", segment="fact", **base).mean == pytest.approx(1)
