@@ -16,7 +16,8 @@ def shipped_configs() -> dict[str, Path]:
     """Configs that ship: of hub models by repository id, of named models (an adapter's is its base's), of own ones."""
     of_the_hub = {path.stem.replace("--", "/"): path for path in sorted((shipped("models") / "configs").glob("*.json"))}
     of_adapters = {name: of_the_hub[model.base] for name, model in NAMED_MODELS.items() if model.base}
-    return of_the_hub | of_adapters | {path.parent.name: path for path in sorted(shipped("models").rglob("config.json"))}
+    of_own = {path.parent.name: path for path in sorted(shipped("models").rglob("config.json"))}
+    return of_the_hub | of_adapters | of_own
 
 
 def config_of(source: str | os.PathLike[str] | Mapping[str, object]) -> Config:

@@ -170,13 +170,20 @@ def templates(folder: Path | None = None) -> Environment:
     """Those of kvprobe and, before them, those of a folder, compiled once.
 
     Filters write numbers with their intervals (`kvprobe.wording`), and by `label` the value of a key as the template's
-    own `label` writes it.
+    own `label` writes it. `capitalize` leaves all but the first letter as it is: V, German.
     """
     first = [FileSystemLoader(folder)] if folder else []
     loader = ChoiceLoader([*first, PackageLoader("kvprobe.report")])
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters |= {name: getattr(wording, name) for name in FORMATS} | {"label": _label}
+    environment.filters |= {name: getattr(wording, name) for name in FORMATS} | {
+        "label": _label,
+        "capitalize": _capitalised,
+    }
     return environment
+
+
+def _capitalised(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 @pass_context
