@@ -140,7 +140,7 @@ class Ledger(Brief):
     @property
     def fitted(self) -> Bool[Tensor, "batch slots"]:
         """Provenance: slots without a token, whose numbers were fitted."""
-        return self.tokens == NO_TOKEN
+        return (self.tokens == NO_TOKEN) & ~self.padding
 
     @property
     def of_others(self) -> Bool[Tensor, "batch slots"]:
