@@ -59,7 +59,7 @@ def refuse_other_model(base: OfModel, other: OfModel, what: str = "The donor", *
 def refuse_other_slots(
     base: OfModel, donor: OfModel, chosen: Bool[Tensor, "batch slots"], *, keys: bool = True
 ) -> None:
-    """Refuse a donor of another model, of other slots, or without a token in a chosen slot.
+    """Refuse a donor of another model, of other slots, or whose chosen slots are empty or of another origin.
 
     Args:
         chosen: the slots that are taken from it.
@@ -83,6 +83,12 @@ def refuse_other_slots(
             f"The key in slot {slot} of row {row} is stored at position {int(own.origins[row, slot])} in the base and "
             f"at {int(other.origins[row, slot])} in the donor; carry out re-indexing first, with Model.as_seen, give "
             "a donor at the same positions, take values alone, or see `patching.aligned`."
+        )
+    if bool((strange := chosen & ~own.of_like_origin(other)).any()):
+        row, slot = map(int, strange.nonzero()[0])
+        raise UserError(
+            f"Slot {slot} of row {row} was fitted, or computed by another model, in one of the two caches alone, which "
+            "the ledger would not show after a patch; choose other slots, or see `kvprobe.editing.splice`."
         )
 
 

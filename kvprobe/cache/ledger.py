@@ -353,6 +353,11 @@ class Ledger(Brief):
         makers = makers.masked_fill((makers == _place(others, other)) | self.padding, OWN)
         return replace(self, makers=makers, others=others).without_unused()
 
+    def of_like_origin(self, other: "Ledger") -> Bool[Tensor, "batch slots"]:
+        """Slots of one model and, in both or neither, of a token; the other ledger has as many slots."""
+        others = _distinct([*self.others, *other.others])
+        return (self._made_by(others) == other._made_by(others)) & (self.fitted == other.fitted)
+
     def without_unused(self) -> "Ledger":
         """The same, with those `others` alone that computed a slot."""
         others = tuple(self.others[number] for number in sorted({*entries(self.makers[self.of_others], int)}))

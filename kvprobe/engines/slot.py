@@ -156,11 +156,12 @@ def write_slot(path: Path, cache: KVCache | StoredCache, like: Slot, layout: Slo
 
     Raises:
         UserError: the cache has other layers, rows or rotations, or what the engine cannot express: slots that are
-            live in some heads or layers alone, or a last slot that is not live.
+            live in some heads or layers alone, slots of other models, or a last slot that is not live.
     """
     known = layout or SlotLayout.of(like)
     known.refuse_other(like)
     ledger = cache.ledger
+    ledger.refuse_mixed("A slot of llama.cpp")
     if len(cache.layers) != known.layers or ledger.batch != 1:
         raise UserError(
             f"The cache has {len(cache.layers)} layers and {ledger.batch} rows, but a slot of {like.path.name} holds "

@@ -82,8 +82,9 @@ class Sound(Brief):
         """How many ranges the worst number of each slot is away from its middle, over layers, heads, K and V.
 
         Raises:
-            UserError: the cache is of another model.
+            UserError: the cache, or a slot of it, is of another model.
         """
+        cache.ledger.refuse_mixed("A guard")
         widths = {tuple(middle.shape[1:]) for middle in self.middles}
         held = {(parts[0].heads, sum(part.numbers for part in parts)) for parts in cache.shape}
         if (len(self.middles), widths) != (cache.n_layers, held):

@@ -103,6 +103,9 @@ def test_fitted_slots_are_saved_joined_and_shown(tmp_path: Path):
     assert all(torch.equal(a, b) for a, b in zip(again.tensors, edited.tensors, strict=True))
     assert int(concatenate([edited, past]).ledger.fitted.sum()) == 8
     assert "b 8 fitted" in repr(again)
+    two = KVCache.join([edited, edited])
+    of_one = two.evict(slots=two.ledger.fitted & torch.tensor([[True], [False]])).ledger
+    assert of_one.fitted.sum(1).tolist() == [0, 8], "padding in the place of an evicted slot is not fitted"
     assert token_texts([3, -1], cast("Any", tiny_tokenizer()))[1] == WITHOUT_TOKEN
     assert attend(model, [7, 11], again).weights.shape[-1] == 26
 
@@ -112,6 +115,7 @@ def test_what_needs_tokens_refuses_fitted_slots(tmp_path: Path):
     edited = fitted("llama", 8)
     refused(lambda: recompute(model, edited, "b"), "was fitted and has no token")
     refused(lambda: match_attention(model, edited, "b", keep=2), "was fitted and has none")
+    refused(lambda: past.patch(fitted("llama", len(SPAN)), "b"), "was fitted")
     refused(lambda: save_plain(edited, tmp_path / "plain.json"), "was fitted and has none")
     refused(lambda: audit(model, edited), "was fitted and has none")
     refused(lambda: kv.diff(edited, model), "was fitted and has none")

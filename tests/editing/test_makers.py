@@ -16,6 +16,7 @@ from kvprobe.detection.audit import audit
 from kvprobe.editing import concatenate, match_attention, recompute, splice
 from kvprobe.engines.plain import save_plain
 from kvprobe.inference.model import Model, load
+from kvprobe.policies.guard import Sound
 from kvprobe.text.tokens import Tokens
 from tests.models.every import tiny
 from tests.refusals import refused
@@ -125,6 +126,16 @@ def test_what_needs_one_maker_refuses_several(tmp_path: Path):
     model = held("llama", 0)[0]
     refused(lambda: audit(model, mixed()), "slots of one model")
     refused(lambda: save_plain(mixed(), tmp_path / "plain.json"), "slots of one model")
+    sound = Sound.of([model.prefill((A + B + C).shifted(0)) for _ in range(4)], [None] * mixed().n_layers, 0.5)
+    refused(lambda: sound.scores(mixed()), "slots of one model")
+
+
+def test_a_patch_that_the_ledger_would_not_show_is_refused():
+    own, past = held("llama", 0)[1], mixed()
+    refused(lambda: own.patch(past, "b"), "Slot 4 of row 0", "computed by another model")
+    refused(lambda: past.patch(own, "b"), "Slot 4 of row 0", "computed by another model")
+    assert makers(own.patch(past, "a", "c")) == names(*[0] * 10)
+    assert makers(past.patch(past, "b")) == makers(past)
 
 
 def test_a_cache_of_any_model_takes_what_it_is_given():

@@ -144,9 +144,10 @@ def _held(name: str, cache: StoredCache, right: Mapping[str, StoredCache], model
 
 
 def _shared(one: StoredCache, other: StoredCache) -> int:
-    """Slots from the first on that hold the same tokens at the same positions."""
+    """Slots from the first on that hold the same tokens at the same positions; fitted ones hold none."""
     count = min(one.ledger.slots, other.ledger.slots)
     same = (one.ledger.tokens[0, :count] == other.ledger.tokens[0, :count]) & (
         one.ledger.origins[0, :count] == other.ledger.origins[0, :count]
     )
+    same = same & ~one.ledger.fitted[0, :count]
     return count if bool(same.all()) else int((~same).nonzero()[0, 0])
