@@ -100,8 +100,9 @@ def damage_of(distances: Distances, floor: Floor, block: int) -> DamagedPlaces:
         number: {part: _noise(off, ~healed[number]) for part, off in distances.parts[number].items()}
         for number in present
     }
-    raised = STATES if any("step" in parts for parts in distances.parts) else 1.0
-    newborn_limit = raised * floor.newborn
+    first_state = next(
+        (number for number, parts in enumerate(distances.parts) if "step" in parts), len(distances.parts)
+    )
     places: list[Mapping[str, Tensor]] = []
     excesses: list[Mapping[str, Tensor]] = []
     noises: list[Mapping[str, Tensor]] = []
@@ -111,6 +112,8 @@ def damage_of(distances: Distances, floor: Floor, block: int) -> DamagedPlaces:
             excesses.append({})
             noises.append({})
             continue
+        raised = STATES if number >= first_state else 1.0
+        newborn_limit = raised * floor.newborn
         noise = {part: _capped(own, present, number, part, floor) for part in parts}
         excess: dict[str, Tensor] = {}
         for part, off in parts.items():

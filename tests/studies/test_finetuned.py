@@ -12,10 +12,10 @@ from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model, load
 from kvprobe.studies.finetuned import Config
-from kvprobe.studies.finetuned.collect import ALL, PARTS, SEGMENTS, WHO, prompt_of
+from kvprobe.studies.finetuned.collect import ALL, PARTS, SEGMENTS, WHO, conversations, prompt_of
 from kvprobe.studies.finetuned.conclude import concluded
 from kvprobe.studies.finetuned.study import STUDY
-from kvprobe.tasks.behaviours import BEHAVIOURS, draw_told
+from kvprobe.tasks.behaviours import BEHAVIOURS
 from kvprobe.tidy import chosen
 from kvprobe.training.adapters import Adapter
 from tests.models import llama, tiny_tokenizer
@@ -53,7 +53,7 @@ def finished(model: Model, config: Config, tmp_path_factory: pytest.TempPathFact
 def test_numbers_are_those_of_reading_by_hand(model: Model, config: Config, finished: Run):
     rows = chosen(finished.df(), {"behaviour": "german", "sample": 1})
     tuned = load(model.lanes.plain, tokenizer=model.tokenizer).adapted(f"{config.adapters}/german-0")
-    told = draw_told("german", np.random.default_rng([0, 0, 1]), held_out=True, sight=0)
+    told = conversations(config, "german")[1]
     cached, last, (right, wrong) = prompt_of(model, told)
     assert {*cached.segments} == {*SEGMENTS}
     readers = {"base": model, "tuned": tuned}
@@ -83,6 +83,12 @@ def test_numbers_are_those_of_reading_by_hand(model: Model, config: Config, fini
         logits = plain(input_ids=torch.tensor([(cached + last).ids])).logits[0, -1]
     (said,) = chosen(rows, {"what": "matrix", "reader": "base", "place": "v_proj"})["margin"]
     assert said == pytest.approx(float(logits[right] - logits[wrong]), abs=1e-4)
+
+
+def test_no_conversation_counts_twice():
+    for behaviour in BEHAVIOURS:
+        assert len({*conversations(Config(prompts=16), behaviour)}) == 16
+    refused(lambda: conversations(Config(prompts=17), "oslo"), "16 different conversations of 'oslo'")
 
 
 def test_an_adapter_that_is_not_there_is_refused(config: Config):

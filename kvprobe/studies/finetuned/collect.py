@@ -46,6 +46,8 @@ ITSELF, SHUFFLED, OTHER, LONE, SUM = "itself", "shuffled", "other", "none", "sum
 same norm; that of another behaviour's fine-tune. Of weights: nothing changed; everything."""
 LONGEST = 128
 """Tokens of a conversation, about."""
+DRAWS = 1000
+"""Conversations that are drawn for one that is not among those before."""
 ROWS = 32
 """Caches that are read at once."""
 
@@ -85,13 +87,35 @@ def folder_of_adapter(config: Config, behaviour: Behaviour) -> Path:
     """
     folder = (expanded(config.adapters) if config.adapters else shipped("models") / "adapters") / f"{behaviour}-0"
     if not folder.is_dir():
-        raise UserError(f"There is no adapter in {folder}; train it with `kvprobe train adapter`, or leave it out.")
+        raise UserError(f"There is no adapter in {folder}; train it with `kvprobe train adapter`.")
     return folder
 
 
 def inputs(config: Config) -> Mapping[str, str]:
-    """Digests of the adapters."""
-    return {name: file_digest(folder_of_adapter(config, name) / WEIGHTS) for name in BEHAVIOURS}
+    """Digests of the adapters that are asked for, and of those that they are held against."""
+    used = [name for name in BEHAVIOURS if name in {*config.behaviours, *map(control_of, config.behaviours)}]
+    return {name: file_digest(folder_of_adapter(config, name) / WEIGHTS) for name in used}
+
+
+def control_of(behaviour: Behaviour) -> Behaviour:
+    """The behaviour whose fine-tune is a control of this one's."""
+    return BEHAVIOURS[1] if behaviour == BEHAVIOURS[0] else BEHAVIOURS[0]
+
+
+def conversations(config: Config, behaviour: Behaviour) -> list[Told]:
+    """Those of a behaviour, no two alike.
+
+    Raises:
+        UserError: the grammar has fewer.
+    """
+    found: dict[Told, None] = {}
+    for number in range(config.prompts):
+        rng = np.random.default_rng([config.seed, BEHAVIOURS.index(behaviour), number])
+        draws = (draw_told(behaviour, rng, held_out=True, sight=0) for _ in range(DRAWS))
+        if (told := next((one for one in draws if one not in found), None)) is None:
+            raise UserError(f"There are {len(found)} different conversations of {behaviour!r}; set prompts to as many.")
+        found[told] = None
+    return list(found)
 
 
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
@@ -102,6 +126,7 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     `control`, a `band of weights` or a `matrix`, or the `rest` of the answer. Others' numbers are in `margin`, and how
     far that `moved` from the reader's own of the `way` to the other's; that of the rest is nats per token.
     """
+    told = {behaviour: conversations(config, behaviour) for behaviour in config.behaviours}
     cases: list[tuple[Behaviour, int]] = [
         (behaviour, number) for behaviour in config.behaviours for number in range(config.prompts)
     ]
@@ -112,9 +137,7 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
 
     def measured(case: tuple[Behaviour, int]) -> pd.DataFrame:
         behaviour, number = case
-        rng = np.random.default_rng([config.seed, BEHAVIOURS.index(behaviour), number])
-        told = draw_told(behaviour, rng, held_out=True, sight=0)
-        rows = pd.DataFrame(measure(tuned(behaviour), config, told))
+        rows = pd.DataFrame(measure(tuned(behaviour), config, told[behaviour][number]))
         rows = rows.fillna({"part": "", "segment": "", "place": "", "layer": -1}).astype({"layer": int})
         return rows.assign(sample=number, behaviour=behaviour)
 
@@ -126,14 +149,13 @@ def finetune(model: Model, config: Config, behaviour: Behaviour) -> FineTune:
     plain = model.lanes.plain
     model.lanes.prove(LONGEST, LONGEST, queries=LONGEST, rows=ROWS)  # once for all
     changes = changes_of(plain, folder_of_adapter(config, behaviour))
-    other = BEHAVIOURS[1] if behaviour == BEHAVIOURS[0] else BEHAVIOURS[0]
     generator = torch.Generator().manual_seed(config.seed)
     shuffled = {name: change[torch.randperm(len(change), generator=generator)] for name, change in changes.items()}
     models = {"base": model}
     for name, added in {
         "tuned": changes,
         SHUFFLED: shuffled,
-        OTHER: changes_of(plain, folder_of_adapter(config, other)),
+        OTHER: changes_of(plain, folder_of_adapter(config, control_of(behaviour))),
     }.items():
         twin = sharing(plain)
         add_changes(twin, added)

@@ -16,8 +16,7 @@ from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.stats import SHARE, jackknife
 from kvprobe.studies.finetuned import Config
-from kvprobe.studies.finetuned.collect import ALL, ITSELF, LONE, OTHER, SHUFFLED, SUM, WHO
-from kvprobe.tasks.behaviours import draw_told
+from kvprobe.studies.finetuned.collect import ALL, ITSELF, LONE, OTHER, SHUFFLED, SUM, WHO, conversations
 from kvprobe.tidy import Rows, Where, beside, chosen
 from kvprobe.wording import few_clusters
 
@@ -64,8 +63,7 @@ def concluded(table: Rows, config: Config) -> Conclusion:
     for behaviour in config.behaviours:
         for reader in WHO:
             add_agreement(findings, table, behaviour, reader)
-    rng = np.random.default_rng(config.seed)
-    told = {name: draw_told(name, rng, held_out=True, sight=0) for name in config.behaviours}
+    told = {name: conversations(config, name)[0] for name in config.behaviours}
     facts = {
         "behaviours": list(config.behaviours),
         "chats": {name: chat_record(one.transcript(one.answer)) for name, one in told.items()},
