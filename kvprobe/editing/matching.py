@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvprobe.arguments import AtLeastOne, checked_arguments
 from kvprobe.cache.cache import KVCache, Slots
-from kvprobe.cache.ledger import NO_TOKEN
+from kvprobe.cache.ledger import NO_TOKEN, OWN
 from kvprobe.cache.parts import KV
 from kvprobe.editing.queries import HeadQueries, Readings
 from kvprobe.editing.splicing import one_row, refuse_quantised
@@ -119,15 +119,17 @@ def with_fitted(
         layers: for each, the parts that were fitted: of the slots at these places, rotated to their positions.
     """
     ledger, at = cache.ledger, list(places)
-    tokens, origins, delimiters = ledger.tokens.clone(), ledger.origins.clone(), ledger.delimiters.clone()
-    tokens[:, at], origins[:, at], delimiters[:, at] = NO_TOKEN, ledger.positions[:, at], False
+    changed = {name: getattr(ledger, name).clone() for name in ("tokens", "makers", "delimiters", "origins")}
+    for name, entry in {"tokens": NO_TOKEN, "makers": OWN, "delimiters": False}.items():
+        changed[name][:, at] = entry
+    changed["origins"][:, at] = ledger.positions[:, at]
     fitted: list[Mapping[str, Tensor]] = []
     for layer, parts in zip(cache.layers, layers, strict=True):
-        changed = dict(layer)
-        for name, numbers in parts.items():
-            changed[name] = layer[name].index_copy(2, torch.tensor(at, device=tokens.device), numbers.to(layer[name]))
-        fitted.append(changed)
-    ledger = replace(ledger, tokens=tokens, origins=origins, delimiters=delimiters)
+        place = torch.tensor(at, device=ledger.tokens.device)
+        fitted.append(
+            {**layer, **{name: layer[name].index_copy(2, place, parts[name].to(layer[name])) for name in parts}}
+        )
+    ledger = replace(ledger, **changed)
     stays = torch.ones_like(ledger.padding)
     stays[:, [slot for slot in span if slot not in places]] = False
     return replace(cache, layers=tuple(fitted), ledger=ledger).take(*ledger.order(stays))

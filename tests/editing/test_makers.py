@@ -96,6 +96,7 @@ def test_slots_read_again_are_of_the_model_that_reads():
 def test_mixed_joined_and_fitted_caches_come_back_from_files(tmp_path: Path):
     model, own = held("llama", 0)
     past = match_attention(model, concatenate([mixed(), own]), slots=range(12, 18), keep=2)
+    assert not match_attention(model, mixed(), "b", keep=2).ledger.of_others.any(), "fitted to this model"
     past.save(tmp_path / "cache")
     again = KVCache.load(tmp_path / "cache")
     assert makers(again) == makers(past)
