@@ -84,11 +84,12 @@ class Cause:
     confidence: float
     numbers: Mapping[str, float | int | str] = field(default_factory=dict[str, float | int | str])
 
+    @property
+    def where(self) -> str:
+        return f"layer{'s' * (len(self.layers) > 1)} {number_ranges(self.layers)}, slots {self.slots}"
+
     def __str__(self) -> str:
-        return (
-            f"{self.kind}, layers {number_ranges(self.layers)}, slots {self.slots}: {self.evidence} {self.control} "
-            f"Confidence {self.confidence:.2f}."
-        )
+        return f"{self.kind}, {self.where}: {self.evidence} {self.control} Confidence {self.confidence:.2f}."
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,7 +7,7 @@ that kvprobe needs for models; so nothing here may import transformers.
 from functools import partial
 from pathlib import Path
 
-from kvprobe.cache.file import FORMAT, opened, read_header, read_layer
+from kvprobe.cache.file import READ, opened, read_header, read_layer
 from kvprobe.cache.stored import LazyLayers, StoredCache
 from kvprobe.engines.plain import open_plain
 from kvprobe.errors import UserError
@@ -31,7 +31,7 @@ def open_file(path: Path) -> StoredCache:
         return open_plain(path)
     if beginning[8:] == b"{":
         with opened(path) as file:
-            written_by_kvprobe = (file.metadata() or {}).get("format") == FORMAT
+            written_by_kvprobe = (file.metadata() or {}).get("format") in READ
         if written_by_kvprobe:
             count, ledger, made_by = read_header(path)
             layers = LazyLayers(count, partial(read_layer, path, ledger))

@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+import kvprobe as kv
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.file import _digest
 from kvprobe.cache.ledger import OWN, Ledger
@@ -113,6 +114,7 @@ def test_files_of_version_3_are_read(tmp_path: Path):
     again = KVCache.load(tmp_path / "cache")
     assert bool((again.ledger.makers == OWN).all())
     assert makers(again) == names(*[0] * 10)
+    assert not kv.diff(kv.open_cache(tmp_path / "cache"), held("llama", 0)[1]).differs
 
 
 def test_a_file_that_names_a_model_which_it_does_not_list_is_refused(tmp_path: Path):
