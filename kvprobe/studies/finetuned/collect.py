@@ -93,8 +93,8 @@ def folder_of_adapter(config: Config, behaviour: Behaviour) -> Path:
 
 def inputs(config: Config) -> Mapping[str, str]:
     """Digests of the adapters that are asked for, and of those that they are held against."""
-    used = [name for name in BEHAVIOURS if name in {*config.behaviours, *map(control_of, config.behaviours)}]
-    return {name: file_digest(folder_of_adapter(config, name) / WEIGHTS) for name in used}
+    used: set[Behaviour] = {*config.behaviours, *map(control_of, config.behaviours)}
+    return {name: file_digest(folder_of_adapter(config, name) / WEIGHTS) for name in sorted(used)}
 
 
 def control_of(behaviour: Behaviour) -> Behaviour:
