@@ -43,7 +43,7 @@ from tests.models import WINDOW, every, llama
 from tests.random_caches import assert_bit_identical, copy_of, random_tokens
 from tests.refusals import refused
 
-LENGTH, NEW = 19, 7
+LENGTH, NEW = 19, 5
 PROMPT = random_tokens(1, {"system": 5, "T1": 8, "T2": 6})
 OTHER = random_tokens(2, {"system": 30})
 SOME = Scope(rate=0.4)
@@ -215,8 +215,8 @@ def test_a_fault_of_rate_0_equals_the_clean_row(tiny: Model):
 def test_a_faults_outcome_does_not_depend_on_the_other_rows(tiny_llama: Model):
     timed = [
         replace(fault, at=at, transient=transient)
-        for fault in FAULTS
-        for at, transient in ((0, False), ("every", True))
+        for number, fault in enumerate(FAULTS)
+        for at, transient in (((0, False), ("every", True))[number % 2],)
     ]
     trials = [Trial(fault, repeat=number % 3) for number, fault in enumerate(timed)]
     alone = [swept(tiny_llama, [trial], seed=3, sample=2) for trial in trials]
@@ -338,12 +338,12 @@ def test_persistent_damage_at_every_step_accumulates(tiny_llama: Model):
 
 
 def test_a_row_that_stops_leaves_without_changing_the_others(tiny: Model):
-    faults = [replace(fault, at="every", transient=True) for fault in FAULTS] + FAULTS
-    long = swept(tiny, faults, max_new_tokens=12)
+    faults = [replace(fault, at="every", transient=True) for fault in FAULTS[::2]] + FAULTS[1::2]
+    long = swept(tiny, faults, max_new_tokens=9)
     rows = [long.clean, *long.outcomes]
     said = {token for row in rows for token in row.tokens[1:6]}
     ends = sorted(said)[: max(1, len(said) // 3)]
-    answers = swept(tiny, faults, max_new_tokens=12, stop=ends, follow=False)
+    answers = swept(tiny, faults, max_new_tokens=9, stop=ends, follow=False)
     lengths = set()
     for short, whole in zip([answers.clean, *answers.outcomes], rows, strict=True):
         first = next((place for place, token in enumerate(whole.tokens) if token in ends), None)
