@@ -1,9 +1,11 @@
 """Parts: one file for each case of a run, so that an interrupted run resumes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from types import FunctionType
+from typing import Any, Concatenate, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -14,7 +16,9 @@ from torch import Tensor
 
 from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
+from kvprobe.experiments.settings import Settings
 from kvprobe.files import read_table, refuse_damaged
+from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
 from kvprobe.probing.arms import Arms
 from kvprobe.processes import forked
@@ -22,9 +26,114 @@ from kvprobe.progress import Bar
 from kvprobe.tasks.designs import Target
 
 Case = TypeVar("Case")
+Config = TypeVar("Config", bound=Settings)
+TABLE, TENSORS = ".parquet", ".safetensors"
+"""Of the files of parts."""
 LACKS = "{path} has no {name!r}; the part is not of this study, so delete it and start again."
 
 
+class Labelled(NamedTuple):
+    """Tensors of a case, and texts that stand beside them."""
+
+    tensors: Mapping[str, Tensor]
+    texts: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is measured of each case: a function at the top level of a module, of the model, the settings and the case,
+    and of what it needs of former stages, which is given to it. So it can be called by its name anywhere: in a forked
+    process, or on another machine.
+    """
+
+    name: str
+    measure: Callable[..., Any]
+    given: tuple[object, ...]
+    suffix: str
+
+    def __post_init__(self) -> None:
+        name = getattr(self.measure, "__qualname__", repr(self.measure))
+        if not isinstance(self.measure, FunctionType) or "<" in name:
+            raise UserError(
+                f"The stage {self.name!r} is measured by {name}, which other processes cannot find; define it at the "
+                "top level of its module, and give it what it needs after the case."
+            )
+
+    def write(self, model: Model, config: Settings, case: object, path: Path) -> None:
+        """Measure a case and write its part: a table, or tensors."""
+        measured = self.measure(model, config, case, *self.given)
+        if self.suffix == TABLE:
+            table = measured if isinstance(measured, pd.DataFrame) else pd.DataFrame(list(measured))
+            table.to_parquet(path, index=False)
+        else:
+            tensors, texts = measured if isinstance(measured, Labelled) else (measured, {})
+            save_file(dict(tensors), path, metadata=dict(texts) or None)
+
+
+@dataclass(frozen=True)
+class Parts(Generic[Config]):
+    """What a study measures, stage by stage, with a file for each case of a stage. Those that an earlier attempt wrote
+    stay as they are."""
+
+    model: Model
+    config: Config
+    run: Run
+
+    def table(
+        self,
+        measure: Callable[Concatenate[Model, Config, Case, ...], pd.DataFrame | Iterable[Mapping[str, Any]]],
+        cases: Sequence[Case],
+        name: str,
+        *given: object,
+        doing: str,
+        unit: str,
+        alone: bool = False,
+    ) -> pd.DataFrame:
+        """The rows of all cases, of which there must be one, in one table.
+
+        Args:
+            name: of the stage, which is in the names of its files.
+            given: what `measure` takes after the case.
+            doing, unit: what the progress bar says.
+            alone: whether a case suffers from others that are worked on beside it, as a time does.
+
+        Raises:
+            UserError: there is no case, other processes cannot find `measure`, or a file is damaged.
+        """
+        if not cases:
+            raise UserError(f"There is no {unit} to measure; ask for at least one.")
+        paths = self._written(Stage(name, measure, given, TABLE), cases, doing, unit, alone)
+        return pd.concat([read_table(path) for path in paths], ignore_index=True)
+
+    def tensors(
+        self,
+        measure: Callable[Concatenate[Model, Config, Case, ...], Mapping[str, Tensor] | Labelled],
+        cases: Sequence[Case],
+        name: str,
+        *given: object,
+        doing: str,
+        unit: str,
+    ) -> list[Path]:
+        """Safetensors files of all cases, in order; see `table`."""
+        return self._written(Stage(name, measure, given, TENSORS), cases, doing, unit)
+
+    def _written(self, stage: Stage, cases: Sequence[object], doing: str, unit: str, alone: bool = False) -> list[Path]:
+        run = self.run
+        parts = {run.part(f"{place:05d}-{stage.name}{stage.suffix}"): case for place, case in enumerate(cases)}
+        missing = [path for path in parts if not path.is_file()]
+        for path in sorted(parts.keys() - missing):
+            refuse_damaged(path)
+
+        def write(path: Path) -> None:
+            run.write_part(path.name, lambda partial: stage.write(self.model, self.config, parts[path], partial))
+
+        with Bar(total=len(parts), initial=len(parts) - len(missing), desc=doing, unit=unit) as bar:
+            for _ in forked(write, missing, 1 if alone else run.processes):
+                bar.update()
+        return list(parts)
+
+
+# OLD BEGIN
 def write_parts(
     run: Run,
     cases: Sequence[Case],
@@ -87,6 +196,7 @@ def table_of_parts(
     return pd.concat([read_table(path) for path in paths], ignore_index=True)
 
 
+# OLD END
 def tensor_of_parts(paths: Sequence[Path], name: str, *, stacked: bool = False) -> Tensor:
     """A tensor of all parts, one below the other; or each part's as one row.
 

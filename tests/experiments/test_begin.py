@@ -10,7 +10,6 @@ import pytest
 
 from kvprobe.errors import UserError
 from kvprobe.experiments import running
-from kvprobe.experiments.parts import table_of_parts
 from kvprobe.experiments.running import begin
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model, load
@@ -68,7 +67,7 @@ def test_a_run_is_neither_resumed_nor_shown_for_another_model(
 ):
     model = llama(tokenizer=tiny_tokenizer())
     run = opened(model, tmp_path, monkeypatch)
-    table_of_parts(run, [0], "answers", lambda _: pd.DataFrame({"a": [1]}), doing="Answering", unit="prompt")
+    run.write_part("00000-answers.parquet", lambda path: path.write_text("begun"))
     if finished:
         run.save_table("samples", pd.DataFrame({"a": [1]}))
         run.finish({})

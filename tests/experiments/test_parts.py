@@ -1,22 +1,30 @@
 """Parts of a run that are worked on in several processes: the same files as in one, and only what is missing."""
 
 import os
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 import torch
 
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
+from kvprobe.experiments.settings import Settings
+from kvprobe.inference.model import Model
+from tests.models import any_model
 from tests.refusals import refused
 
 
-def _squares(run: Run, alone: bool = False) -> pd.DataFrame:
-    def measure(number: int) -> pd.DataFrame:
-        return pd.DataFrame({"square": [float(torch.tensor(number).square())], "process": [os.getpid()]})
+def square(model: Model, config: Settings, number: int) -> Iterator[dict[str, float]]:
+    yield {"square": float(torch.tensor(number).square()), "process": os.getpid()}
 
-    return table_of_parts(run, range(1, 6), "squares", measure, doing="Squaring", unit="number", alone=alone)
+
+def _squares(run: Run, alone: bool = False) -> pd.DataFrame:
+    parts = Parts(any_model(), Settings(), run)
+    return parts.table(square, range(1, 6), "squares", doing="Squaring", unit="number", alone=alone)
 
 
 @pytest.mark.parametrize(("processes", "alone", "others"), [(1, False, False), (2, True, False), (2, False, True)])
@@ -38,3 +46,19 @@ def test_parts_that_are_there_stay_and_a_damaged_one_is_refused(tmp_path: Path):
     assert set(again["process"][[1, 3]]).isdisjoint(first["process"])
     (tmp_path / "parts" / "00002-squares.parquet").write_bytes(b"nothing")
     refused(lambda: _squares(run), "00002-squares.parquet", "delete this file")
+
+
+def test_a_stage_that_another_process_cannot_find_is_refused(tmp_path: Path):
+    parts, found = Parts(any_model(), Settings(), Run(tmp_path)), []
+
+    def inner(model: Model, config: Settings, number: int) -> Iterator[dict[str, float]]:
+        found.append(number)
+        return square(model, config, number)
+
+    refusable: list[Any] = [inner, lambda *given: square(*given), partial(square, any_model())]
+    for measure in refusable:
+        refused(
+            lambda measure=measure: parts.table(measure, [1], "squares", doing="Squaring", unit="number"),
+            "The stage 'squares' is measured by", "define it at the top level",
+        )  # fmt: skip
+    assert not found

@@ -10,10 +10,12 @@ import pandas as pd
 import pytest
 import torch
 
-from kvprobe.experiments.parts import table_of_parts, tensor_of_parts, tensor_parts, text_of_part
+from kvprobe.experiments.parts import Parts, tensor_of_parts, text_of_part
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings, as_mapping, from_mapping
 from kvprobe.files import write_whole
+from kvprobe.inference.model import Model
+from tests.models import any_model
 from tests.refusals import refused
 
 MODEL = "0" * 16 + "-0-0"
@@ -125,34 +127,47 @@ def test_a_name_that_is_no_folder_of_its_own_is_refused(tmp_path: Path, name: st
     assert not list(tmp_path.iterdir())
 
 
+def as_given(model: Model, config: Settings, case: int, content: Any) -> Any:
+    return content
+
+
+def never(model: Model, config: Settings, case: int) -> Any:
+    pytest.fail("a part that is there is measured again")
+
+
 @pytest.mark.parametrize("cut", [0, 10, -1, -40])
 def test_a_damaged_part_is_named_with_what_to_do(tmp_path: Path, cut: int):
     run = Run.open("study", Config(), MODEL, "cpu", tmp_path)
-    bar = {"doing": "Measuring", "unit": "case"}
-    tables, tensors = (table_of_parts, pd.DataFrame({"a": range(9)})), (tensor_parts, {"a": torch.arange(9)})
-    for kind, (write, content) in {"parquet": tables, "safetensors": tensors}.items():
-        write(run, [0], "a", lambda _, content=content: content, **bar)
-        write(run, [0], "a", pytest.fail, **bar)
+    bar: Any = {"doing": "Measuring", "unit": "case"}
+    parts = Parts(any_model(), Config(), run)
+    for kind, write, content in (
+        ("parquet", parts.table, pd.DataFrame({"a": range(9)})),
+        ("safetensors", parts.tensors, {"a": torch.arange(9)}),
+    ):
+        write(as_given, [0], "a", content, **bar)
+        write(never, [0], "a", **bar)
         path = run.part(f"00000-a.{kind}")
         path.write_bytes(path.read_bytes()[:cut])
         refused(
-            lambda write=write: write(run, [0], "a", pytest.fail, **bar),
+            lambda write=write: write(never, [0], "a", **bar),
             f"{path.name} is damaged",
             "delete this file, and start the run again",
         )
 
 
+def interrupted(model: Model, config: Settings, case: str, measured: list[str]) -> list[dict[str, str]]:
+    measured.append(case)
+    if measured == ["a", "b"]:
+        raise KeyboardInterrupt
+    return [{"case": case}]
+
+
 def test_parts_are_written_once_in_the_order_of_the_cases(tmp_path: Path):
     run, measured = Run.open("study", Config(), MODEL, "cpu", tmp_path), []
 
-    def measure(case: str) -> pd.DataFrame:
-        measured.append(case)
-        if measured == ["a", "b"]:
-            raise KeyboardInterrupt
-        return pd.DataFrame({"case": [case]})
-
     def table() -> pd.DataFrame:
-        return table_of_parts(run, ["a", "b", "c"], "cases", measure, doing="Measuring", unit="case")
+        parts = Parts(any_model(), Config(), run)
+        return parts.table(interrupted, ["a", "b", "c"], "cases", measured, doing="Measuring", unit="case")
 
     with pytest.raises(KeyboardInterrupt):
         table()
@@ -208,11 +223,16 @@ def test_an_unfinished_run_has_no_tables(tmp_path: Path):
     refused(lambda: run.metrics, "unfinished")
 
 
+def ones(model: Model, config: Settings, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    return {"x": torch.ones(shape)}
+
+
 def test_tensors_of_parts_are_joined_and_those_of_another_study_refused(tmp_path: Path):
     run = Run.open("study", Config(), MODEL, "cpu, float32", tmp_path)
 
     def paths(name: str, *shapes: tuple[int, ...]) -> list[Path]:
-        return tensor_parts(run, shapes, name, lambda shape: {"x": torch.ones(shape)}, doing="Writing", unit="part")
+        parts = Parts(any_model(), Config(), run)
+        return parts.tensors(ones, shapes, name, doing="Writing", unit="part")
 
     rows, others = paths("rows", (2, 3), (1, 3)), paths("others", (2, 3), (2, 4))
     assert tensor_of_parts(rows, "x").shape == (3, 3)

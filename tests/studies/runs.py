@@ -1,5 +1,6 @@
 """What the tests of studies share: whole runs on a model in hand, that stop midway and go on."""
 
+import pickle
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -11,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
+from kvprobe.experiments.parts import Stage
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
 from kvprobe.experiments.study import Conclusion, Study
@@ -28,8 +30,8 @@ def whole_run(
 ) -> Run:
     """A run that is interrupted after the first part of each of its stages and started again.
 
-    No part is written twice, the finished run is found again, its tables give the same conclusion again,
-    and figures are drawn.
+    Stages and cases are as another process gets them. No part is written twice, the finished run is found again, its
+    tables give the same conclusion again, and figures are drawn.
 
     Args:
         hold: whether each control does, or None where it is none; some ask for more than a tiny model can do.
@@ -47,8 +49,15 @@ def whole_run(
             return path
         raise KeyboardInterrupt
 
+    measured = Stage.write
+
+    def elsewhere(stage: Stage, model: Model, *given: Any) -> None:
+        there, *(config, case, path) = pickle.loads(pickle.dumps((stage, *given)))
+        measured(there, model, config, case, path)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "write_part", stopping)
+        patch.setattr(Stage, "write", elsewhere)
         while True:
             with suppress(KeyboardInterrupt):
                 run = find(study.name).run(config, folder, model=model)

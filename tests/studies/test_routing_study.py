@@ -49,7 +49,7 @@ def test_a_run_shows_everything(finished: Run):
 
 def test_the_same_settings_give_the_same_rows(finished: Run, tiny: Model):
     rows = finished.df()
-    again = after_a_slip(tiny, 1, sums(tiny, SMALL)[1])
+    again = after_a_slip(tiny, SMALL, (1, sums(tiny, SMALL)[1]))
     pd.testing.assert_frame_equal(rows[rows["sample"] == 1].reset_index(drop=True), again, check_dtype=False)
 
 
@@ -76,14 +76,14 @@ def test_a_cold_start_is_the_beginning_of_a_conversation_read_where_the_question
     (tokens,) = tiny.tokens([{"role": "user", "content": worked.question}])
     assert tiny.tokenizer.decode(list(tokens.ids[:1])) == "<bos>"
     cold = read(tiny, tokens[1:7].shifted(101), tiny.prefill(tokens[:1].shifted(100))).routing
-    table = cold_and_warm(tiny, 0, worked, SMALL)
+    table = cold_and_warm(tiny, SMALL, (0, worked))
     entropies = table[table["pair"] == "cold"].sort_values(["layer", "token"])["entropy"]
     assert np.allclose(entropies, cold.entropy[:, 0].flatten(), atol=1e-5)
 
 
 def test_the_answer_is_read_at_the_same_places_cold_and_warm_and_own_routing_changes_nothing(tiny: Model):
     worked = sums(tiny, SMALL)[0]
-    table = courses(tiny, 0, worked, SMALL).pivot(index="step", columns="run", values="log_probability")
+    table = courses(tiny, SMALL, (0, worked)).pivot(index="step", columns="run", values="log_probability")
     wording, steps = worked.wording, worked.slip.problem.steps()
     begun = begun_after(worked, 0, SMALL)
     before = begun.earlier[0]

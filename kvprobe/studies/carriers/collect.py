@@ -6,11 +6,13 @@ from one into the other and a question is read after them. A third cache is reta
 in the hidden turn. One table per conversation is kept, so an interrupted run resumes.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import pandas as pd
 
 from kvprobe.cache.differences import apart
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.faults.scope import named_bands
 from kvprobe.inference.forced import ForcedReply
@@ -34,17 +36,21 @@ SPARE = 64
 
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     """The tables of all conversations (see `read_context`), one after the other; `context` is their number."""
-    conversations = list(zip(contexts(), compactions(), strict=True))[: config.contexts]
     codes = draw_codes(config.contexts + SPARE, np.random.default_rng([config.seed, 1]), model.tokenizer)
+    cases = range(config.contexts)
+    return Parts(model, config, run).table(
+        measure, cases, "patched", codes, doing="Patching conversations", unit="pair"
+    )
 
-    def read(number: int) -> pd.DataFrame:
-        code, spare = codes[number], codes[config.contexts + number :]
-        # Another first digit, so that one token tells the two codes apart.
-        other = next(candidate for candidate in spare if candidate[0] != code[0])
-        table = read_context(model, *conversations[number], (code, other), config, example=number == 0)
-        return table.assign(context=number)
 
-    return table_of_parts(run, range(config.contexts), "patched", read, doing="Patching conversations", unit="pair")
+def measure(model: Model, config: Config, number: int, codes: Sequence[str]) -> pd.DataFrame:
+    """The table of a conversation; its code is one of `codes`, and so is what it is swapped for."""
+    context, compaction = contexts()[number], compactions()[number]
+    code, spare = codes[number], codes[config.contexts + number :]
+    # Another first digit, so that one token tells the two codes apart.
+    other = next(candidate for candidate in spare if candidate[0] != code[0])
+    table = read_context(model, context, compaction, (code, other), config, example=number == 0)
+    return table.assign(context=number)
 
 
 def read_context(

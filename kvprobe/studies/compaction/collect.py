@@ -9,10 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from safetensors.torch import save_file
 from torch import Tensor
 
-from kvprobe.experiments.parts import arms_of_parts, tensor_of_parts, text_of_part, write_parts
+from kvprobe.experiments.parts import Labelled, Parts, arms_of_parts, tensor_of_parts, text_of_part
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.probing.arms import Arms
@@ -36,18 +35,9 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
         T3's queries look. `variation`: how far K and V of T3 vary with the code. `probes`: accuracy of every probe.
     """
     codes = draw_codes(config.samples, np.random.default_rng([config.seed, 1]), model.tokenizer)
-    of_context = np.array_split(np.array(codes), config.contexts)
-    conversations = list(zip(contexts(), compactions(), strict=True))
-
-    def write(index: int, path: Path) -> None:
-        context, compaction = conversations[index]
-        others = [other for other, _ in conversations if other != context]
-        filler = others[index % len(others) :] + others[: index % len(others)]
-        tensors, texts = read_context(model, context, compaction, filler, of_context[index].tolist(), config)
-        save_file(tensors, path, metadata={"answers": json.dumps(texts)})
-
-    cases = range(config.contexts)
-    paths = write_parts(run, cases, "arms.safetensors", write, doing="Reading under every arm", unit="conversation")
+    cases = [(index, of.tolist()) for index, of in enumerate(np.array_split(np.array(codes), config.contexts))]
+    doing, unit = "Reading under every arm", "conversation"
+    paths = Parts(model, config, run).tensors(measure, cases, "arms", doing=doing, unit=unit)
     arms = arms_of_parts(paths, FAMILIES, CODE)
     probed, used = fitted(arms, config), arms.use(ASKED)
     samples = used.assign(code=arms.named()[used["sample"]])
@@ -57,6 +47,16 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
         "attention": attention_of(paths),
         **probed,
     }
+
+
+def measure(model: Model, config: Config, case: tuple[int, list[str]]) -> Labelled:
+    """What is read of one conversation and its codes, with the answers; see `read_context`."""
+    index, codes = case
+    context, compaction = contexts()[index], compactions()[index]
+    others = [other for other in contexts() if other != context]
+    filler = others[index % len(others) :] + others[: index % len(others)]
+    tensors, texts = read_context(model, context, compaction, filler, codes, config)
+    return Labelled(tensors, {"answers": json.dumps(texts)})
 
 
 def conversations_of(paths: Sequence[Path]) -> pd.DataFrame:

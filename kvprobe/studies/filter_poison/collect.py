@@ -5,7 +5,7 @@ the question. In the family `false` nothing is broken: the cache is that of the 
 file per conversation and stage is kept, so an interrupted run resumes.
 """
 
-from functools import partial
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
@@ -14,7 +14,7 @@ from kvprobe.attention import LOOKS, looks
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.differences import changed_slots
 from kvprobe.errors import UserError
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.faults import Fault, Scope
 from kvprobe.faults.catalogue import CATALOGUE
@@ -56,58 +56,63 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     `states` of its layers; `unrelated`, blocks whose output is that of another conversation's clean run, as a control;
     and `heads`, sets of heads found on the other half, each restored together.
     """
-    pairs = pairs_of(config, model)
-    parts = partial(table_of_parts, run, pairs, unit="conversation")
-
-    def restored(pair: FactPair) -> pd.DataFrame:
-        tables = []
-        for family, clean, damaged in damages(model, config, pair, control=True):
-            layers = model.geometry.n_layers
-            components = layer_map(
-                model, clean, damaged, pair.suffix, kept=config.suffix, heads=family != NONE,
-                bands=[*even_bands(layers), range(layers)], progress=False,
-            )  # fmt: skip
-            table = components.df()
-            if family != NONE:
-                seen = looks(model, pair.suffix, clean, damaged, changed_slots(clean, damaged)).assign(kind="head")
-                seen = seen.astype({"layer": "Int64", "head": "Int64"})
-                table = table.merge(seen, "left", on=["kind", "layer", "head"])
-            table = pd.concat([table, components.states.assign(kind=STATE)], ignore_index=True)
-            tables.append(table.assign(family=family))
-        return pd.concat(tables, ignore_index=True).assign(prompt=pair.id, half=pair.half)
-
-    def unrelated(pair: FactPair) -> pd.DataFrame:
-        other = pairs[(pairs.index(pair) + len(pairs) // 2) % len(pairs)]
-        source = model.prefill(other.prompts[0]), other.suffix
-        blocks = [Component(kind, layer) for kind in BLOCKS for layer in range(model.geometry.n_layers)]
-        rows = pd.DataFrame([{"kind": block.kind, "layer": block.layer} for block in blocks])
-        groups, tables = [[block] for block in blocks], []
-        for family, clean, damaged in damages(model, config, pair):
-            damage, left = restored_together(
-                model, clean, damaged, pair.suffix, groups, kept=config.suffix, source=source
-            )
-            tables.append(rows.assign(family=family, damage=damage, restored=left))
-        return pd.concat(tables, ignore_index=True).assign(prompt=pair.id)
-
-    def together(pair: FactPair) -> pd.DataFrame:
-        sets = by_half[1 - pair.half]
-        tables = [
-            restored_sets(model, clean, damaged, pair.suffix, sets, kept=config.suffix).assign(family=family)
-            for family, clean, damaged in damages(model, config, pair)
-        ]
-        return pd.concat(tables, ignore_index=True).assign(prompt=pair.id, half=pair.half)
-
-    table = parts("map", restored, doing="Restoring components")
+    pairs, unit = pairs_of(config, model), "conversation"
+    parts = Parts(model, config, run)
+    table = parts.table(restored, pairs, "map", doing="Restoring components", unit=unit)
     of_states = [name for name in table if name not in ("head", "band", "damage", "restored", "noised", "pi", *LOOKS)]
     of_maps = [name for name in table if name not in of_states or name in _SHARED]
     maps, states = table.loc[table["kind"] != STATE, of_maps], table.loc[table["kind"] == STATE, of_states]
     by_half = heads_by_half(maps, config)
+    others = list(zip(pairs, pairs[len(pairs) // 2 :] + pairs[: len(pairs) // 2], strict=True))
+    doing = "Exchanging blocks with another conversation's"
     return {
         "maps": maps,
         "states": states,
-        "unrelated": parts("unrelated", unrelated, doing="Exchanging blocks with another conversation's"),
-        "heads": parts("heads", together, doing="Restoring sets of heads"),
+        "unrelated": parts.table(unrelated, others, "unrelated", doing=doing, unit=unit),
+        "heads": parts.table(together, pairs, "heads", by_half, doing="Restoring sets of heads", unit=unit),
     }
+
+
+def restored(model: Model, config: Config, pair: FactPair) -> pd.DataFrame:
+    """The map of each family and of the control, and the states of the residual stream."""
+    tables = []
+    for family, clean, damaged in damages(model, config, pair, control=True):
+        layers = model.geometry.n_layers
+        components = layer_map(
+            model, clean, damaged, pair.suffix, kept=config.suffix, heads=family != NONE,
+            bands=[*even_bands(layers), range(layers)], progress=False,
+        )  # fmt: skip
+        table = components.df()
+        if family != NONE:
+            seen = looks(model, pair.suffix, clean, damaged, changed_slots(clean, damaged)).assign(kind="head")
+            seen = seen.astype({"layer": "Int64", "head": "Int64"})
+            table = table.merge(seen, "left", on=["kind", "layer", "head"])
+        table = pd.concat([table, components.states.assign(kind=STATE)], ignore_index=True)
+        tables.append(table.assign(family=family))
+    return pd.concat(tables, ignore_index=True).assign(prompt=pair.id, half=pair.half)
+
+
+def unrelated(model: Model, config: Config, case: tuple[FactPair, FactPair]) -> pd.DataFrame:
+    """The first conversation with each block's output replaced by that of the other's clean run."""
+    pair, other = case
+    source = model.prefill(other.prompts[0]), other.suffix
+    blocks = [Component(kind, layer) for kind in BLOCKS for layer in range(model.geometry.n_layers)]
+    rows = pd.DataFrame([{"kind": block.kind, "layer": block.layer} for block in blocks])
+    groups, tables = [[block] for block in blocks], []
+    for family, clean, damaged in damages(model, config, pair):
+        damage, left = restored_together(model, clean, damaged, pair.suffix, groups, kept=config.suffix, source=source)
+        tables.append(rows.assign(family=family, damage=damage, restored=left))
+    return pd.concat(tables, ignore_index=True).assign(prompt=pair.id)
+
+
+def together(model: Model, config: Config, pair: FactPair, by_half: Mapping[int, HeadSets]) -> pd.DataFrame:
+    """The sets of heads that were found on the other half, each restored together."""
+    sets = by_half[1 - pair.half]
+    tables = [
+        restored_sets(model, clean, damaged, pair.suffix, sets, kept=config.suffix).assign(family=family)
+        for family, clean, damaged in damages(model, config, pair)
+    ]
+    return pd.concat(tables, ignore_index=True).assign(prompt=pair.id, half=pair.half)
 
 
 def heads_by_half(maps: Rows, config: Config) -> dict[int, HeadSets]:

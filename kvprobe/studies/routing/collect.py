@@ -4,13 +4,11 @@ All three drafts have as many tokens, so that the later tokens stand at the same
 the value of the slip, but there it is right, because another amount was asked for.
 """
 
-from functools import partial
-
 import numpy as np
 import pandas as pd
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.patching.metrics import LogitDiff
@@ -42,17 +40,18 @@ def sums(model: Model, config: Config) -> list[WorkedSum]:
 def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     """How alike the routing is by layer and token, what exchanging it does, and where experts are used."""
     _ = model.lanes.routers  # refuses a model without them before anything is read
-    parts = partial(table_of_parts, run, list(enumerate(sums(model, config))), unit="problem")
+    parts, cases = Parts(model, config, run), list(enumerate(sums(model, config)))
     return {
-        "samples": parts("slips", lambda case: after_a_slip(model, *case), doing="Reading after a slip"),
-        "starts": parts("starts", lambda case: cold_and_warm(model, *case, config), doing="Reading cold and warm"),
-        "courses": parts("courses", lambda case: courses(model, *case, config), doing="Answering cold and warm"),
+        "samples": parts.table(after_a_slip, cases, "slips", doing="Reading after a slip", unit="problem"),
+        "starts": parts.table(cold_and_warm, cases, "starts", doing="Reading cold and warm", unit="problem"),
+        "courses": parts.table(courses, cases, "courses", doing="Answering cold and warm", unit="problem"),
     }
 
 
-def after_a_slip(model: Model, number: int, worked: WorkedSum) -> pd.DataFrame:
+def after_a_slip(model: Model, config: Config, case: tuple[int, WorkedSum]) -> pd.DataFrame:
     """Rows of four kinds: `token` (of a layer, for a pair of drafts), `exchange` (the routing of layers), `load` (of an
     expert) and `own` (a read that follows its own routing)."""
+    number, worked = case
     rest = worked.rest()
     suffix, margin = rest.later + rest.lead, LogitDiff(rest.right, rest.wrong)
     caches = {draft: model.prefill(tokens) for draft, tokens in worked.drafts().items()}
@@ -97,9 +96,10 @@ def exchanges(model: Model, sound: KVCache, changed: KVCache, suffix: Tokens, wr
     ).assign(kind="exchange")
 
 
-def cold_and_warm(model: Model, number: int, worked: WorkedSum, config: Config) -> pd.DataFrame:
+def cold_and_warm(model: Model, config: Config, case: tuple[int, WorkedSum]) -> pd.DataFrame:
     """How alike the routing of a question's first tokens is at the beginning of a conversation and after another one,
     after nothing at all and after another one, and after two different conversations; at the same positions."""
+    number, worked = case
     begun = begun_after(worked, number, config)
     text = begun.turn[: config.start]
 
@@ -122,10 +122,11 @@ def begun_after(worked: WorkedSum, number: int, config: Config) -> Beginnings:
     return beginnings(wording, worked.question, earlier)
 
 
-def courses(model: Model, number: int, worked: WorkedSum, config: Config) -> pd.DataFrame:
+def courses(model: Model, config: Config, case: tuple[int, WorkedSum]) -> pd.DataFrame:
     """Whether the right value of each step of the answer is the likeliest, and how likely it is, the steps before it
     given: where the conversation begins with the question, where another one was before, and each of the two with the
     question and the answer routed as in the other; at the same positions."""
+    number, worked = case
     wording, steps = worked.wording, worked.slip.problem.steps()
     begun = begun_after(worked, number, config)
     answer = wording.after(worked.asked, "answer", wording.steps(steps))
