@@ -24,7 +24,10 @@ class Config(Settings):
         asked: of them, with which the model is asked.
         windows: slots that are read again after other text was put in the message's place.
         fitted: numbers of slots that are fitted in the message's place so that later queries read the same (attention
-            matching); none by default, as it takes half a second of a processor for each secret.
+            matching).
+        erased: numbers of slots that are trained in the message's place so that the model answers other questions as
+            if it had never been (a trained eraser); none by default, as each takes half a minute of a processor.
+        steps: of the training of an eraser.
         reply: tokens of the replies to other questions.
         seed: of random draws.
     """
@@ -35,11 +38,14 @@ class Config(Settings):
     asked: int = ranged(6, 3, 32)
     windows: tuple[int, ...] = ranged((8, 24), 1, 512)
     fitted: tuple[int, ...] = ()
+    erased: tuple[int, ...] = ()
+    steps: int = ranged(30, 1, 1000)
     reply: int = ranged(8, 1, 64)
 
     def validate(self) -> None:
-        for slots in self.fitted:
-            require("fitted", slots, 1, 64)
+        for name in ("fitted", "erased"):
+            for slots in getattr(self, name):
+                require(name, slots, 1, 64)
 
 
 run = STUDIES["forgetting"].run

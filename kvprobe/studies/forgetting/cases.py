@@ -5,8 +5,11 @@ which it is asked for. Secrets are words in the places of the message, each draw
 classes to read.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from math import log2, prod
 
 import numpy as np
 import torch
@@ -30,8 +33,8 @@ TURN, REPLY = "turn", "reply"
 DIGITS = tuple("0123456789")
 SURNAMES = 10
 RULES = 3
-DRAWS = 60
-"""Secrets that are drawn for each that is wanted, where a tokenizer joins them differently."""
+LISTED = 512
+"""Of more secrets that a case can have, so many are drawn to see how many tokens they take."""
 Words = tuple[str, ...]
 """A secret: a word for each place."""
 
@@ -57,7 +60,12 @@ class ForgettingCase:
 
     @property
     def classes(self) -> int:
-        return len(self.places[0])
+        return max(map(len, self.places))
+
+    def keeps(self, secrets: Sequence[Words]) -> bool:
+        """Whether the text beside the message is the same whatever the secret."""
+        chats = (self.chat(words).messages for words in secrets)
+        return len({tuple(one for one in messages if one.segment != TURN) for messages in chats}) == 1
 
 
 @dataclass(frozen=True)
@@ -66,17 +74,36 @@ class Drawn:
 
     Attributes:
         asked: numbers of secrets whose answers differ and take equally many tokens.
+        shares: of each place, how often each of its words stands there among all secrets that take as many tokens.
+        possible: how many these are.
     """
 
     case: ForgettingCase
     secrets: tuple[Words, ...]
     tokens: tuple[Tokens, ...]
     asked: tuple[int, ...]
+    shares: tuple[tuple[float, ...], ...]
+    possible: float
 
     @property
     def labels(self) -> Int[Tensor, "places secrets"]:
         pairs = [zip(words, self.case.places, strict=True) for words in self.secrets]
         return torch.tensor([[among.index(word) for word, among in pair] for pair in pairs]).T
+
+    @property
+    def chance(self) -> float:
+        """The share of the places that one guesses who has read nothing: in each, its most frequent word."""
+        return sum(map(max, self.shares)) / len(self.shares)
+
+    @property
+    def bits(self) -> float:
+        """What a place holds, on average."""
+        return -sum(share * log2(share) for place in self.shares for share in place if share) / len(self.shares)
+
+    def some(self, rows: Sequence[int]) -> "Drawn":
+        """With these secrets alone, all of which are asked."""
+        secrets, tokens = zip(*((self.secrets[row], self.tokens[row]) for row in rows), strict=True)
+        return replace(self, secrets=secrets, tokens=tokens, asked=tuple(range(len(rows))))
 
 
 def cases(kind: Kind, count: int, tokenizer: Tokenizer, seed: int) -> list[ForgettingCase]:
@@ -90,21 +117,38 @@ def draw(case: ForgettingCase, count: int, asked: int, tokenizer: Tokenizer, rng
     Raises:
         UserError: too few take equally many tokens.
     """
-    drawn: dict[Words, Tokens] = {}
-    for _ in range(DRAWS * count):
-        words = tuple(str(rng.choice(among)) for among in case.places)
-        if words not in drawn:
-            drawn[words] = case.chat(words).tokens(tokenizer)
-        if len(drawn) >= 2 * count:
-            break
-    lengths = [len(tokens) for tokens in drawn.values()]
+    total = prod(map(len, case.places))
+    if total <= LISTED:
+        listed = list(product(*case.places))
+        words = [listed[number] for number in rng.permutation(total)]
+    else:
+        picks = rng.integers([len(among) for among in case.places], size=(max(LISTED, 2 * count), len(case.places)))
+        words = [tuple(among[at] for among, at in zip(case.places, row, strict=True)) for row in picks.tolist()]
+        words = list(dict.fromkeys(words))
+    said = [next(one.text for one in case.chat(each).messages if one.segment == TURN) for each in words]
+    lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in said]
     common = max(set(lengths), key=lengths.count)
-    kept = [words for words, tokens in drawn.items() if len(tokens) == common][:count]
-    if len(kept) < count:
+    alike = [each for each, length in zip(words, lengths, strict=True) if length == common]
+    tokens = [case.chat(each).tokens(tokenizer) for each in alike[:count]]
+    if len(alike) < count or len(set(map(len, tokens))) > 1:
         raise UserError(
-            f"Only {len(kept)} secrets of {case.id!r} take {common} tokens with this tokenizer; set secrets to as many."
+            f"Of the secrets of {case.id!r} only {min(len(alike), count)} are alike in tokens with this tokenizer, and "
+            f"{count} are wanted; set secrets to as many, or use another model."
         )
-    return Drawn(case, tuple(kept), tuple(drawn[words] for words in kept), _asked(case, kept, asked, tokenizer))
+    counts = [Counter(places) for places in zip(*alike, strict=True)]
+    shares = [
+        # Where all that were drawn take as many tokens, so do all, and the words of a place are equally frequent.
+        [1 / len(among) if len(alike) == len(words) else found[word] / len(alike) for word in among]
+        for among, found in zip(case.places, counts, strict=True)
+    ]
+    return Drawn(
+        case,
+        tuple(alike[:count]),
+        tuple(tokens),
+        _asked(case, alike[:count], asked, tokenizer),
+        tuple(map(tuple, shares)),
+        total * len(alike) / len(words),
+    )
 
 
 def _asked(case: ForgettingCase, secrets: Sequence[Words], count: int, tokenizer: Tokenizer) -> tuple[int, ...]:

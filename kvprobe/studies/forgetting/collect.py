@@ -7,7 +7,6 @@ portions, which rounds otherwise. The model itself is asked for the secret, and 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import log2
 from time import perf_counter
 from typing import Any
 
@@ -24,15 +23,18 @@ from kvprobe.experiments.runs import Run
 from kvprobe.forgetting.readers import FOLDS, SecretReading, read_by_probes, rotated
 from kvprobe.forgetting.trace import INPUTS, STATE
 from kvprobe.forgetting.use import answers, exchange
-from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence
 from kvprobe.inference.states import inputs_of, state_of
 from kvprobe.studies.forgetting import Config
-from kvprobe.studies.forgetting.cases import Drawn, ForgettingCase, cases, draw
+from kvprobe.studies.forgetting.cases import Drawn, cases, draw
+from kvprobe.studies.forgetting.replies import GivenReply, read_with, replies_to
 from kvprobe.studies.forgetting.ways import (
     ALL,
+    BACKWARD,
+    CLEAN,
     CLOSED,
+    ERASED,
     ERRATUM,
     EVICT,
     MASK,
@@ -48,7 +50,6 @@ from kvprobe.studies.forgetting.ways import (
     reread,
     window,
 )
-from kvprobe.text.tokens import GENERATED, Tokens
 
 UNRELATED = (
     "What is the capital of Italy?",
@@ -63,7 +64,23 @@ def ways(config: Config) -> tuple[str, ...]:
     """The ways to forget, from least to most that is read again."""
     windows = [window(slots) for slots in config.windows]
     fitted = [f"{MATCHED} {slots}" for slots in config.fitted]
-    return (NOTHING, ERRATUM, *fitted, STEERED, ZERO, MASK, EVICT, CLOSED, OTHER, *windows, ALL, PLACED, RESTART)
+    erased = [f"{ERASED} {slots}" for slots in config.erased]
+    return (NOTHING, ERRATUM, *fitted, *erased, STEERED, ZERO, MASK, EVICT, CLOSED, OTHER, *windows, *CLEAN)
+
+
+def reference(way: str) -> str:
+    """The way that reads the same text anew at the same positions: with a gap where a way keeps one."""
+    if way.startswith(OTHER):
+        return ALL
+    return RESTART if way in (CLOSED, RESTART) else PLACED
+
+
+def holds(way: str) -> str | None:
+    """The way whose slots a way leaves as they are, and to which it adds others: it is done for the secrets that are
+    asked alone, and what is read in the slots of the other way is the least that it leaves."""
+    if way == ERRATUM:
+        return NOTHING
+    return EVICT if way.startswith((MATCHED, ERASED)) else None
 
 
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
@@ -71,44 +88,60 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
 
     Columns: `sample`, `kind`, `way`; `differs` (whether a number that later tokens see depends on the secret) and
     `spread` (the largest standard deviation over secrets, relative to its layer's size); `read` (places of the secret
-    that a probe reads), `chance`, `bits` (read, as a share of all), `whole` (secrets of which it reads every place);
-    `tried` (found by trying); `use` (nats that exchanging the cache takes from the secret as an answer) and `said`;
-    `tokens` read again, `flops` and `time` (seconds, for one secret); `kl`, `same` and `cosine` of other replies
-    beside the same text read anew, `moved` (KL from everything in view); `apart` (how far the batch is from the way
-    done by itself).
+    that a probe reads), `bits` (read, as a share of all), `whole` (secrets of which it reads every place), `tried`
+    (found by trying), each but the bits with what one gets who knows nothing: `chance`, `chance_whole`, `chance_tried`;
+    `use` (nats that exchanging the cache takes from the secret as an answer) and `said`; `tokens` read again, `flops`
+    and `time` (seconds, for one secret); `kl`, `same` and `cosine` of other replies beside the same text read anew at
+    the same positions, `restarted` and `moved` (KL from a restart without a gap, and from everything in view); `apart`
+    (how far the batch is from the way done by itself). See `holds` for ways that are read in the slots of others.
     """
-    named = [case for kind in config.kinds for case in cases(kind, config.conversations, model.tokenizer, config.seed)]
+    made = [cases(kind, config.conversations, model.tokenizer, config.seed) for kind in config.kinds]
+    # All kinds in turn, so that an interrupted run has some of each.
+    named = [case for several in zip(*made, strict=True) for case in several]
+    # Before anything is measured, so that a tokenizer that does not fit is refused at once.
+    drawn = [
+        draw(case, config.secrets, config.asked, model.tokenizer, np.random.default_rng([config.seed, number]))
+        for number, case in enumerate(named)
+    ]
 
     def measured(number: int) -> pd.DataFrame:
-        return pd.DataFrame(measure(model, config, named[number], number)).assign(sample=named[number].id)
+        return pd.DataFrame(measure(model, config, drawn[number], number)).assign(sample=named[number].id)
 
     return table_of_parts(run, range(len(named)), "ways", measured, doing="Forgetting", unit="conversation")
 
 
-def measure(model: Model, config: Config, case: ForgettingCase, number: int) -> Iterator[dict[str, Any]]:
+def measure(model: Model, config: Config, drawn: Drawn, number: int) -> Iterator[dict[str, Any]]:
     """The rows of one conversation."""
-    rng = np.random.default_rng([config.seed, number])
-    drawn = draw(case, config.secrets, config.asked, model.tokenizer, rng)
-    session = ForgettingSession.of(model, drawn)
-    again = [session.read_otherwise(row) for row in drawn.asked]
+    rng = np.random.default_rng([config.seed, number, 1])
+    every = ForgettingSession.of(model, drawn, config.steps)
+    again = [every.read_otherwise(row) for row in drawn.asked]
     folds = torch.from_numpy(rng.permutation(np.arange(config.secrets) % FOLDS))
-    same_text = len({session.kept("contiguous", row).ids for row in range(config.secrets)}) == 1
-    others = OtherReplies.of(session, config.reply)
+    others = OtherReplies.of(every, config.reply)
+    readings: dict[str, dict[str, float]] = {}
     for way in ways(config):
-        left = _seen(model, session.after(way))
-        one, seconds = _timed(session.row(0), way)
+        few, read_in = holds(way) is not None, holds(way) or way
+        session = every.some(drawn.asked) if few else every
+        left, seconds = _timed(session, way)
+        left = _seen(model, left)
+        if read_in not in readings:
+            cache = _seen(model, every.after(read_in)) if few else left
+            readings[read_in] = _left(model, cache, [_seen(model, twin.after(read_in)) for twin in again], drawn, folds)
+        if way.startswith(ERASED):  # one row after the other, and for long
+            one, seconds = left.rows([0]), seconds / left.batch
+        else:
+            one, seconds = _timed(session.row(0), way)
         tokens, after = reread(session, way, one)
         yield {
-            "kind": case.kind,
+            "kind": drawn.case.kind,
             "way": way,
-            **_left(model, left, [_seen(model, twin.after(way)) for twin in again], drawn, folds),
-            **_used(model, left, drawn),
-            **others.under(left.rows([0]), ALL if way.startswith(OTHER) else RESTART),
+            **readings[read_in],
+            **_used(model, left, session.drawn),
+            **others.under(left.rows([0]), reference(way)),
             "tokens": tokens,
-            "flops": flops(model, tokens, after),
+            "flops": flops(model, tokens, after) * (BACKWARD if way.startswith(ERASED) else 1),
             "time": seconds,
             "apart": _apart(left.rows([0]), _seen(model, one)),
-            "kept": float(same_text),
+            "kept": float(drawn.case.keeps(drawn.secrets)),
         }
 
 
@@ -138,11 +171,12 @@ def visible(model: Model, cache: KVCache) -> Iterator[tuple[tuple[int, str], Flo
 
 def _left(model: Model, left: KVCache, again: Sequence[KVCache], drawn: Drawn, folds: Tensor) -> dict[str, float]:
     """What can be read and found of the secrets in the caches that stay."""
-    labels, classes = drawn.labels, drawn.case.classes
-    nothing = {"differs": 0.0, "spread": 0.0, "read": 1 / classes, "bits": 0.0, "whole": 0.0, "tried": 0.0}
-    known = {"chance": 1 / classes, "blind": 1 / len(drawn.secrets)}
+    chances = {"chance": drawn.chance, "chance_whole": 1 / drawn.possible, "chance_tried": 1 / len(drawn.secrets)}
+    # Of one cache for all secrets any reader has what guessing gives, exactly.
+    guessed = {"read": drawn.chance, "bits": 0.0, "whole": 1 / drawn.possible, "tried": 1 / len(drawn.secrets)}
+    nothing = {"differs": 0.0, "spread": 0.0, **guessed, **chances}
     if left.batch == 1:
-        return nothing | known
+        return nothing
     numbers: dict[tuple[int, str], Tensor] = {}
     distances, spread = torch.zeros(len(again), left.batch, dtype=torch.double), 0.0
     for (place, held), *twins in zip(visible(model, left), *(visible(model, one) for one in again), strict=True):
@@ -155,14 +189,14 @@ def _left(model: Model, left: KVCache, again: Sequence[KVCache], drawn: Drawn, f
         tried = torch.cat([twin[:, varying] for _, twin in twins]) - few[:1]
         distances += torch.cdist(tried.double(), (few - few[:1]).double()).square()
     if not spread:
-        return nothing | known
-    reading: SecretReading = read_by_probes(numbers, labels, folds, classes=classes)
+        return nothing
+    reading: SecretReading = read_by_probes(numbers, drawn.labels, folds, classes=drawn.case.classes)
     own = torch.tensor(drawn.asked)
-    return known | {
+    return chances | {
         "differs": 1.0,
         "spread": spread,
         "read": reading.digits.mean,
-        "bits": reading.bits.mean / log2(classes),
+        "bits": reading.bits.mean / drawn.bits,
         "whole": reading.whole.mean,
         "tried": float((distances.argmin(1) == own).double().mean()),
     }
@@ -191,36 +225,32 @@ class OtherReplies:
     are held against."""
 
     model: Model
-    replies: tuple[tuple[int, ...], ...]
+    replies: tuple[GivenReply, ...]
     logits: Mapping[str, Float[Tensor, "tokens vocab"]]
 
     @classmethod
     def of(cls, session: ForgettingSession, count: int) -> "OtherReplies":
         """Those that a restart gives."""
         model, one = session.model, session.row(0)
-        caches = {way: one.after(way) for way in (NOTHING, RESTART, ALL)}
-        asked = [model.prompts(caches[RESTART], question)[0] for question in UNRELATED]
-        replies = generate(model.lanes, asked, caches[RESTART].fork(len(asked)), max_new_tokens=count, stop=()).tokens
-        bare = cls(model, tuple(map(tuple, replies)), {})
-        return cls(model, bare.replies, {way: bare.read(_seen(model, cache)) for way, cache in caches.items()})
+        caches = {way: _seen(model, one.after(way)) for way in (NOTHING, *CLEAN)}
+        bare = cls(model, replies_to(model, caches[RESTART], UNRELATED, count), {})
+        return cls(model, bare.replies, {way: bare.read(cache) for way, cache in caches.items()})
 
     def read(self, cache: KVCache) -> Float[Tensor, "tokens vocab"]:
         """The logits of each token of the replies after a cache, the true ones before it given."""
-        rows: list[Tokens] = []
-        for question, reply in zip(UNRELATED, self.replies, strict=True):
-            prompt = self.model.prompts(cache, question)[0]
-            rows.append(prompt + Tokens.of(reply[:-1], GENERATED, prompt.following))
-        logits = self.model.extend(cache, rows, logits=len(self.replies[0]))[1]
+        rows = read_with(self.model, cache, self.replies)
+        logits = self.model.extend(cache, rows, logits=len(self.replies[0].ids))[1]
         return logits.float().flatten(0, 1)
 
     def under(self, cache: KVCache, true: str) -> dict[str, float]:
         """How they change under a cache beside the same text read anew, and beside everything in view."""
-        logits, reference = self.read(cache), self.logits[true]
-        kl, same = divergence(reference, logits)
-        cosine = torch.nn.functional.cosine_similarity(reference, logits, dim=-1)
+        logits, wanted = self.read(cache), self.logits[true]
+        kl, same = divergence(wanted, logits)
+        cosine = torch.nn.functional.cosine_similarity(wanted, logits, dim=-1)
         return {
             "kl": float(kl.mean()),
             "same": float(same.double().mean()),
             "cosine": float(cosine.mean()),
+            "restarted": float(divergence(self.logits[RESTART], logits)[0].mean()),
             "moved": float(divergence(self.logits[NOTHING], logits)[0].mean()),
         }

@@ -12,12 +12,10 @@ from kvprobe.stats import SHARE, UNBOUNDED
 from kvprobe.studies.forgetting import Config
 from kvprobe.studies.forgetting.cases import TURN, cases
 from kvprobe.studies.forgetting.collect import ways
-from kvprobe.studies.forgetting.ways import ALL, MASK, NOTHING, PLACED, RESTART
+from kvprobe.studies.forgetting.ways import CLEAN, MASK, NOTHING, RESTART
 from kvprobe.tidy import Rows, beside
 from kvprobe.wording import few_clusters
 
-CLEAN = (ALL, PLACED, RESTART)
-"""Ways after which nothing was computed with the message in view."""
 EXACT = 1e-4
 """How far a way done for many secrets at once may be from the same way done for one, by rounding."""
 POWER = 0.5
@@ -33,14 +31,18 @@ def estimands(partial: Sequence[str]) -> tuple[Estimand, ...]:
     others = tuple(way for way in partial if way != MASK)
     return (
         *(Mean(name=name, of=name, by=("way",), within=SHARE) for name in ("read", "whole", "tried", "said", "same")),
-        *(Mean(name=f"{name}_by_kind", of=name, by=("kind", "way"), within=SHARE) for name in ("read", "said")),
+        *(Mean(name=name, of=name, by=("way",), within=SHARE) for name in ("chance", "chance_whole", "chance_tried")),
+        *(
+            Mean(name=f"{name}_by_kind", of=name, by=("kind", "way"), within=SHARE)
+            for name in ("read", "chance", "said")
+        ),
         Mean(name="bits", of="bits", by=("way",), within=UNBOUNDED),
         Mean(name="bits_by_kind", of="bits", by=("kind", "way"), within=UNBOUNDED),
         Mean(name="beyond", of="beyond", by=("way",), where={"way": others}, within=UNBOUNDED, together=()),
         Mean(name="use", of="use", by=("way",), unit="nats", together=()),
         Mean(name="use_by_kind", of="use", by=("kind", "way"), unit="nats"),
         Ratio(name="used", of="use", over="full", by=("way",), within=UNBOUNDED),
-        *(Mean(name=name, of=name, by=("way",), unit="nats") for name in ("kl", "moved")),
+        *(Mean(name=name, of=name, by=("way",), unit="nats") for name in ("kl", "restarted", "moved")),
         Mean(name="cosine", of="cosine", by=("way",), within=(-1.0, 1.0)),
         Mean(name="spread", of="spread", by=("way",), within=UNBOUNDED),
         Mean(name="tokens", of="tokens", by=("way",), unit="tokens"),

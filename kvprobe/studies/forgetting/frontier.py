@@ -12,6 +12,7 @@ from kvprobe.report.plots.style import styled
 from kvprobe.studies.forgetting.ways import (
     ALL,
     CLOSED,
+    ERASED,
     ERRATUM,
     EVICT,
     MASK,
@@ -46,6 +47,9 @@ STYLES = {
 REPLACED = Style("#7f7f7f", "o")
 """Of ways that put other text in, which a line joins."""
 FITTED = Style("#f0e442", "d")
+TRAINED = Style("#882255", "p")
+FARTHEST = 1.5
+"""Share of a restart's tokens at which ways stand that cost more."""
 
 
 class Frontier:
@@ -56,7 +60,8 @@ class Frontier:
     caption = (
         "What each way leaves and breaks against the tokens that the model reads again, as a share of a restart's; "
         "95 % intervals over conversations. Joined: other text in the message's place, with more and more slots read "
-        "again. Ways that read nothing again stand side by side at zero. KL of everything in view is from a restart."
+        "again. Ways that read nothing again stand side by side at zero; ways that cost more than is shown, at the "
+        "right edge."
     )
 
     def draw(self, findings: Findings, labels: Labels, title: str) -> "Figure | None":
@@ -67,11 +72,12 @@ class Frontier:
         costs: dict[str, float] = {str(one.keys["way"]): one.value.mean for one in findings.where("cost")}
         costs = {way: cost for way, cost in costs.items() if np.isfinite(cost)}
         free = [way for way, cost in costs.items() if cost == 0]
-        places = costs | {way: -0.05 * place for place, way in enumerate(reversed(free))}
+        places = {way: min(cost, FARTHEST) for way, cost in costs.items()}
+        places |= {way: -0.05 * place for place, way in enumerate(reversed(free))}
         shown: list[Shown] = []
         with styled():
             figure, grid = plt.subplots(1, len(PANELS), figsize=(12.5, 4.4), squeeze=False)
-            looks = {way: STYLES.get(way, FITTED if way.startswith(MATCHED) else REPLACED) for way in places}
+            looks = {way: _look(way) for way in places}
             for axis, (measure, label) in zip(grid[0], PANELS.items(), strict=True):
                 known: list[Finding] = [
                     one for one in findings.where(measure) if one.keys["way"] in places and not one.value.unknown
@@ -96,6 +102,9 @@ class Frontier:
                     if way.startswith(OTHER):
                         text = way.removeprefix(OTHER).strip() or "0"
                         axis.annotate(text, (across, value.mean), (4, 6), textcoords="offset points", fontsize=7)
+                    if costs[way] > FARTHEST:
+                        text = f"→ {costs[way]:.0f}"
+                        axis.annotate(text, (across, value.mean), (-8, 6), textcoords="offset points", fontsize=7)
                 axis.axvline(0.03, color="0.85", lw=0.8, zorder=0)
                 axis.axhline(0.0, color="0.85", lw=0.8, zorder=0)
                 axis.set(xlabel="tokens read again (share of a restart's)", ylabel=label)
@@ -106,3 +115,9 @@ class Frontier:
             say(figure, shown, labels, title, "a scale for each panel")
             figure.set_layout_engine("constrained")
         return figure
+
+
+def _look(way: str) -> Style:
+    if way.startswith(ERASED):
+        return TRAINED
+    return STYLES.get(way, FITTED if way.startswith(MATCHED) else REPLACED)

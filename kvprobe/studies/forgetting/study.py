@@ -7,7 +7,7 @@ from kvprobe.studies.forgetting import Config
 from kvprobe.studies.forgetting.collect import collect
 from kvprobe.studies.forgetting.conclude import conclude
 from kvprobe.studies.forgetting.frontier import Frontier
-from kvprobe.studies.forgetting.ways import ALL, MATCHED, OTHER, PLACED, RESTART
+from kvprobe.studies.forgetting.ways import ALL, ERASED, MATCHED, OTHER, PLACED, RESTART
 from kvprobe.wording import formatted, percent, plain, points
 
 KIND_STYLES = {
@@ -25,6 +25,8 @@ def way_label(way: object) -> str:
         return "other text, all after it read again"
     if name.startswith(MATCHED):
         return f"{name.removeprefix(MATCHED).strip()} fitted slots in its place"
+    if name.startswith(ERASED):
+        return f"{name.removeprefix(ERASED).strip()} trained slots in its place"
     if name.startswith(OTHER):
         slots = name.removeprefix(OTHER).strip()
         return f"other text, {slots} slots read again" if slots else "other text in its place"
@@ -92,6 +94,9 @@ STUDY = Study(
                 "bits_by_kind",
                 "whole",
                 "tried",
+                "chance",
+                "chance_by_kind",
+                "chance_tried",
                 "said",
                 "said_by_kind",
                 "same",
@@ -101,8 +106,9 @@ STUDY = Study(
             percent,
         ),
         "beyond": points,
+        "chance_whole": formatted(".2g"),
         **dict.fromkeys(("use", "use_by_kind"), formatted("+.2f")),
-        **dict.fromkeys(("kl", "moved"), lambda number: plain(number, 4)),
+        **dict.fromkeys(("kl", "restarted", "moved"), lambda number: plain(number, 4)),
         "cosine": formatted(".4f"),
         **dict.fromkeys(("tokens", "flops"), formatted(".1f")),
         "time": formatted(".2f"),

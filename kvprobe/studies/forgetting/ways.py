@@ -5,6 +5,7 @@ it, and the text that stays. Everything else is computed secret by secret, so th
 it does not depend on the secret.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,9 +13,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.editing import erratum, match_attention, replace_text, splice, steer, zero
+from kvprobe.editing import erratum, match_attention, replace_text, splice, steer, train_eraser, zero
 from kvprobe.inference.model import Model
 from kvprobe.studies.forgetting.cases import TURN, Drawn
+from kvprobe.studies.forgetting.replies import read_with, replies_to
 from kvprobe.text.tokens import Tokens, common_length
 
 NOTHING, MASK, EVICT, CLOSED, ZERO, STEERED, ERRATUM, OTHER, PLACED, RESTART = (
@@ -30,7 +32,15 @@ NOTHING, MASK, EVICT, CLOSED, ZERO, STEERED, ERRATUM, OTHER, PLACED, RESTART = (
     "restart",
 )
 ALL = f"{OTHER} all"
-MATCHED = "match"
+MATCHED, ERASED = "match", "erase"
+CLEAN = (ALL, PLACED, RESTART)
+"""Ways after which nothing was computed with the message in view."""
+BACKWARD = 3
+"""How much more an eraser's training costs than reading its texts."""
+LESSONS = ("What did I tell you a while ago?", "Could you help me plan a birthday party?")
+"""Questions on whose replies an eraser is trained; the model is asked others."""
+LESSON = 8
+"""Tokens of their replies."""
 INSTEAD = "This message was removed by the user."
 """What is put in a message's place."""
 CORRECTION = "Please forget my message before the last one. Act as if I had never written it, and do not use it."
@@ -47,6 +57,7 @@ class ForgettingSession:
 
     Attributes:
         full: everything in view.
+        steps: of the training of an eraser.
         away: for each layer that stores values, the way from the mean value of the message, over secrets and slots, to
             that of the text that may take its place.
     """
@@ -54,27 +65,33 @@ class ForgettingSession:
     model: Model
     drawn: Drawn
     full: KVCache
+    steps: int
     away: Float[Tensor, "layers heads numbers"] | None = None
 
     @classmethod
-    def of(cls, model: Model, drawn: Drawn) -> "ForgettingSession":
+    def of(cls, model: Model, drawn: Drawn, steps: int = 1) -> "ForgettingSession":
         """Read it: once up to where secrets differ, and from there on with each."""
         first = drawn.tokens[0]
         cut = min(common_length(first.ids, tokens.ids) for tokens in drawn.tokens[1:])
         before = model.prefill([first[:cut]])
         rows = [model.extend(before, [tokens[cut:]])[0] for tokens in drawn.tokens]
-        session = cls(model, drawn, KVCache.join(rows))
+        session = cls(model, drawn, KVCache.join(rows), steps)
         return replace(session, away=session.towards_other())
 
     def row(self, number: int) -> "ForgettingSession":
         """With one secret alone."""
-        return replace(self, full=self.full.rows([number]))
+        return self.some([number])
+
+    def some(self, rows: Sequence[int]) -> "ForgettingSession":
+        """With these secrets alone."""
+        return replace(self, full=self.full.rows([*rows]), drawn=self.drawn.some(rows))
 
     def read_otherwise(self, row: int) -> "ForgettingSession":
         """With one secret alone, read in two portions: what depends on it is rounded otherwise."""
         tokens = self.drawn.tokens[row]
         parts = tokens[: self.turn.stop], tokens[self.turn.stop :]
-        return replace(self, full=self.model.extend(self.model.prefill([parts[0]]), [parts[1]])[0])
+        full = self.model.extend(self.model.prefill([parts[0]]), [parts[1]])[0]
+        return replace(self, full=full, drawn=self.drawn.some([row]))
 
     @property
     def turn(self) -> slice:
@@ -107,6 +124,8 @@ class ForgettingSession:
                 keep = int(way.removeprefix(MATCHED))
                 rows = [full.rows([row]) for row in range(full.batch)]
                 return KVCache.join([match_attention(self.model, row, TURN, keep=keep) for row in rows])
+            case _ if way.startswith(ERASED):
+                return self._erased(int(way.removeprefix(ERASED)))
             case _:
                 return self._replaced(way.removeprefix(OTHER).strip() or "0")
 
@@ -121,6 +140,14 @@ class ForgettingSession:
         case, words = self.drawn.case, self.drawn.secrets[number]
         positions = "gapped" if mode == "gapped" else "contiguous"
         return case.chat(words).without(TURN, mode=positions).tokens(self.model.tokenizer)
+
+    def _erased(self, keep: int) -> KVCache:
+        model, target = self.model, self.after(PLACED)
+        texts = read_with(model, target, replies_to(model, target, LESSONS, LESSON))
+        rows = [self.full.rows([row]) for row in range(self.full.batch)]
+        return KVCache.join(
+            [train_eraser(model, row, target, TURN, texts=texts, keep=keep, steps=self.steps) for row in rows]
+        )
 
     def _replaced(self, slots: str) -> KVCache:
         one, size = self.full.rows([0]), int(slots) if slots.isdigit() else "all"
@@ -164,6 +191,10 @@ def reread(session: ForgettingSession, way: str, cache: KVCache) -> tuple[int, i
         return cache.slots - session.full.slots, session.full.slots
     if way.startswith(MATCHED):
         return session.turn.stop - start, session.full.slots
+    if way.startswith(ERASED):
+        model = session.model
+        texts = sum(len(model.prompts(session.full, question)[0]) + LESSON - 1 for question in LESSONS)
+        return texts * session.steps, cache.slots
     if not way.startswith(OTHER):
         return 0, 0
     (text,) = session.drawn.tokens[0].text_runs(TURN)
