@@ -3,15 +3,18 @@
     python benchmarks/audit.py [--model smollm2-135m] [--clean 60] [--texts 3]
 
 Clean caches are of new texts of the kinds that were learnt: by the model itself, with K and V stored in bfloat16, as
-another engine computes them, and read in portions; and of longer ones. Bugs are planted as large as they were reported
-and as one block of one layer; of each it is said how far the log-probability of one of the five likeliest next tokens
-moves. Prints both tables.
+another engine computes them, and read in portions; of a third of them as the model in bfloat16 reads them (audited with
+it, and with the one in float32) and as llama.cpp saves them; and of longer texts. Bugs are planted as large as they
+were reported and as one block of one layer; of each it is said how far the log-probability of one of the five likeliest
+next tokens moves. Prints both tables.
 """
 
 import argparse
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -19,13 +22,16 @@ from torch import Tensor
 
 import kvprobe as kv
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.stored import AnyCache
 from kvprobe.detection.audit import audit
 from kvprobe.detection.clean import clean_of
 from kvprobe.detection.clean_texts import as_by_another_engine, clean_texts
 from kvprobe.detection.zoo import ZOO, plant
+from kvprobe.engines.server import served
 from kvprobe.errors import UserError
 from kvprobe.faults import Draws, FaultContext
 from kvprobe.inference.model import Model
+from kvprobe.models.catalogue import gguf_of
 from kvprobe.progress import Bar
 from kvprobe.stats import binomial
 from kvprobe.text.tokens import Tokens
@@ -49,6 +55,10 @@ def main() -> None:
         for kind, cache in clean_caches(model, text):
             alarms[kind].append(audit(model, cache, clean).suspicious)
     report(alarms)
+    others: dict[str, list[bool]] = defaultdict(list)
+    for kind, auditor, cache in of_others(model, clean_texts(model, arguments.clean // 3, clean.recipe.longest, rng)):
+        others[kind].append(audit(auditor, cache, clean).suspicious)
+    report(others)
     longer = long_texts(model, arguments.clean // 3, rng)
     report(
         {
@@ -90,9 +100,26 @@ def clean_caches(model: Model, text: Tokens) -> Iterator[tuple[str, KVCache]]:
     yield "by the model", cache
     rounded = tuple({name: part.bfloat16().float() for name, part in layer.items()} for layer in cache.layers)
     yield "stored in bfloat16", replace(cache, layers=rounded)
-    yield "as by another engine", as_by_another_engine(model, text)
+    yield "as by another engine", as_by_another_engine(model, [text])
     third = max(1, len(text) // 3)
     yield "read in portions", model.extend(model.prefill(text[:third]), text[third:])[0]
+
+
+def of_others(model: Model, texts: list[Tokens]) -> Iterator[tuple[str, Model, AnyCache]]:
+    """Caches of the model in bfloat16, with who audits them, and slots that llama.cpp saved."""
+    half = kv.load(model.name, dtype="bfloat16")
+    for text in Bar(texts, desc="In bfloat16", unit="text"):
+        cache = half.prefill(text)
+        yield "of bfloat16, by it", half, cache
+        yield "of bfloat16, by float32", model, cache
+    with TemporaryDirectory() as folder:
+        gguf = gguf_of(model.name, Path(folder))
+        for stored in ("f16", "q8_0"):
+            with served(gguf, cache=stored, context=max(map(len, texts)) + 8, threads=1) as server:
+                for text in Bar(texts, desc=f"llama.cpp in {stored}", unit="text"):
+                    server.complete([*text.ids], reuse=False)
+                    server.save(0, "run")
+                    yield f"llama.cpp's in {stored}", model, kv.open_cache(server.path("run"), model)
 
 
 def long_texts(model: Model, count: int, rng: np.random.Generator) -> list[Tokens]:

@@ -98,7 +98,10 @@ def canary(
     *,
     url: Annotated[str | None, Parameter(help="Of a running engine, such as http://127.0.0.1:8080.")] = None,
     api: Annotated[
-        Literal["llama", "openai"], Parameter(help="llama-server's own, or OpenAI's /v1/completions (vLLM, SGLang …).")
+        Literal["llama", "openai", "vllm"],
+        Parameter(
+            help="llama-server's own, OpenAI's /v1/completions (vLLM, SGLang …), or vLLM with kvprobe's connector."
+        ),
     ] = "llama",
     model: Annotated[
         str | None,
@@ -110,7 +113,9 @@ def canary(
     module: Annotated[
         str | None, Parameter(help="FILE.py:FUNCTION, which returns a target of your own, instead of a URL.")
     ] = None,
-    block: Annotated[Whole, Parameter(help="Tokens of a block of the engine's cache.")] = 16,
+    block: Annotated[
+        Whole | None, Parameter(help="Tokens of a block of the engine's cache; 16 where it reports none.")
+    ] = None,
     chunk: Annotated[Whole, Parameter(help="Tokens that the engine reads at once.")] = 512,
     fill: Annotated[Whole, Parameter(help="Tokens of other requests that push a prompt out of the cache.")] = 2048,
     idle: Annotated[float, Parameter(help="Seconds of a pause.")] = 1.0,
@@ -123,11 +128,10 @@ def canary(
         raise UserError("Give one of --url of a running engine, --module and --dumps.")
     if dumps is not None:
         _end_of_dumps(dumps, model, json)
-    from kvprobe.detection.canary import ScriptSizes, llama_server, openai_endpoint
+    from kvprobe.detection.canary import ScriptSizes, llama_server, openai_endpoint, vllm_endpoint
     from kvprobe.detection.canary import canary as run_canary
     from kvprobe.report.views.canary import canary_lines, save_canary
 
-    sizes = ScriptSizes(block=block, chunk=chunk, fill=fill, idle=idle)
     if url is None:
         target = _made_by(str(module))
     elif api == "llama":
@@ -135,8 +139,9 @@ def canary(
 
         target = llama_server(LlamaServer(url))
     else:
-        target = openai_endpoint(url, model)
-    result = run_canary(target, sizes=sizes, seed=seed)
+        target = (openai_endpoint if api == "openai" else vllm_endpoint)(url, model)
+    own = ScriptSizes.of(target).block if block is None else block
+    result = run_canary(target, sizes=ScriptSizes(block=own, chunk=chunk, fill=fill, idle=idle), seed=seed)
     save_canary(result, out)
     if json:
         from json import dumps as written

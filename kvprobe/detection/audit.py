@@ -166,7 +166,7 @@ def audit(model: Model, cache: AnyCache, clean: Clean | None = None) -> Audit:
     """Whether a cache is what this model could have written, layer by layer.
 
     Args:
-        clean: what clean caches of the model hold; by default learnt on first use, in a few minutes, and kept.
+        clean: what clean caches of the model hold; by default learnt on first use, in about a minute, and kept.
 
     Raises:
         UserError: the cache is of another shape than the model's, or its tokens are not the model's.
@@ -178,8 +178,8 @@ def audit(model: Model, cache: AnyCache, clean: Clean | None = None) -> Audit:
     excess = torch.zeros(len(cache.layers), max(1, math.ceil(cache.ledger.slots / BLOCK)))
     worst: dict[str, Unusual] = {}
     layers: dict[str, set[int]] = {}
-    for row in range(cache.ledger.batch):
-        for score in scores_of(model, cache, row, clean.parts):
+    for row, scores in enumerate(scores_of(model, cache, clean.parts)):
+        for score in scores:
             if not score.values.numel():
                 continue
             finding = _worst_place(clean, score, row, excess)

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from kvprobe.arguments import AtLeastOne, AtLeastZero, check_fields
 from kvprobe.brief import Brief
-from kvprobe.cache.cache import KVCache
 from kvprobe.detection.clean_texts import as_by_another_engine, clean_texts
 from kvprobe.detection.rows import RowReader, scores_of
 from kvprobe.detection.scores import (
@@ -41,7 +40,7 @@ from kvprobe.progress import Bar
 from kvprobe.stats import conformal_rank
 from kvprobe.text.tokens import Tokens
 
-FORMAT = "kvprobe-clean-3"
+FORMAT = "kvprobe-clean-4"
 BODY = 0.9
 """The share of clean places below which a score is not unusual; beyond it the tail is taken to be exponential."""
 NARROWEST = 0.05
@@ -49,6 +48,8 @@ NARROWEST = 0.05
 RIDGE = 1e-4
 EXACT = ("finite", "zeros", "copies")
 """Checks of what no clean cache was seen to hold; their limits are just beyond what clean caches had."""
+TOGETHER = 4
+"""Texts that are read in one batch, and of one length."""
 _LARGEST, _LEAST_LIMIT = 4, 5.0
 """How many of the most unusual clean caches a check is measured by, and the least limit in nats."""
 
@@ -58,17 +59,17 @@ class CleanRecipe:
     """From how much text clean caches are learnt.
 
     Attributes:
-        fitted: texts for means, covariances and predictions.
+        fitted: texts for means, covariances and predictions, all of the greatest length.
         tailed: texts for the tails of scores.
         calibrated: texts for the limits.
         longest: tokens of the longest text.
         rate: share of clean caches that may be called suspicious.
     """
 
-    fitted: AtLeastOne = 72
-    tailed: AtLeastOne = 40
-    calibrated: AtLeastOne = 112
-    longest: AtLeastOne = 256
+    fitted: AtLeastOne = 20
+    tailed: AtLeastOne = 20
+    calibrated: AtLeastOne = 100
+    longest: AtLeastOne = 192
     rate: float = 0.01
     seed: AtLeastZero = 0
 
@@ -102,10 +103,17 @@ class Clean(Brief):
 
     def surprise(self, score: Score) -> Float[Tensor, "heads places"]:
         """How improbable each place would be in a clean cache, in nats, less the logarithm of the number of places."""
+        return self._surprise(score, score.values)
+
+    def largest_surprise(self, score: Score) -> float:
+        """Of all places."""
+        return float(self._surprise(score, score.values.amax(1, keepdim=True)).max())
+
+    def _surprise(self, score: Score, values: Float[Tensor, "heads _"]) -> Float[Tensor, "heads _"]:
         begins, wide = self._tail(score)
-        surprise = (score.values - begins) / wide - math.log(1 - BODY) - math.log(score.values.shape[1])
+        surprise = (values - begins) / wide - math.log(1 - BODY) - math.log(score.values.shape[1])
         # What is not a number is as unusual as can be.
-        return surprise.where(~(score.values <= begins), torch.zeros_like(surprise)).nan_to_num(math.inf, math.inf)
+        return surprise.where(~(values <= begins), torch.zeros_like(surprise)).nan_to_num(math.inf, math.inf)
 
     def excess(self, score: Score) -> Float[Tensor, "heads places"]:
         """The surprise of each place as a multiple of its limit: above 1 it is suspicious."""
@@ -139,12 +147,13 @@ def clean_of(model: Model, recipe: CleanRecipe | None = None) -> Clean:
 def learn_clean(model: Model, recipe: CleanRecipe) -> Clean:
     """Read the texts and learn from them."""
     generator = np.random.default_rng(recipe.seed)
-    fitted = clean_texts(model, recipe.fitted, recipe.longest, generator)
-    tailed = clean_texts(model, recipe.tailed, recipe.longest, generator)
-    calibrated = clean_texts(model, recipe.calibrated, recipe.longest, generator)
+    longest = recipe.longest
+    fitted = clean_texts(model, recipe.fitted, longest, generator, shortest=longest)
+    tailed = clean_texts(model, recipe.tailed, longest, generator, together=TOGETHER)
+    calibrated = clean_texts(model, recipe.calibrated, longest, generator, together=TOGETHER)
     sums: dict[tuple[int, str], dict[str, Tensor]] = {}
     for text in Bar(fitted, desc="Learning what clean caches hold", unit="text"):
-        cache = as_by_another_engine(model, text)
+        cache = as_by_another_engine(model, [text])
         reader = RowReader(model, cache.ledger, 0)
         for number, layer in enumerate(cache.layers):
             _add(sums, reader.read(number, layer))
@@ -152,10 +161,8 @@ def learn_clean(model: Model, recipe: CleanRecipe) -> Clean:
         {name: _learnt(sums[number, name]) for name in model.geometry.parts[number]}
         for number in range(model.geometry.n_layers)
     )
+    scored = [*_scored(model, tailed, parts, "Learning what is unusual in them")]
     by_key: dict[str, list[Score]] = {}
-    scored: list[list[Score]] = []
-    for cache in _caches(model, tailed, "Learning what is unusual in them"):
-        scored.append(scores_of(model, cache, 0, parts))
     for score in chain(*scored):
         by_key.setdefault(score.key, []).append(score)
     clean = Clean(parts, {key: _tails(same) for key, same in by_key.items()}, {}, recipe)
@@ -164,8 +171,8 @@ def learn_clean(model: Model, recipe: CleanRecipe) -> Clean:
     usual = {check: _usual([of_text.get(check, 0.0) for of_text in worst]) for check in sorted({*chain(*worst)})}
     times: list[float] = []
     never = {check: max(of_text.get(check, 0.0) for of_text in worst) for check in EXACT}
-    for cache in _caches(model, calibrated, "Setting limits"):
-        found = _worst(clean, scores_of(model, cache, 0, parts))
+    for scores in _scored(model, calibrated, parts, "Setting limits"):
+        found = _worst(clean, scores)
         never = {check: max(before, found.get(check, 0.0)) for check, before in never.items()}
         times.append(max((value / usual[check] for check, value in found.items() if check not in EXACT), default=0.0))
     allowed = max(1.0, sorted(times)[conformal_rank(len(times), recipe.rate) - 1])
@@ -174,18 +181,22 @@ def learn_clean(model: Model, recipe: CleanRecipe) -> Clean:
     return replace(clean, limits=limits | {check: max(_LEAST_LIMIT, 1 + never[check]) for check in EXACT})
 
 
-def _caches(model: Model, texts: Sequence[Tokens], doing: str) -> Iterator[KVCache]:
-    """The caches of texts: of three in four as by another engine, which is the more unusual, and of others by the model
-    itself."""
-    for number, text in enumerate(Bar(texts, desc=doing, unit="text")):
-        yield as_by_another_engine(model, text) if number % 4 else model.prefill(text)
+def _scored(
+    model: Model, texts: Sequence[Tokens], parts: tuple[Mapping[str, Learnt], ...], doing: str
+) -> Iterator[list[Score]]:
+    """The scores of texts, which are read together where they are of one length: of three in four groups as by another
+    engine, which is the more unusual, and of others by the model itself."""
+    groups = [texts[first : first + TOGETHER] for first in range(0, len(texts), TOGETHER)]
+    for number, group in enumerate(Bar(groups, desc=doing, unit="group")):
+        cache = as_by_another_engine(model, group) if number % 4 else model.prefill([*group])
+        yield from scores_of(model, cache, parts)
 
 
 def _worst(clean: Clean, scores: Iterable[Score]) -> dict[str, float]:
     """The largest surprise of each check in one cache."""
     worst: dict[str, float] = {}
     for score in scores:
-        worst[score.check] = max(worst.get(score.check, 0.0), float(clean.surprise(score).max()))
+        worst[score.check] = max(worst.get(score.check, 0.0), clean.largest_surprise(score))
     return worst
 
 

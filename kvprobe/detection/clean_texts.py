@@ -1,7 +1,7 @@
 """Texts of many kinds and lengths, of which a model's clean caches are made, and the benign differences that they are
 given: the rounding of another engine."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -28,25 +28,34 @@ _PACKAGES = ("kvprobe", "jinja2", "yaml", "json", "email", "encodings")
 """What is installed wherever kvprobe is."""
 
 
-def clean_texts(model: Model, count: int, longest: int, generator: np.random.Generator) -> list[Tokens]:
+def clean_texts(
+    model: Model,
+    count: int,
+    longest: int,
+    generator: np.random.Generator,
+    shortest: int = SHORTEST,
+    together: int = 1,
+) -> list[Tokens]:
     """Conversations of kvprobe's tasks cut at random, pieces of them in a row, pieces of files, and tokens at random;
-    those alone where the model has no tokenizer. Lengths are spread evenly on a logarithmic scale."""
+    those alone where the model has no tokenizer. Lengths are spread evenly on a logarithmic scale; so many `together`
+    are of one length."""
     chats = [chat.ids for chat in hand_written(model)] if model.tokenizer is not None else []
     files = _files() if chats else []
     vocabulary = embedded_tokens(model.lanes.plain)
     limit = model.geometry.max_position
     longest = longest if limit is None else min(longest, limit)
+    shortest = min(shortest, longest)
+    lengths = np.exp(generator.uniform(np.log(shortest), np.log(longest), -(-count // together)))
+    kinds = (generator.permutation(count) + generator.uniform(size=count)) / count if chats else np.zeros(count)
 
-    def text() -> Tokens:
-        length = round(float(np.exp(generator.uniform(np.log(SHORTEST), np.log(longest)))))
-        kind = generator.uniform() if chats else 0.0
+    def text(length: int, kind: float) -> Tokens:
         if kind < _RANDOM:
             return Tokens.of(generator.integers(0, vocabulary, length).tolist())
         if kind < _RANDOM + _WRITTEN:
             written = files[generator.integers(len(files))]
             start = int(generator.integers(max(1, len(written) - length * _CHARACTERS)))
             ids = model.tokenizer(written[start : start + length * 2 * _CHARACTERS])["input_ids"][:length]
-            if len(ids) >= min(SHORTEST, length):
+            if len(ids) >= length:
                 return Tokens.of(ids)
         ids = [*chats[generator.integers(len(chats))]]
         if kind < _RANDOM + _WRITTEN + _SPLICED:
@@ -57,7 +66,8 @@ def clean_texts(model: Model, count: int, longest: int, generator: np.random.Gen
             ids += piece[start : start + int(generator.integers(8, 64))]
         return Tokens.of(ids[:length])
 
-    return [text() for _ in range(count)]
+    rounded = np.repeat(np.round(lengths).astype(int), together)[:count]
+    return [text(int(length), float(kind)) for length, kind in zip(rounded, kinds, strict=True)]
 
 
 def _files() -> list[str]:
@@ -80,10 +90,11 @@ def rounded_products(model: Model) -> Generator[None]:
         yield
 
 
-def as_by_another_engine(model: Model, text: Tokens) -> KVCache:
-    """The cache of a text as computed with rounded products and stored in 8 bits."""
-    model.lanes.prove(len(text), len(text))
+def as_by_another_engine(model: Model, texts: Sequence[Tokens]) -> KVCache:
+    """The cache of texts as computed with rounded products and stored in 8 bits."""
+    longest = max(map(len, texts))
+    model.lanes.prove(longest, longest)
     with rounded_products(model):
-        cache = model.prefill(text)
+        cache = model.prefill([*texts])
     layers = tuple({name: in_q8(tensor) for name, tensor in layer.items()} for layer in cache.layers)
     return replace(cache, layers=layers)

@@ -37,7 +37,7 @@ Pair = tuple[Tensor, Tensor]
 class _Watching(CacheLayer):
     """A layer that holds what `read` gives for what is added to it, and keeps what is added."""
 
-    def __init__(self, read: Callable[[Pair], Sequence[Tensor] | None] | None, slots: int, last: bool = False) -> None:
+    def __init__(self, read: Callable[[Pair], Sequence[Tensor]] | None, slots: int, last: bool = False) -> None:
         super().__init__()
         self.read, self.slots, self.last = read, slots, last
         self.added: Pair | None = None
@@ -50,12 +50,7 @@ class _Watching(CacheLayer):
             raise _EnoughError
         if self.read is None:
             return self.added
-        before = self.read(self.added)
-        if before is None:
-            raise _EnoughError
-        keys, values = (
-            torch.cat([held.expand(len(new), -1, -1, -1), new], 2) for held, new in zip(before, self.added, strict=True)
-        )
+        keys, values = (torch.cat([held, new], 2) for held, new in zip(self.read(self.added), self.added, strict=True))
         return keys, values
 
     def get_seq_length(self) -> int:
@@ -105,29 +100,28 @@ def spots_of(slots: int) -> list[int]:
 def read_at_spots(
     lanes: Lanes,
     ledger: Ledger,
-    row: int,
-    spots: Sequence[int],
-    layer: Callable[[int, Sequence[Float[Tensor, "heads spots d"]]], Layer | None],
+    spots: Sequence[tuple[int, int]],
+    layer: Callable[[int, Sequence[Float[Tensor, "heads spots d"]]], Layer],
 ) -> None:
-    """Compute the parts of each layer at these slots of a row anew, from the slots before them.
+    """Compute the parts of each layer at these slots anew, from the slots before them.
 
     Args:
+        spots: pairs of a row and a slot.
         layer: gives the stored layer of a number, once, when the model comes to it; it is handed what was computed
-            there. None ends the reading.
+            there.
     """
-    device, last = lanes.device, max(spots)
-    at = torch.tensor(spots, device=device)
-    before = ledger.rows(torch.full((len(spots),), row)).to(device)
-    before = before.take(torch.arange(last, device=device).expand(len(spots), -1), before.padding[:, :last])
+    device = lanes.device
+    rows, at = torch.tensor(spots, device=device).unbind(1)
+    last = int(at.max())
+    before = ledger.to(device).rows(rows)
+    before = before.take(torch.arange(last, device=device).expand(len(rows), -1), before.padding[:, :last])
     before = replace(before, live=before.live & (torch.arange(last, device=device) < at[:, None])[None, :, None])
-    new = new_slots([Tokens.of([int(ledger.tokens[row, slot])], start=slot) for slot in spots], device)
+    new = new_slots([Tokens.of([int(ledger.tokens[row, slot])], start=slot) for row, slot in spots], device)
 
-    def read(number: int, added: Pair) -> Sequence[Tensor] | None:
+    def read(number: int, added: Pair) -> Sequence[Tensor]:
         held = layer(number, [part[:, :, 0].transpose(0, 1).float() for part in added])
-        if held is None:
-            return None
-        return [part[row : row + 1, :, :last].to(device, lanes.dtype) for part in held.values()]
+        return [part[:, :, :last].to(device, lanes.dtype)[rows] for part in held.values()]
 
     layers: list[Any] = [_Watching(partial(read, number), last) for number in range(lanes.geometry.n_layers)]
-    with torch.no_grad(), suppress(_EnoughError):
+    with torch.no_grad():
         lanes.forward(new.tokens, before.append(new), past_key_values(layers), logits_to_keep=1)

@@ -65,36 +65,46 @@ class RowReader:
         return LayerRead(number, stored, self.held, self.tokens, turned, features, self.slots, self.positions)
 
 
-def scores_of(model: Model, cache: AnyCache, row: int, parts: tuple[Mapping[str, Learnt], ...]) -> list[Score]:
-    """All scores of a row, those of columns that are computed anew among them. Each layer is read once.
+def scores_of(model: Model, cache: AnyCache, parts: tuple[Mapping[str, Learnt], ...]) -> list[list[Score]]:
+    """All scores of each row, those of columns that are computed anew among them. Each layer is read once.
 
     Raises:
         UserError: a layer is not of the model's shape.
     """
-    reader, scores, done = RowReader(model, cache.ledger, row), list[Score](), list[int]()
-    first = unedited(cache.ledger, row) if computable(model.lanes) else 0
-    chosen = spots_of(first)
+    rows = range(cache.ledger.batch)
+    readers = [RowReader(model, cache.ledger, row) for row in rows]
+    known = computable(model.lanes)
+    chosen = [spots_of(unedited(cache.ledger, row)) if known else [] for row in rows]
+    spots = [(row, slot) for row in rows for slot in chosen[row]]
+    scores: list[list[Score]] = [[] for _ in rows]
+    broken, done = set[int](), list[int]()
 
-    def scored(number: int, anew: Sequence[Tensor] = ()) -> Layer | None:
-        """The layer, once it is scored; None where numbers are not finite, from which nothing is computed anew."""
+    def scored(number: int, anew: Sequence[Tensor] = ()) -> Layer:
+        """The layer, once it is scored; 0 where numbers are not finite, from which nothing is computed anew."""
         layer = cache.layers[number]
         refuse_other_shape(model, number, layer)
         done.append(number)
-        read = reader.read(number, layer)
-        new = list(plain_scores(read)) if len(read.held) else []
-        if len(read.slots):
-            new += learnt_scores(read, parts[number], reader.rotaries[number])
-        scores.extend(new)
-        if any(score.check == "finite" and bool(score.values.any()) for score in new):
-            return None
+        for row, reader in enumerate(readers):
+            read = reader.read(number, layer)
+            new = list(plain_scores(read)) if len(read.held) else []
+            if len(read.slots):
+                new += learnt_scores(read, parts[number], reader.rotaries[number])
+            scores[row].extend(new)
+            if any(score.check == "finite" and bool(score.values.any()) for score in new):
+                broken.add(row)
+        places = [place for place, (row, _) in enumerate(spots) if row not in broken]
         for (name, part), right in zip(layer.items(), anew, strict=False):
-            stored = part[row][:, chosen].to(right.device).float()
+            stored = part.transpose(1, 2)[tuple(torch.tensor(spots).T)].transpose(0, 1).to(right.device).float()
             apart = (stored - right).norm(dim=-1) / right.norm(dim=-1).clamp_min(1e-6)
-            scores.append(Score("computed anew", number, name, apart.clamp_min(1e-6).log().cpu(), torch.tensor(chosen)))
-        return layer
+            apart = apart.clamp_min(1e-6).log().cpu()
+            for row in rows:
+                if of_row := [place for place in places if spots[place][0] == row]:
+                    score = Score("computed anew", number, name, apart[:, of_row], torch.tensor(chosen[row]))
+                    scores[row].append(score)
+        return {name: part.nan_to_num(0.0, 0.0, 0.0) for name, part in layer.items()} if broken else layer
 
-    if first:
-        read_at_spots(model.lanes, cache.ledger, row, chosen, scored)
+    if spots:
+        read_at_spots(model.lanes, cache.ledger, spots, scored)
     for number in range(len(done), len(cache.layers)):
         scored(number)
     return scores

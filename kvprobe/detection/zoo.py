@@ -46,6 +46,8 @@ BLOCK = 16
 """Slots in a block."""
 DONOR = "distractor"
 """The donor of a fault context from which bugs take another request's rows."""
+ROUNDING = 0.02
+"""Of its norm: by no more than this do a row and that of the same text in another request differ."""
 _PLACE = 71
 
 Make = Callable[[Scope], Fault]
@@ -156,7 +158,7 @@ def plant(
 
     Raises:
         UserError: there is no such bug, the cache has several rows or too few slots, the bug needs what the context or
-            the cache lacks, or it changes no bit of this cache.
+            the cache lacks, it changes no bit of this cache, or the other request's rows are of the same text.
     """
     if name not in MAKERS:
         raise UserError(unknown("bug", name, MAKERS))
@@ -180,6 +182,11 @@ def plant(
     hit = tuple(number for number, slots in enumerate(struck) if bool(slots.any()))
     if not hit:
         raise UserError(f"{name} changes no bit of this cache ({fault}); plant another bug, or in another cache.")
+    if report.kind in ("foreign prefix", "stale") and _apart(cache, damaged) < ROUNDING:
+        raise UserError(
+            f"{name} puts rows of another request into this cache that are the same but for rounding, since both texts "
+            f"are alike there ({fault}); draw another place, or give another donor."
+        )
     where = torch.stack(struck).any(0).nonzero()[:, 0]
     return Planted(damaged, name, report, fault, hit, entries(where, int))
 
@@ -225,3 +232,12 @@ def _differs(one: Layer, other: Layer, slots: int) -> Bool[Tensor, "slots"]:
         now = other[name]
         differs |= ((was != now) & ~(was.isnan() & now.isnan())).any(-1).any(1)[0].cpu()
     return differs
+
+
+def _apart(cache: KVCache, damaged: KVCache) -> float:
+    """The largest distance of a row of a part from what it was, relative to its norm."""
+    return max(
+        float(((now - was).norm(dim=-1) / was.norm(dim=-1).clamp_min(1e-30)).max())
+        for was, now in zip(cache.tensors, damaged.tensors, strict=True)
+        if was is not now
+    )

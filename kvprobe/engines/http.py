@@ -40,6 +40,19 @@ class JsonServer:
             RefusedError: it refuses.
             UserError: it cannot be reached, or does not answer in JSON.
         """
+        text = self.text_at(place, body)
+        try:
+            return json.loads(text) if text else None
+        except (ValueError, RecursionError) as error:
+            raise self._strange(error) from error
+
+    def text_at(self, place: str, body: Mapping[str, object] | None = None) -> str:
+        """What it answers, as it is.
+
+        Raises:
+            RefusedError: it refuses.
+            UserError: it cannot be reached, or does not answer with a text.
+        """
         data = None if body is None else json.dumps(body).encode()
         try:
             request = Request(self.url.rstrip("/") + place, data, {"Content-Type": "application/json"})
@@ -47,14 +60,14 @@ class JsonServer:
                 text = reply.read(MOST_BYTES + 1)
             if len(text) > MOST_BYTES:
                 raise self._strange(ValueError(f"it is longer than {MOST_BYTES:,} bytes"))
-            return json.loads(text) if text else None
+            return text.decode()
         except HTTPError as error:
             raise RefusedError(f"The server at {self.url} refuses {place}: {_reason(error)}.") from error
         except (URLError, OSError) as error:
             raise UserError(
                 f"No server answers at {self.url} ({one_line(error)}); start {self.kind} there, or give its URL."
             ) from error
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise error if isinstance(error, UserError) else self._strange(error) from error
 
     def read(self, what: Callable[[Any], Value], place: str, body: Mapping[str, object] | None = None) -> Value:

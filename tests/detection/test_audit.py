@@ -63,7 +63,7 @@ def test_a_slot_computed_anew_and_a_token_alone_equal_what_the_cache_holds(tiny:
             assert torch.allclose(part[0][:, spots], right, atol=1e-5)
         return cache.layers[number]
 
-    read_at_spots(tiny.lanes, cache.ledger, 0, spots, same)
+    read_at_spots(tiny.lanes, cache.ledger, [(0, spot) for spot in spots], same)
     assert numbers == list(range(cache.n_layers))
     positions = cache.ledger.origins[0]
     lone = lone_columns(tiny.lanes, cache.ledger.tokens[0], positions, 1)[0]
@@ -90,7 +90,7 @@ def test_each_layer_of_a_file_is_read_once_and_the_first_also_for_its_shape(tiny
 
 def test_clean_caches_pass_also_by_another_engine(tiny: Model, clean: Clean):
     texts = clean_texts(tiny, 12, 48, np.random.default_rng(99))
-    alarms = sum(audit(tiny, as_by_another_engine(tiny, text), clean).suspicious for text in texts)
+    alarms = sum(audit(tiny, as_by_another_engine(tiny, [text]), clean).suspicious for text in texts)
     alarms += sum(audit(tiny, tiny.prefill(text), clean).suspicious for text in texts)
     assert alarms <= 2  # of 24, though the limits come from few texts
 

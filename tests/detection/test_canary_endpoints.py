@@ -6,18 +6,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
 import pytest
+import torch
 
-from kvprobe.detection.canary import ScriptSizes, canary, llama_server, openai_endpoint
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.ledger import Ledger
+from kvprobe.detection.canary import ScriptSizes, canary, llama_server, openai_endpoint, vllm_endpoint
+from kvprobe.engines.plain import open_plain, save_plain
 from kvprobe.engines.server import LlamaServer, served
 from kvprobe.engines.slot import read_slot, stored, write_slot
+from kvprobe.engines.vllm import loadable
 from kvprobe.faults import Scope, Zeros
 from tests.detection.paged_engine import BLOCK, PagedEngine
 from tests.models import llama, tiny_tokenizer
 from tests.models.gguf_file import write_gguf
+from tests.refusals import refused
 
 SIZES = ScriptSizes(block=BLOCK, chunk=100, fill=600, idle=0.0)
 
@@ -95,7 +102,9 @@ class Handler(BaseHTTPRequestHandler):
         return {"choices": [{"logprobs": said}], "usage": usage}
 
     def _reply(self, status: int, value: object) -> None:
-        body = b"" if value is None else json.dumps(value).encode()
+        self._send(status, b"" if value is None else json.dumps(value).encode())
+
+    def _send(self, status: int, body: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -105,9 +114,43 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+class VllmHandler(Handler):
+    """vLLM 0.32 with kvprobe's connector, which dumps and loads as its own code says."""
+
+    folder: Path
+    caching = "False"
+
+    def do_GET(self) -> None:
+        if self.path != "/metrics":
+            super().do_GET()
+            return
+        labels = f'block_size="{BLOCK}",cache_dtype="auto",enable_prefix_caching="{self.caching}",engine="0"'
+        self._send(200, f"# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{{{labels}}} 1.0\n".encode())
+
+    def _completion(self, asked: dict[str, Any]) -> object:
+        transfer, prompt = asked.pop("kv_transfer_params", {}), tuple(asked["prompt"])
+        with self.lock:
+            self.engine.pool.clear()
+            self.engine.order.clear()
+            if (name := transfer.get("load")) is not None:
+                cache = open_plain(self.folder / name)
+                known = prompt[: loadable(cache, prompt, BLOCK)]
+                self.engine.saved = (
+                    known,
+                    [part[0, 0].double().numpy() for layer in cache.layers for part in layer.values()],
+                )
+                self.engine.restore()
+            if (name := transfer.get("dump")) is not None:
+                self.engine.save(prompt)
+                parts = [torch.tensor(part).float()[None, None] for part in self.engine.saved[1]]
+                ledger = Ledger.of(torch.tensor([prompt]))
+                save_plain(KVCache.of(parts[::2], parts[1::2], ledger), self.folder / name, block=BLOCK)
+        return super()._completion(asked if "load" in transfer else asked | {"cache_salt": "none"})
+
+
 @contextmanager
-def endpoint(engine: PagedEngine) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, engine, Lock()))
+def endpoint(engine: PagedEngine, handler: type[Handler] = Handler) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, engine, Lock()))
     thread = Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
@@ -126,3 +169,22 @@ def test_an_endpoint_of_openai_fails_by_what_its_cache_does(bug: str, failed: li
     assert result.failed[: len(failed)] == failed
     assert bool(result.failed) == bool(failed)
     assert {finding.name: finding.reused for finding in result.findings}["hit"]
+
+
+@pytest.mark.parametrize(("bug", "failed"), [("", []), ("zeroed layer", ["slot file"])])
+def test_vllm_with_the_connector_fails_by_what_it_makes_of_a_loaded_cache(
+    bug: str, failed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(VllmHandler, "folder", tmp_path, raising=False)
+    with endpoint(PagedEngine(bug), VllmHandler) as url:
+        target = vllm_endpoint(f"{url}/v1")
+        assert ScriptSizes.of(target).block == BLOCK
+        result = canary(target, sizes=SIZES)
+        monkeypatch.setattr(VllmHandler, "caching", "True")
+        refused(lambda: vllm_endpoint(url), "start it with --no-enable-prefix-caching")
+    assert result.failed == failed
+    reused = {finding.name: finding.reused for finding in result.findings}
+    assert reused["slot file"]
+    assert not reused["hit"]
+    with endpoint(PagedEngine()) as url:
+        refused(lambda: vllm_endpoint(url), "reports no vllm:cache_config_info")

@@ -112,6 +112,20 @@ def test_what_cannot_be_planted_is_refused(cache: KVCache):
     refused(lambda: plant("dynamo-14416", random_cache(0, 1, 20)), "Misread needs equal widths")
 
 
+def test_rows_of_a_request_that_begins_alike_are_refused_where_both_texts_are_the_same(cache: KVCache):
+    context, rounded = context_of(cache), [part + 1e-5 * torch.randn_like(part) for part in cache.tensors]
+    rows = [
+        dict(zip(layer, rounded[2 * number : 2 * number + 2], strict=True)) for number, layer in enumerate(cache.layers)
+    ]
+    alike = replace(context.donors["distractor"], layers=tuple(rows))
+    context = replace(context, donors={"distractor": alike})
+    for name in ("vllm-45357", "sglang-22819"):
+        refused(lambda name=name: plant(name, cache, context), "since both texts are alike there")
+    other = replace(alike, layers=({**rows[0], "V": rows[0]["V"].flip(2)}, *rows[1:]))
+    planted = plant("vllm-45357", cache, replace(context, donors={"distractor": other}))
+    assert planted.layers == tuple(range(LAYERS))
+
+
 def test_the_page_lists_every_bug_with_its_address_and_says_which_were_not_read():
     page = (Path(__file__).parents[2] / "docs" / "concepts" / "detection.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[`([^`]+)`\]\(([^)]+)\) \|(.*)", page, flags=re.MULTILINE)

@@ -1,7 +1,7 @@
 """A canary: short scripts that a team runs in CI against its engine, whose answers a wrong cache would move."""
 
 from kvprobe.detection.canary.dumps import DumpsCanary, canary_of_dumps
-from kvprobe.detection.canary.endpoints import llama_server, openai_endpoint
+from kvprobe.detection.canary.endpoints import llama_server, openai_endpoint, vllm_endpoint
 from kvprobe.detection.canary.properties import ScriptSizes
 from kvprobe.detection.canary.run import Canary, canary
 from kvprobe.detection.canary.target import CanaryTarget, EngineAnswer
@@ -16,4 +16,5 @@ __all__ = [
     "canary_of_dumps",
     "llama_server",
     "openai_endpoint",
+    "vllm_endpoint",
 ]

@@ -1,4 +1,4 @@
-"""Engines behind a URL as targets of a canary: llama-server, and any with OpenAI's completions."""
+"""Engines behind a URL as targets of a canary: llama-server, vLLM, and any with OpenAI's completions."""
 
 import re
 import secrets
@@ -12,11 +12,14 @@ from kvprobe.arguments import checked_arguments
 from kvprobe.detection.canary.target import CanaryTarget, EngineAnswer, Prompt, Token
 from kvprobe.engines.http import JsonServer, RefusedError
 from kvprobe.engines.server import LlamaServer
+from kvprobe.errors import UserError
 
 TOPS = 20
 """Log-probabilities of an answer's token; vLLM gives no more by default."""
 _PIECES = re.compile(r"\s?\d|\s?[^\W\d]+|\s|\S")
-_SAVED = "kvprobe-canary.bin"
+_SAVED, _DUMP = "kvprobe-canary.bin", "kvprobe-canary.json"
+_SETTINGS = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+_SETTING = re.compile(r'(\w+)="([^"]*)"')
 
 
 @checked_arguments
@@ -50,6 +53,25 @@ def openai_endpoint(url: str, model: str | None = None, timeout: float = 120.0) 
     except RefusedError:
         return _OpenAI(url, timeout, model)
     return _OpenAIWithStore(url, timeout, model)
+
+
+@checked_arguments
+def vllm_endpoint(url: str, model: str | None = None, timeout: float = 120.0) -> CanaryTarget:
+    """A vLLM server that was started with kvprobe's connector and without prefix caching, as a target.
+
+    One request dumps the cache of a prompt, and each further one puts the dump in place of its first blocks, so that
+    the property `slot file` holds what vLLM makes of blocks that it was given against what it computes. Any other
+    vLLM server, with a connector or without, is a target of `openai_endpoint`. A run leaves the dump
+    `kvprobe-canary.json` in the connector's folder.
+
+    Args:
+        url: without `/v1`.
+        model: by its name there; the first that the endpoint lists, by default.
+
+    Raises:
+        UserError: it is no vLLM, reports no settings, or has prefix caching, with which the connector loads nothing.
+    """
+    return _Vllm(url.rstrip("/").removesuffix("/v1"), timeout, model)
 
 
 class _Llama:
@@ -127,22 +149,25 @@ class _OpenAI:
         )
 
     def ask(self, prompts: Sequence[Prompt], new: int, reuse: bool) -> list[EngineAnswer]:
-        def answer(prompt: Prompt) -> EngineAnswer:
-            asked = {
-                "model": self.model,
-                "prompt": prompt if self._counts else "".join(map(str, prompt)),
-                "max_tokens": new,
-                "temperature": 0,
-                "logprobs": TOPS,
-                "ignore_eos": True,
-                "cache_prompt": reuse,
-                # Only where the next prompt may be of numbers, too.
-                "return_tokens_as_token_ids": self._counts,
-            }
-            salt = {} if reuse else {"cache_salt": secrets.token_hex(16)}
-            return self.server.read(self._answer, "/v1/completions", asked | salt)
+        return _at_once(lambda prompt: self._complete(prompt, new, reuse), prompts)
 
-        return _at_once(answer, prompts)
+    def _complete(
+        self, prompt: Prompt, new: int, reuse: bool, transfer: Mapping[str, str] | None = None
+    ) -> EngineAnswer:
+        asked = {
+            "model": self.model,
+            "prompt": prompt if self._counts else "".join(map(str, prompt)),
+            "max_tokens": new,
+            "temperature": 0,
+            "logprobs": TOPS,
+            "ignore_eos": True,
+            "cache_prompt": reuse,
+            # Only where the next prompt may be of numbers, too.
+            "return_tokens_as_token_ids": self._counts,
+        }
+        salt = {} if reuse else {"cache_salt": secrets.token_hex(16)}
+        wanted = {} if transfer is None else {"kv_transfer_params": transfer}
+        return self.server.read(self._answer, "/v1/completions", asked | salt | wanted)
 
     def _answer(self, reply: Any) -> EngineAnswer:
         said = reply["choices"][0]["logprobs"]
@@ -169,6 +194,58 @@ class _OpenAIWithStore(_OpenAI):
 
     def forget(self) -> None:
         self.server.ask("/reset_prefix_cache", {})
+
+
+class _Vllm(_OpenAI):
+    """One whose connector dumps and loads caches.
+
+    Attributes:
+        block: tokens of a block of its cache.
+    """
+
+    def __init__(self, url: str, timeout: float, model: str | None) -> None:
+        super().__init__(url, timeout, model)
+        try:
+            found = _SETTINGS.search(self.server.text_at("/metrics"))
+        except RefusedError:
+            found = None
+        settings = dict(_SETTING.findall(found[1])) if found else {}
+        if not {"block_size", "enable_prefix_caching"} <= set(settings) or not settings["block_size"].isdecimal():
+            raise UserError(
+                f"{url} reports no vllm:cache_config_info at /metrics, so how its cache is set up is not known; give a "
+                "vLLM server with kvprobe's connector and statistics, or --api openai for any other."
+            )
+        if settings["enable_prefix_caching"] != "False":
+            raise UserError(
+                f"The vLLM at {url} has prefix caching, with which kvprobe's connector loads nothing; start it with "
+                "--no-enable-prefix-caching, or test that cache with --api openai."
+            )
+        self.block = int(settings["block_size"])
+        self._saved, self._to_load = tuple[Token, ...](), False
+
+    def save(self, prompt: Prompt) -> None:
+        self._saved = prompt[: len(prompt) // self.block * self.block]
+        if not self._saved:
+            raise UserError(
+                f"{self.name} has blocks of {self.block} tokens, and a prompt of {len(prompt)} fills none; give "
+                f"--block {self.block}."
+            )
+        self._complete(self._saved, 1, True, {"dump": _DUMP})
+
+    def restore(self) -> None:
+        self._to_load = True
+
+    def ask(self, prompts: Sequence[Prompt], new: int, reuse: bool) -> list[EngineAnswer]:
+        if not (reuse and self._to_load):
+            return super().ask(prompts, new, reuse)
+        self._to_load = False
+        # The connector ends the engine if it is to load a cache of other tokens.
+        size = len(self._saved)
+        whole = [prompt[:size] == self._saved and len(prompt) > size for prompt in prompts]
+        return [
+            self._complete(prompt, new, True, {"load": _DUMP} if loads else None)
+            for prompt, loads in zip(prompts, whole, strict=True)
+        ]
 
 
 def _token(name: str) -> Token:

@@ -10,7 +10,8 @@ from kvprobe.detection.canary.target import Prompt
 from kvprobe.shipped import shipped_entries
 
 CUE = 4
-"""Words of the list that are repeated as a question; what follows them in the list is the answer."""
+"""Words of the list that are repeated as a question; what follows them in the list is the answer. Chosen by
+`benchmarks/canary_prompts.py`, which plants the zoo in caches of other kinds of prompts, too."""
 
 
 @runtime_checkable
@@ -28,16 +29,18 @@ class Listing:
         body: the words.
         ends: where each word ends.
         again: what begins a question.
+        cue: words of a question.
     """
 
     body: Prompt
     ends: Sequence[int]
     again: Prompt
+    cue: int = CUE
 
     def question(self, place: int) -> Prompt:
         """The last words that end at or before a place; what follows them there is the answer."""
-        last = max(CUE, int(np.searchsorted(self.ends, place, "right")) - 1)
-        return self.again + self.body[self.ends[last - CUE] : self.ends[last]]
+        last = max(self.cue, int(np.searchsorted(self.ends, place, "right")) - 1)
+        return self.again + self.body[self.ends[last - self.cue] : self.ends[last]]
 
     def asking(self, place: int, length: int) -> Prompt:
         """The list and the question for a place, in exactly so many tokens."""
@@ -50,24 +53,29 @@ class Listing:
 
 
 class Prompts:
-    """Makes lists that no engine has read before, so that nothing of them can be in a cache."""
+    """Makes lists that no engine has read before, so that nothing of them can be in a cache.
 
-    def __init__(self, target: Tokenizing, seed: int) -> None:
-        self._target, self._rng = target, np.random.default_rng(seed)
-        self._words = shipped_entries("tasks/recite")["words"]
+    Args:
+        words: of which lists are made; short English nouns by default.
+        cue: words of a question.
+    """
+
+    def __init__(self, target: Tokenizing, seed: int, words: Sequence[str] = (), cue: int = CUE) -> None:
+        self._target, self._rng, self._cue = target, np.random.default_rng(seed), cue
+        self._words = words or shipped_entries("tasks/recite")["words"]
         self._known: dict[str, Prompt] = {}
         self._start, self._again = target.tokens("", first=True), target.tokens("\n")
 
     def listing(self, length: int) -> Listing:
         """A new list of at least `length` tokens, in random order; a word comes again when all have been used."""
         body, ends = self._start, list[int]()
-        while len(body) < length or len(ends) <= CUE:
+        while len(body) < length or len(ends) <= self._cue:
             for word in self._rng.permutation(self._words):
                 body += self._word(f" {word}")
                 ends.append(len(body))
-                if len(body) >= length and len(ends) > CUE:
+                if len(body) >= length and len(ends) > self._cue:
                     break
-        return Listing(body, ends, self._again)
+        return Listing(body, ends, self._again, self._cue)
 
     def _word(self, word: str) -> Prompt:
         if word not in self._known:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from kvprobe.checks import require
 from kvprobe.detection.canary.prompts import Prompts
-from kvprobe.detection.canary.target import Forgets, Prompt, SavesSlots
+from kvprobe.detection.canary.target import Forgets, KnowsBlock, Prompt, SavesSlots
 
 NEW = 4
 """Tokens of an answer: as many as a code has digits."""
@@ -50,6 +50,11 @@ class ScriptSizes:
         require("chunk", self.chunk, 2 * self.block)
         require("fill", self.fill, 0)
         require("idle", self.idle, 0)
+
+    @classmethod
+    def of(cls, target: object) -> "ScriptSizes":
+        """Of the blocks that an engine reports, or of 16 tokens."""
+        return cls(block=target.block) if isinstance(target, KnowsBlock) else cls()
 
     @property
     def around_blocks(self) -> list[int]:

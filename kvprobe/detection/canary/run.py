@@ -141,7 +141,7 @@ def canary(target: Any, *, sizes: ScriptSizes | None = None, seed: AtLeastZero =
 
     Args:
         target: the engine; see `kvprobe.detection.canary.target.CanaryTarget`.
-        sizes: how large the scripts are; by default for blocks of 16 tokens.
+        sizes: how large the scripts are; by default for the blocks that the engine reports, or of 16 tokens.
         seed: of the random words. No list is sent twice within a run, but by two runs with one seed.
 
     Raises:
@@ -149,10 +149,10 @@ def canary(target: Any, *, sizes: ScriptSizes | None = None, seed: AtLeastZero =
     """
     if not isinstance(target, CanaryTarget):
         raise UserError(
-            f"A {type(target).__name__} is not a target; give what llama_server or openai_endpoint return, or an "
-            "object with a name, tokens, text and ask."
+            f"A {type(target).__name__} is not a target; give what llama_server, openai_endpoint or "
+            "vllm_endpoint return, or an object with a name, tokens, text and ask."
         )
-    return _Session(target, sizes or ScriptSizes(), seed).run()
+    return _Session(target, sizes or ScriptSizes.of(target), seed).run()
 
 
 class _Session:

@@ -1,4 +1,4 @@
-"""What a canary asks: an engine behind two methods, and two more that some engines offer."""
+"""What a canary asks: an engine behind a few methods, and what only some engines offer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,6 +62,17 @@ class SavesSlots(Protocol):
     def restore(self) -> None:
         """Put back what was saved last."""
         ...
+
+
+@runtime_checkable
+class KnowsBlock(Protocol):
+    """An engine that reports how many tokens a block of its cache has.
+
+    Attributes:
+        block: that number.
+    """
+
+    block: int
 
 
 @runtime_checkable

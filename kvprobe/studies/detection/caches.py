@@ -1,6 +1,7 @@
 """The caches of a prompt that detectors are asked about: sound ones, made in other ways, and wrong ones of the zoo."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +22,8 @@ SIZES: dict[Size, dict[str, int]] = {
     "layer": {"blocks": 10**6, "layers": 1},
     "reported": {},
 }
+DRAWN = 4
+"""Places that are drawn for a bug until it changes something."""
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -87,18 +90,19 @@ def wrong_caches(
     sizes: Sequence[Size],
 ) -> Iterator[AskedCache]:
     """The cache of these tokens with each bug in each size, in turn in caches that were computed or stored otherwise;
-    without those that change nothing in it."""
+    without those that change nothing in it wherever they are drawn."""
     context = context_of(model, tokens, ways["same"], number)
     bases = [*ways, *HALVES]
     for place, name in enumerate(bugs or [name for name, report in ZOO.items() if not report.benign]):
         for repeat, size in enumerate(sizes):
-            draws = Draws(seed, number, place * len(SIZES) + repeat)
             base = bases[(number + place + repeat) % len(bases)]
-            try:
-                planted = plant(name, ways.get(base, ways["same"]), context, draws=draws, **SIZES[size])
-            except UserError:  # it changes nothing here, or strikes what the model does not store; counted in conclude
-                continue
-            yield AskedCache(stored(planted.cache, base), name, size, base, planted)
+            for draw in range(DRAWN):
+                draws = Draws(seed, number, place * len(SIZES) + repeat + draw * len(SIZES) * len(ZOO))
+                # Refused where it changes nothing, or strikes what the model does not store; counted in conclude.
+                with suppress(UserError):
+                    planted = plant(name, ways.get(base, ways["same"]), context, draws=draws, **SIZES[size])
+                    yield AskedCache(stored(planted.cache, base), name, size, base, planted)
+                    break
 
 
 def stored(cache: KVCache, name: str) -> KVCache:

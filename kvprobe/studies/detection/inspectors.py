@@ -12,8 +12,6 @@ from kvprobe.detection.scores import BLOCK
 from kvprobe.inference.model import Model
 from kvprobe.studies.detection.caches import AskedCache
 
-SURE = 5.0
-"""Times what an audit allows: beyond it, none looks further, and this is the score. No sound cache comes near."""
 LARGEST = 1e9
 """What stands for infinity."""
 
@@ -38,20 +36,17 @@ def _by_diff(cache: KVCache, reference: KVCache) -> dict[str, Any]:
 
 
 def _by_audit(model: Model, clean: Clean, cache: KVCache) -> dict[str, Any]:
-    """The largest excess, and the first layer and block with one beyond what is allowed; see `kv.audit`, which looks at
-    all layers."""
+    """The largest excess, and the first layer and block with one beyond what is allowed; see `kv.audit`."""
     most = 0.0
     first: dict[int, tuple[float, int]] = {}
-    for score in scores_of(model, cache, 0, clean.parts):
+    for score in scores_of(model, cache, clean.parts)[0]:
         if not score.values.numel():
             continue
         excess = clean.excess(score)
-        largest = min(SURE, float(excess.max()))
+        largest = min(LARGEST, float(excess.max()))
         if largest > first.get(score.layer, (1.0, -1))[0]:
             first[score.layer] = largest, int(score.slots[int(excess.amax(0).argmax())]) // BLOCK
         most = max(most, largest)
-        if most >= SURE:
-            break
     layer = min(first, default=-1)
     return {
         "audit": most,

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.detection.canary.endpoints import TOPS
 from kvprobe.detection.canary.floor import distances
-from kvprobe.detection.canary.prompts import Prompts
+from kvprobe.detection.canary.prompts import CUE, Prompts
 from kvprobe.detection.canary.properties import NEW
 from kvprobe.detection.canary.target import EngineAnswer, Prompt
 from kvprobe.inference.model import Model
@@ -39,8 +39,10 @@ class QuestionedCaches:
         places: of the questions, one in each block.
     """
 
-    def __init__(self, model: Model, length: int, block: int, seed: int) -> None:
-        listing = Prompts(_Words(model), seed).listing(length)
+    def __init__(
+        self, model: Model, length: int, block: int, seed: int, words: Sequence[str] = (), cue: int = CUE
+    ) -> None:
+        listing = Prompts(_Words(model), seed, words, cue).listing(length)
         self.model = model
         self.tokens = Tokens.of([int(token) for token in listing.body[:length]])
         self.start = model.prefill([self.tokens])
