@@ -4,17 +4,18 @@ Answers are kept group by group, of as many items as share a batch, so that an i
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
 
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Control, Written
 from kvprobe.faults.fault import When
 from kvprobe.inference.model import Model
 from kvprobe.inference.trials import AskedItem, Case, answer
+from kvprobe.models.geometry import Geometry
 from kvprobe.report.findings import Findings
 from kvprobe.studies.settings import TIMINGS, AnswerSettings, Timing
 from kvprobe.tasks.catalogue import find_task
@@ -22,6 +23,7 @@ from kvprobe.tasks.task import Item, Task, items_digest, prompt, rankable, shown
 from kvprobe.tidy import Rows, Where, chosen
 from kvprobe.wording import few_clusters, percent, share
 
+Answering = TypeVar("Answering", bound=AnswerSettings)
 WHEN: dict[Timing, tuple[When, bool]] = {"once": (0, False), "fresh": ("every", True), "piling": ("every", False)}
 """Before which token a fault of each timing strikes, and whether it is undone."""
 SOUND: Where = {"case": -1}
@@ -55,7 +57,10 @@ def inputs(config: AnswerSettings) -> dict[str, str]:
 
 
 def collect_answers(
-    model: Model, config: AnswerSettings, run: Run, cases_of: Callable[[AskedItem], Sequence[Case]]
+    model: Model,
+    config: Answering,
+    run: Run,
+    cases_of: Callable[[Geometry, Answering, AskedItem], Sequence[Case]],
 ) -> pd.DataFrame:
     """All items of all tasks under all cases of a sample; see `kvprobe.inference.trials.answer` for the columns."""
     groups: list[tuple[Task, int, list[Item]]] = []
@@ -63,16 +68,22 @@ def collect_answers(
         items, first = task.items(config.samples, config.seed), place * config.samples
         starts = range(0, len(items), config.together)
         groups += [(task, first + start, items[start : start + config.together]) for start in starts]
+    unit, doing = "prompt" if config.together == 1 else f"{config.together} prompts", "Damaging and answering"
+    return Parts(model, config, run).table(answered, groups, "answers", cases_of, doing=doing, unit=unit)
 
-    def answered(group: tuple[Task, int, list[Item]]) -> pd.DataFrame:
-        task, first, items = group
-        prompts = [prompt(item, model.tokenizer) for item in items]
-        samples = [AskedItem(task, item, first + place, prompts[place]) for place, item in enumerate(items)]
-        asked = [(sample, cases_of(sample)) for sample in samples]
-        return pd.DataFrame(answer(model, asked, config.seed, follow=config.follow))
 
-    unit = "prompt" if config.together == 1 else f"{config.together} prompts"
-    return table_of_parts(run, groups, "answers", answered, doing="Damaging and answering", unit=unit)
+def answered(
+    model: Model,
+    config: Answering,
+    group: tuple[Task, int, list[Item]],
+    cases_of: Callable[[Geometry, Answering, AskedItem], Sequence[Case]],
+) -> pd.DataFrame:
+    """The rows of items of one task, of which the first has this number."""
+    task, first, items = group
+    prompts = [prompt(item, model.tokenizer) for item in items]
+    samples = [AskedItem(task, item, first + place, prompts[place]) for place, item in enumerate(items)]
+    asked = [(sample, cases_of(model.geometry, config, sample)) for sample in samples]
+    return pd.DataFrame(answer(model, asked, config.seed, follow=config.follow))
 
 
 def able(rows: Rows, tasks: Sequence[Task], of: str, where: Where = SOUND) -> Rows:

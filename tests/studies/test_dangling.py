@@ -61,7 +61,8 @@ def test_heads_with_most_attention_and_random_ones_are_given_their_view_back(dee
         assert sets[TOP, 2, 0] == [(3, 1), (3, 0)]
         assert len({tuple(sets[RANDOM, 4, draw]) for draw in range(3)}) > 1
         assert all(len(set(heads)) == size for (_, size, _), heads in sets.items())
-        table = collecting.rescue(deep, pair, {key: sets[key] for key in ((TOP, 1, 0), (RANDOM, 4, 2))})
+        chosen = {key: sets[key] for key in ((TOP, 1, 0), (RANDOM, 4, 2))}
+        table = collecting.rescue(deep, SMALL, pair, {1 - pair.half: chosen})
         assert table[["sort", "size", "draw"]].to_numpy().tolist() == [[TOP, 1, 0], [RANDOM, 4, 2]]
 
 

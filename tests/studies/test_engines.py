@@ -138,7 +138,7 @@ def test_a_reply_for_which_a_server_read_an_edited_cache_again_is_refused(
     (pair, *_) = collecting.pairs_in_turn(FOUR_FACTS, roomy.tokenizer, 0)
     one = replace(config, engines=("f16",))
     weights = {False: Path(config.gguf)}
-    refused(lambda: list(collecting.measure(roomy, one, weights, FOUR_FACTS[0], pair)), "what was edited is lost")
+    refused(lambda: collecting.measure(roomy, one, (FOUR_FACTS[0], pair), weights), "what was edited is lost")
 
 
 def test_planted_numbers_are_found(tmp_path: Path):

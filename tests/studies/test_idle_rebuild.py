@@ -1,6 +1,7 @@
 """The idle-rebuild study on a tiny model, with shortened sessions: what is shared must equal what is read one by one;
 and what made-up measurements decide."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -55,8 +56,7 @@ CHAT = conversation(SHORT[0])
 @pytest.fixture(scope="module")
 def read(deep: Model) -> Rows:
     """What is measured of two sessions; the turns 4 to 8 of the first are measured again below, one by one."""
-    read = (collecting.read_session(deep, session, SMALL) for session in SHORT[: SMALL.sessions])
-    return pd.concat([rows.assign(sample=session.id) for rows, session in zip(read, SHORT, strict=False)])
+    return pd.concat([collecting.read_session(deep, SMALL, session) for session in SHORT[: SMALL.sessions]])
 
 
 def values(rows: Rows, column: str, **where: Any) -> torch.Tensor:
@@ -64,11 +64,19 @@ def values(rows: Rows, column: str, **where: Any) -> torch.Tensor:
     return torch.tensor(chosen(rows, {"sample": SHORT[0].id, **where})[column].to_numpy(float), dtype=torch.float32)
 
 
+READ: Rows = pd.DataFrame()
+
+
+def as_read(model: Model, config: Config, session: Session) -> Rows:
+    return READ[READ["sample"] == session.id]
+
+
 @pytest.fixture(scope="module")
 def finished(deep: Model, read: Rows, root: Path) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collecting, "sessions", lambda: SHORT)
-        patch.setattr(collecting, "read_session", lambda _, session, __: read[read["sample"] == session.id])
+        patch.setattr(collecting, "read_session", as_read)
+        patch.setattr(sys.modules[__name__], "READ", read)
         return whole_run(STUDY, SMALL, deep, root, [True, True, True])
 
 
@@ -119,7 +127,7 @@ def test_text_that_left_is_masked_before_the_turn_or_was_never_read(
     monkeypatch.setattr(removals, "sessions", lambda: SHORT)
     removal, turn = REMOVALS[removed], 6
     config = replace(SMALL, removed=removed, rebuilds=(3, 4, turn))
-    rows = collecting.read_session(deep, SHORT[0], config).assign(sample=SHORT[0].id)
+    rows = collecting.read_session(deep, config, SHORT[0])
     chat = removal.conversation(SHORT[0])
     tokens = chat.tokens(deep.tokenizer)
     end = tokens.part(f"reply{turn}").start - 1

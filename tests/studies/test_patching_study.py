@@ -90,7 +90,7 @@ def test_ways_take_each_fact_both_ways_or_in_turn(deep: Model, tiny_facts: tuple
 
 def test_a_run_tests_the_band_of_the_other_half(deep: Model):
     case = pairs_of(SMALL, deep.tokenizer)[0]
-    table = measure_bands(deep, case, {"V": {case.half: range(0, 1), 1 - case.half: range(1, 3)}})
+    table = measure_bands(deep, SMALL, case, {"V": {case.half: range(0, 1), 1 - case.half: range(1, 3)}})
     assert dict(zip(table["where"], table["band"], strict=True)) == {"inside": "1–2", "outside": "0+3"}
 
 

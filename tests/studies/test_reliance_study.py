@@ -68,7 +68,7 @@ def test_turns_lie_between_and_leads_are_the_models_own_where_it_answers_rightly
     model, case = models.any_model(), stated_twice(2)[1]
     said = f"You said that it is {case.answers['own']}, I think."
     monkeypatch.setattr(collect, "answers_after", lambda _, rows, *__: SimpleNamespace(texts=[said] * rows.batch))
-    rows = measure(model, {EVERY_LAYER: range(model.geometry.n_layers)}, replace(ALL, answer=1), case)
+    rows = measure(model, replace(ALL, answer=1), case)
     assert set(rows["words"].dropna()) == {"You said that it is"}
     tokens = case.talk("own", "own", 2, "You said that it is").tokens(model.tokenizer)
     begins, answer = tokens.span("B1").start, tokens.part("answer")

@@ -18,6 +18,7 @@ from kvprobe.faults.scope import Parts, Unit
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Trial
 from kvprobe.inference.trials import AskedItem, Case
+from kvprobe.models.geometry import Geometry
 from kvprobe.policies.catalogue import SINKS
 from kvprobe.studies.answers import WHEN, collect_answers
 from kvprobe.studies.bands import BANDS, PRUNED, Config, Cut, Noise
@@ -35,11 +36,12 @@ def names_of(cut: Cut) -> list[str]:
 
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     """All items of all tasks under all cases; see `kvprobe.inference.trials.answer` for the columns."""
+    return collect_answers(model, config, run, of_item)
 
-    def every(asked: AskedItem) -> list[Case]:
-        return cases(config, model.geometry.n_layers, len(asked.tokens) - 1)
 
-    return collect_answers(model, config, run, every)
+def of_item(shape: Geometry, config: Config, asked: AskedItem) -> list[Case]:
+    """The cases of one item."""
+    return cases(config, shape.n_layers, len(asked.tokens) - 1)
 
 
 def cut_bands(config: Config, n_layers: int) -> dict[str, range]:

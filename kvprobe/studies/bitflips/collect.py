@@ -45,7 +45,12 @@ class FlipPlace:
 
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     """Every item under every flip; see `kvprobe.inference.trials.answer` for the columns that no label names."""
-    return collect_answers(model, config, run, lambda sample: list(cases(config, sample, model.geometry)))
+    return collect_answers(model, config, run, of_item)
+
+
+def of_item(shape: Geometry, config: Config, asked: AskedItem) -> list[Case]:
+    """The cases of one item."""
+    return list(cases(config, asked, shape))
 
 
 def cases(config: Config, sample: AskedItem, shape: Geometry) -> Iterator[Case]:

@@ -6,7 +6,6 @@ seen it. One file per conversation and stage is kept, so an interrupted run resu
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import product
 
 import numpy as np
@@ -17,7 +16,7 @@ from kvprobe.attention import Patterns, attend, dangling, logits_in_view, ranked
 from kvprobe.attention.views import KVHead
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.forward import onwards
 from kvprobe.inference.model import Model, load
@@ -59,21 +58,16 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     arms). `rescues`: the turn back in view for the KV heads of each set that was found on the other half (`sort`,
     `size`, `draw`, `margin`, `kl`). `memos`: see `measure_memos`.
     """
-    parts = partial(table_of_parts, run, pairs_of(config, model), unit="conversation")
-
-    def measured(pair: FactPair) -> pd.DataFrame:
-        return measure(model, pair).assign(prompt=pair.id, half=pair.half)
-
-    def rescued(pair: FactPair) -> pd.DataFrame:
-        return rescue(model, pair, by_half[1 - pair.half]).assign(prompt=pair.id, half=pair.half)
-
-    table = parts("arms", measured, doing="Hiding a turn")
-    by_half = sets_by_half(table, config, model)
-    tables = {"samples": table, "rescues": parts("rescues", rescued, doing="Giving heads their turn back")}
-    return tables | {"memos": collect_memos(config, run)} if config.memos else tables
+    parts, pairs, unit = Parts(model, config, run), pairs_of(config, model), "conversation"
+    table = parts.table(measure, pairs, "arms", doing="Hiding a turn", unit=unit)
+    by_half, doing = sets_by_half(table, config, model), "Giving heads their turn back"
+    tables = {"samples": table, "rescues": parts.table(rescue, pairs, "rescues", by_half, doing=doing, unit=unit)}
+    if config.memos:
+        tables["memos"] = parts.table(measure_memos, list(VERBS), "memos", doing="Asking lists", unit="verb")
+    return tables
 
 
-def measure(model: Model, pair: FactPair) -> pd.DataFrame:
+def measure(model: Model, config: Config, pair: FactPair) -> pd.DataFrame:
     """Outcomes of all arms, and what each head's attention to the turn became in all but the first."""
     patterns = {arm: read(model, cache, pair) for arm, cache in arms_of(model, pair).items()}
     full, masked = patterns[FULL], patterns[MASKED]
@@ -91,7 +85,7 @@ def measure(model: Model, pair: FactPair) -> pd.DataFrame:
         if arm != FULL:
             went = dangling(full, pattern, (HIDDEN,), summary=(LATER,), local=len(pair.suffix))
             tables.append(went.rename(columns={"summary": "later"}).assign(grid="heads", arm=arm))
-    return pd.concat(tables, ignore_index=True)
+    return pd.concat(tables, ignore_index=True).assign(prompt=pair.id, half=pair.half)
 
 
 def arms_of(model: Model, pair: FactPair) -> dict[str, KVCache]:
@@ -131,27 +125,22 @@ def sets_by_half(table: Rows, config: Config, model: Model) -> dict[int, Sets]:
     return by_half
 
 
-def rescue(model: Model, pair: FactPair, sets: Sets) -> pd.DataFrame:
-    """Outcomes with the turn in view of each set of KV heads."""
+def rescue(model: Model, config: Config, pair: FactPair, by_half: Mapping[int, Sets]) -> pd.DataFrame:
+    """Outcomes with the turn in view of each set of KV heads that was found on the other half."""
+    sets = by_half[1 - pair.half]
     clean = model.prefill(pair.prompts[0])
     full = model.extend(clean, pair.suffix)[1][0, -1].float()
     said = logits_in_view(model, clean, pair.suffix, (HIDDEN,), list(sets.values()))
     return pd.DataFrame(
         {"sort": sort, "size": size, "draw": number, **outcome_of(pair, full, logits)}
         for (sort, size, number), logits in zip(sets, said, strict=True)
-    )
+    ).assign(prompt=pair.id, half=pair.half)
 
 
-def collect_memos(config: Config, run: Run) -> pd.DataFrame:
-    """What the model `ordinal` answers to memos that it was not trained on; see `measure_memos`."""
-    model = load("ordinal", device=config.device, dtype=config.dtype)
-    return table_of_parts(
-        run, list(VERBS), "memos", lambda verb: measure_memos(model, verb, config), doing="Asking lists", unit="verb"
-    )
-
-
-def measure_memos(model: Model, reference: Reference, config: Config) -> pd.DataFrame:
-    """What answers follow, with summaries of one `reference`; see `kvprobe.patching.payload_or_pointer`."""
+def measure_memos(model: Model, config: Config, reference: Reference) -> pd.DataFrame:
+    """What the answers of the model `ordinal` follow, to memos that it was not trained on, with summaries of one
+    `reference`; see `kvprobe.patching.payload_or_pointer`."""
+    ordinal = load("ordinal", device=config.device, dtype=config.dtype)
     rng = np.random.default_rng([config.seed, 3, list(VERBS).index(reference)])
     memos = [draw_exchanged("held_out", rng, (reference,)) for _ in range(config.memos)]
-    return payload_or_pointer(model, memos).assign(reference=reference)
+    return payload_or_pointer(ordinal, memos).assign(reference=reference)

@@ -21,7 +21,7 @@ from kvprobe.engines.llamacpp import from_slot, to_slot
 from kvprobe.engines.server import CacheType, Completion, LlamaServer, served
 from kvprobe.engines.slot import read_slot
 from kvprobe.errors import UserError
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.forward import onwards
 from kvprobe.inference.generate import generate
@@ -91,13 +91,9 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     asked = facts(config.kinds, config.prompts)
     pairs = [*zip(asked, pairs_in_turn(asked, model.tokenizer, config.seed), strict=True)]
     with TemporaryDirectory(prefix="kvprobe-gguf-") as folder:
-        of_weights = files(config, Path(folder))
-
-        def measured(case: tuple[Fact, FactPair]) -> pd.DataFrame:
-            fact, pair = case
-            return pd.DataFrame(measure(model, config, of_weights, fact, pair)).assign(sample=pair.id, kind=pair.kind)
-
-        table = table_of_parts(run, pairs, "engines", measured, doing="Asking both engines", unit="conversation")
+        parts, of_weights = Parts(model, config, run), files(config, Path(folder))
+        doing, unit = "Asking both engines", "conversation"
+        table = parts.table(measure, pairs, "engines", of_weights, doing=doing, unit=unit)
     read: Rows = chosen(table, {"pair": ""})
     differ: Rows = chosen(table, {"pair": tuple(PAIRS)})
     return {
@@ -106,10 +102,16 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     }
 
 
-def measure(
-    model: Model, config: Config, of_weights: Mapping[bool, Path], fact: Fact, pair: FactPair
-) -> Iterator[dict[str, Any]]:
+def measure(model: Model, config: Config, case: tuple[Fact, FactPair], of_weights: Mapping[bool, Path]) -> pd.DataFrame:
     """The rows of one conversation."""
+    rows = rows_by_engine(model, config, *case, of_weights)
+    return pd.DataFrame(list(rows)).assign(sample=case[1].id, kind=case[1].kind)
+
+
+def rows_by_engine(
+    model: Model, config: Config, fact: Fact, pair: FactPair, of_weights: Mapping[bool, Path]
+) -> Iterator[dict[str, Any]]:
+    """What both engines say of one conversation."""
     value = fact.values[pair.number % 2]
     here = read_here(model, pair, config.reply)
     yield from rows_of(HERE, here, here, pair, value)

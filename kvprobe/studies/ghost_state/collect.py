@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model, load
 from kvprobe.probing.controls import random_model
@@ -60,20 +59,18 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     that the inner fold chose; `heads`, the same of each head's state; `reach`, how far what must not know the hidden
     turn varies with it, see `_reach`; and `turns`, see `kvprobe.studies.ghost_state.turns`.
     """
-    known = {config.model: lambda: model} | {
-        name: partial(load, name, device=config.device, dtype=config.dtype)
-        for name in (*(config.others or ()), *(config.toys or ()))
-    }
-
-    def read(name: str) -> pd.DataFrame:
-        given = known[name]()
-        rows = read_toy(given, config) if name in (config.toys or ()) else read_model(given, config)
-        # Models whose names differ in a seed alone are of one kind.
-        return rows.assign(model=name, kind=re.sub(r"-\d+$", "", name), memory=memory_of(given))
-
-    rows = table_of_parts(run, list(known), "model", read, doing="Reading models", unit="model")
+    names = [config.model, *(config.others or ()), *(config.toys or ())]
+    rows = Parts(model, config, run).table(measure, names, "model", doing="Reading models", unit="model")
     tables = {name: chosen(rows, {"table": name}) for name in (ANSWERS, PROBES, HEADS, REACH, TURNS)}
     return {name: table.dropna(axis=1, how="all") for name, table in tables.items() if len(table)}
+
+
+def measure(model: Model, config: Config, name: str) -> pd.DataFrame:
+    """All tables of the model of this name."""
+    given = model if name == config.model else load(name, device=config.device, dtype=config.dtype)
+    rows = read_toy(given, config) if name in (config.toys or ()) else read_model(given, config)
+    # Models whose names differ in a seed alone are of one kind.
+    return rows.assign(model=name, kind=re.sub(r"-\d+$", "", name), memory=memory_of(given))
 
 
 def memory_of(model: Model) -> str:

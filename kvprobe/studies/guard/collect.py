@@ -4,8 +4,8 @@ A guard is learnt from other items of the task, from small talk, or from both. B
 slots are evicted, which no guard can know.
 """
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
 from kvprobe.errors import UserError
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.faults import BitFlips, Fault, Scope
 from kvprobe.faults.catalogue import CATALOGUE
@@ -66,29 +66,32 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     of its answer), `broken` (the logits were NaN), `found` (share of the struck slots that were evicted), `alarms`
     (share of the others that were).
     """
-    task = find_task(config.task)
-    items = task.items(config.samples + config.learnt, config.seed)
-    prompts = [prompt(item, model.tokenizer) for item in items]
-    talks = small_talk(model)
-    of_task, of_talk = prompts[config.samples :], talks[: config.learnt]
-    texts = {TASK: of_task, TALK: of_talk, BOTH: of_task + of_talk}
-    guards: dict[str, Guard] = {}
-
-    def measured(asked: tuple[str, int]) -> pd.DataFrame:
-        if not guards:
-            rate = config.alarms / 100
-            guards.update({kind: learn(model, [[text] for text in texts[kind]], rate) for kind in GUARDS})
-        text, number = asked
-        known = {"text": text, "sample": number}
-        if text == TALK:
-            sound = model.prefill([talks[config.learnt + number]])
-            return pd.DataFrame([known | {"arm": kind} | alarms_of(guards[kind], sound) for kind in GUARDS])
-        rows = answered(model, config, task, items[number], prompts[number], number, guards)
-        return pd.DataFrame([known | row for row in rows])
-
-    asked = [(TALK, number) for number in range(len(talks) - config.learnt)]
+    asked = [(TALK, number) for number in range(len(contexts()) - config.learnt)]
     asked += [(TASK, number) for number in range(config.samples)]
-    return table_of_parts(run, asked, "answers", measured, doing="Damaging, guarding and answering", unit="prompt")
+    doing = "Damaging, guarding and answering"
+    return Parts(model, config, run).table(measure, asked, "answers", doing=doing, unit="prompt")
+
+
+def measure(model: Model, config: Config, asked: tuple[str, int]) -> Iterator[dict[str, Any]]:
+    """The rows of one text."""
+    text, number = asked
+    guards = guards_of(model, config)
+    if text == TALK:
+        sound = model.prefill([small_talk(model)[config.learnt + number]])
+        rows = [{"arm": kind} | alarms_of(guards[kind], sound) for kind in GUARDS]
+    else:
+        rows = answered(model, config, number, guards)
+    yield from ({"text": text, "sample": number} | row for row in rows)
+
+
+@lru_cache(maxsize=1)
+def guards_of(model: Model, config: Config) -> dict[str, Guard]:
+    """What each guard learns from texts that are not asked about."""
+    items = find_task(config.task).items(config.samples + config.learnt, config.seed)
+    of_task = [prompt(item, model.tokenizer) for item in items[config.samples :]]
+    of_talk = small_talk(model)[: config.learnt]
+    texts = {TASK: of_task, TALK: of_talk, BOTH: of_task + of_talk}
+    return {kind: learn(model, [[text] for text in texts[kind]], config.alarms / 100) for kind in GUARDS}
 
 
 def small_talk(model: Model) -> list[Tokens]:
@@ -122,10 +125,11 @@ def fault_of(name: str, rate: float, cache: KVCache) -> Fault:
     return named.make(scope=Scope(rate=share, parts=named.parts, unit=named.unit("slot")))
 
 
-def answered(
-    model: Model, config: Config, task: Task, item: Item, tokens: Tokens, number: int, guards: Mapping[str, Guard]
-) -> list[dict[str, Any]]:
+def answered(model: Model, config: Config, number: int, guards: Mapping[str, Guard]) -> list[dict[str, Any]]:
     """The rows of one item."""
+    task = find_task(config.task)
+    item = task.items(config.samples + config.learnt, config.seed)[number]
+    tokens = prompt(item, model.tokenizer)
     start = model.prefill([tokens[:-1]])
     cases = [(SOUND, 0.0), *product(config.faults, config.rates), (TENFOLD, max(config.rates))]
     damage = partial(struck, model, start, tokens[:-1], seed=config.seed, number=number)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.differences import FAMILIES, relative_distance
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.forward import onwards
 from kvprobe.inference.generate import generate
@@ -43,16 +43,8 @@ Scores = Mapping[str, Float[Tensor, "reply vocab"]]
 
 def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     """Tables of rows, see `tables_of`."""
-    return tables_of(
-        table_of_parts(
-            run,
-            sessions()[: config.sessions],
-            "session",
-            lambda session: read_session(model, session, config).assign(sample=session.id),
-            doing="Reading sessions",
-            unit="session",
-        )
-    )
+    parts, asked = Parts(model, config, run), sessions()[: config.sessions]
+    return tables_of(parts.table(read_session, asked, "session", doing="Reading sessions", unit="session"))
 
 
 def tables_of(read: Any) -> dict[str, pd.DataFrame]:
@@ -69,7 +61,7 @@ def tables_of(read: Any) -> dict[str, pd.DataFrame]:
     return {"tokens": tokens, "samples": samples, "layers": layers}
 
 
-def read_session(model: Model, session: Session, config: Config) -> pd.DataFrame:
+def read_session(model: Model, config: Config, session: Session) -> pd.DataFrame:
     """All measurements of one session.
 
     Returns:
@@ -119,7 +111,8 @@ def read_session(model: Model, session: Session, config: Config) -> pd.DataFrame
         tables += compared(("own", turn, turn - AFTER[0]), reply, heard, (speaker,))
     distance = relative_distance(runs[1].only("in_place").cache, runs[1].only("compacted").cache, removal.shared)
     keys = {"family": FAMILIES, "layer": range(distance.shape[1]), "segment": removal.shared}
-    return pd.concat([*tables, crossed(keys, {"distance": distance.cpu().numpy()})], ignore_index=True)
+    rows = pd.concat([*tables, crossed(keys, {"distance": distance.cpu().numpy()})], ignore_index=True)
+    return rows.assign(sample=session.id)
 
 
 def rebuilt(model: Model, tokens: Tokens, kept: KVCache, removal: Removal, turn: int) -> KVCache:

@@ -1,12 +1,13 @@
 """What the model holds while it reads prompts of several lengths, several at once, and while it generates; and how long
 a token takes."""
 
-from functools import partial
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pandas as pd
 import torch
 
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.measured import measure
 from kvprobe.inference.model import Model
@@ -27,26 +28,33 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     """
     longest = max(*config.contexts, *config.timed, config.prompt + config.new)
     model.lanes.refuse_far_positions(torch.tensor([[longest - 1]]))
-
-    def peak(context: int) -> pd.DataFrame:
-        taken = measure(model, model.budget(context=context, new=GENERATED))
-        return pd.DataFrame(taken.rows(), columns=["what", *OF]).assign(context=context)
-
-    def together(batch: int) -> pd.DataFrame:
-        taken = measure(model, model.budget(context=config.contexts[0], new=GENERATED, batch=batch))
-        sizes = {f"{what}_{of}": size for what, *both in taken.rows() for of, size in zip(OF, both, strict=True)}
-        return pd.DataFrame(step_times(model, config.contexts[0], batch, config.repeats)).assign(**sizes)
-
-    def grow(prompt: int) -> pd.DataFrame:
-        return pd.DataFrame(growth(model, prompt, config.new))
-
-    def timed(length: int) -> pd.DataFrame:
-        return pd.DataFrame(token_times(model, length, config.repeats))
-
-    parts = partial(table_of_parts, run, alone=True)
+    parts, prompt = Parts(model, config, run), [config.prompt]
     return {
-        "samples": parts(config.contexts, "peak", peak, doing="Measuring peaks", unit="prompt"),
-        "batches": parts(config.batches, "batch", together, doing="Measuring batches", unit="batch"),
-        "growth": parts([config.prompt], "growth", grow, doing="Watching a cache grow", unit="conversation"),
-        "times": parts(config.timed, "time", timed, doing="Timing tokens", unit="length"),
+        "samples": parts.table(peak, config.contexts, "peak", doing="Measuring peaks", unit="prompt", alone=True),
+        "batches": parts.table(together, config.batches, "batch", doing="Measuring batches", unit="batch", alone=True),
+        "growth": parts.table(grow, prompt, "growth", doing="Watching a cache grow", unit="conversation", alone=True),
+        "times": parts.table(timed, config.timed, "time", doing="Timing tokens", unit="length", alone=True),
     }
+
+
+def peak(model: Model, config: Config, context: int) -> pd.DataFrame:
+    """Bytes for a prompt of this length."""
+    taken = measure(model, model.budget(context=context, new=GENERATED))
+    return pd.DataFrame(taken.rows(), columns=["what", *OF]).assign(context=context)
+
+
+def together(model: Model, config: Config, batch: int) -> pd.DataFrame:
+    """Bytes and seconds for so many prompts at once."""
+    taken = measure(model, model.budget(context=config.contexts[0], new=GENERATED, batch=batch))
+    sizes = {f"{what}_{of}": size for what, *both in taken.rows() for of, size in zip(OF, both, strict=True)}
+    return pd.DataFrame(step_times(model, config.contexts[0], batch, config.repeats)).assign(**sizes)
+
+
+def grow(model: Model, config: Config, prompt: int) -> Iterable[Mapping[str, Any]]:
+    """The cache, token by token."""
+    return growth(model, prompt, config.new)
+
+
+def timed(model: Model, config: Config, length: int) -> Iterable[Mapping[str, Any]]:
+    """Seconds to the next token."""
+    return token_times(model, length, config.repeats)

@@ -5,7 +5,7 @@ Only the suffix, which is the question and the reply up to the value, sees what 
 the patches of the residual stream. One file per run is kept, so an interrupted run resumes.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.patching import LogitDiff, attribute, patch_sweep
@@ -66,27 +66,21 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     model says each run's own value), and for attribution `score` and `linear`. A run that the model cannot do has only
     the cells of whole segments.
     """
-
-    def tables(
-        name: str, doing: str, cases: Sequence[FactPair], measured: Callable[[FactPair], pd.DataFrame]
-    ) -> pd.DataFrame:
-        return table_of_parts(run, cases, name, measured, doing=doing, unit="pair")
-
-    cases = pairs_of(config, model.tokenizer)
-    samples = tables("maps", "Patching", cases, lambda case: measure(model, case, config))
+    parts, cases = Parts(model, config, run), pairs_of(config, model.tokenizer)
+    samples = parts.table(measure, cases, "maps", doing="Patching", unit="pair")
     known = samples[samples["able"]]
     todo = [case for case in cases if case.number in set(known["pair"])]
     if not todo:
         return {"samples": samples}
     bands = bands_by_half(known[known["grid"] == Grid.LAYERS], model.geometry.n_layers)
     if bands:
-        patched = tables("bands", "Patching bands", todo, lambda case: measure_bands(model, case, bands))
+        patched = parts.table(measure_bands, todo, "bands", bands, doing="Patching bands", unit="pair")
         samples = pd.concat([samples, patched], ignore_index=True)
-    example = tables("example", "Patching slots", todo[:1], lambda case: measure_slots(model, case))
+    example = parts.table(measure_slots, todo[:1], "example", doing="Patching slots", unit="pair")
     return {"samples": samples, "example": example}
 
 
-def measure(model: Model, case: FactPair, config: Config) -> pd.DataFrame:
+def measure(model: Model, config: Config, case: FactPair) -> pd.DataFrame:
     """All maps of one run."""
     names, swept = case.prompts[0].names, Swept(model, case)
     whole = swept.by(Grid.WHOLE, {"segment": names})
@@ -107,7 +101,7 @@ def able(table: pd.DataFrame) -> bool:
     return bool((table["base"] > 0).all() and (table["donor"] < 0).all())
 
 
-def measure_bands(model: Model, case: FactPair, bands: Bands) -> pd.DataFrame:
+def measure_bands(model: Model, config: Config, case: FactPair, bands: Bands) -> pd.DataFrame:
     """The other half's bands, all slots at once, and all other layers."""
     swept, tables = Swept(model, case), []
     for part, by_half in bands.items():
@@ -119,7 +113,7 @@ def measure_bands(model: Model, case: FactPair, bands: Bands) -> pd.DataFrame:
     return swept.labelled(tables, True)
 
 
-def measure_slots(model: Model, case: FactPair) -> pd.DataFrame:
+def measure_slots(model: Model, config: Config, case: FactPair) -> pd.DataFrame:
     """Slot by slot, from two slots before the value on, which are the light cone's control."""
     prompt, swept = case.prompts[0], Swept(model, case)
     start = prompt.span(VALUE).start

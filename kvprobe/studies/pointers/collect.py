@@ -10,7 +10,7 @@ import torch
 
 from kvprobe.attention import attend
 from kvprobe.cache.cache import KVCache
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.faults.scope import named_bands
 from kvprobe.inference.forward import onwards
@@ -36,22 +36,24 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     (margins with the payload hidden in one band of layers) and `mass` (attention of the last token to the payload in
     view, by layer).
     """
-
-    def read(form: str) -> pd.DataFrame:
-        rng = np.random.default_rng([config.seed, (*FORMS, *KNOWN).index(form)])
-        if form in KNOWN:
-            reader = load("ordinal", device=config.device, dtype=config.dtype)
-            cases = memos(reader, form, config.memos, rng)
-        else:
-            reader, cases = model, bindings(model, form, config.conversations, config.shots, rng)
-        tables = [read_case(reader, case, config.bands).assign(case=number) for number, case in enumerate(cases)]
-        return pd.concat(tables, ignore_index=True).assign(form=form)
-
-    rows = table_of_parts(run, [*FORMS, *KNOWN], "form", read, doing="Asking where pointers lead", unit="form")
+    parts = Parts(model, config, run)
+    rows = parts.table(measure, [*FORMS, *KNOWN], "form", doing="Asking where pointers lead", unit="form")
     return {
         name: chosen(rows, {"table": name}).drop(columns="table").dropna(axis=1, how="all")
         for name in (ARMS, EXCHANGED, LOOKED, MASS)
     }
+
+
+def measure(model: Model, config: Config, form: str) -> pd.DataFrame:
+    """All that is measured of the cases of one form."""
+    rng = np.random.default_rng([config.seed, (*FORMS, *KNOWN).index(form)])
+    if form in KNOWN:
+        reader = load("ordinal", device=config.device, dtype=config.dtype)
+        cases = memos(reader, form, config.memos, rng)
+    else:
+        reader, cases = model, bindings(model, form, config.conversations, config.shots, rng)
+    tables = [read_case(reader, case, config.bands).assign(case=number) for number, case in enumerate(cases)]
+    return pd.concat(tables, ignore_index=True).assign(form=form)
 
 
 def read_case(model: Model, case: PointerCase, bands: int) -> pd.DataFrame:

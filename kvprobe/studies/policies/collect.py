@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.footprint import footprint
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.forward import onwards
 from kvprobe.inference.generate import generate
@@ -76,12 +76,8 @@ def conditions(config: Config) -> list[tuple[str, int]]:
 
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     """The rows of all samples (see `read_sample`), in order."""
-
-    def read(sample: int) -> pd.DataFrame:
-        return read_sample(model, config, sample)
-
-    samples = range(config.samples)
-    return table_of_parts(run, samples, "sample", read, doing="Evicting and asking", unit="conversation")
+    parts, samples = Parts(model, config, run), range(config.samples)
+    return parts.table(read_sample, samples, "sample", doing="Evicting and asking", unit="conversation")
 
 
 def read_sample(model: Model, config: Config, sample: int) -> pd.DataFrame:

@@ -4,6 +4,7 @@ An item's prompt is read and answered with the full cache, then under each polic
 the prompt, the question in view, and as often as it says while the answer is written.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pandas as pd
 
 from kvprobe.cache.footprint import footprint
 from kvprobe.experiments.estimands import Estimand, Mean, Share, measure
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Claim, Conclusion, Control, Study
 from kvprobe.fingerprint import digest
@@ -57,19 +58,19 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     of what the full cache takes, over the reply) and `text`.
     """
     asked = [(task, item) for task, count in tasks_of(config) for item in task.items(count, config.seed)]
+    cases = [(number, *case) for number, case in enumerate(asked)]
+    return Parts(model, config, run).table(measure_item, cases, "answers", doing="Answering", unit="item")
+
+
+def measure_item(model: Model, config: Config, case: tuple[int, Task, Item]) -> Iterator[dict[str, Any]]:
+    """The rows of one item."""
+    number, task, item = case
     policies = policies_of(config.policies)
-
-    def answered(number: int) -> pd.DataFrame:
-        task, item = asked[number]
-        idle = {IDLE: SlidingWindow(10**6)} if not number else {}  # once is enough for a control
-        rows = [_answer(model, task, item, policy) for policy in (None, *policies.values(), *idle.values())]
-        named = zip((FULL, *policies, *idle), rows, strict=True)
-        known = {"task": task.name, "sample": number, "item": item.id, "answer": item.answer}
-        return pd.DataFrame(
-            [{**known, "policy": name, **row, "same": row["text"] == rows[0]["text"]} for name, row in named]
-        )
-
-    return table_of_parts(run, range(len(asked)), "answers", answered, doing="Answering", unit="item")
+    idle = {} if number else {IDLE: SlidingWindow(10**6)}  # once is enough for a control
+    rows = [_answer(model, task, item, policy) for policy in (None, *policies.values(), *idle.values())]
+    known = {"task": task.name, "sample": number, "item": item.id, "answer": item.answer}
+    for name, row in zip((FULL, *policies, *idle), rows, strict=True):
+        yield {**known, "policy": name, **row, "same": row["text"] == rows[0]["text"]}
 
 
 def _answer(model: Model, task: Task, item: Item, policy: Policy | None) -> dict[str, Any]:

@@ -8,7 +8,6 @@ summaries is then exchanged for what was computed again, a band of layers at a t
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from typing import Any, Literal, get_args
 
@@ -16,7 +15,7 @@ import pandas as pd
 import torch
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.faults.scope import named_bands
 from kvprobe.inference.forward import onwards
@@ -51,10 +50,8 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     something else. `exchanged`: the summary's answer, where the turns stated it too, at once and as soon as turns lie
     between, by `band` and `part`: `undone` is what the exchange adds to it.
     """
-    bands = named_bands(model.geometry.n_layers, config.bands)
     cases, doing, unit = stated_twice(config.contexts), "Asking after summaries", "conversation"
-    measured = partial(measure, model, bands, config)
-    rows = table_of_parts(run, cases, "answers", measured, doing=doing, unit=unit)
+    rows = Parts(model, config, run).table(measure, cases, "answers", doing=doing, unit=unit)
     columns = {
         "samples": ["logprob", "source", "state", "word", "turns", "lead", "words", "context"],
         "replies": ["right", "source", "state", "turns", "context"],
@@ -63,8 +60,9 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     return {name: rows.loc[rows[kept[0]].notna(), kept].reset_index(drop=True) for name, kept in columns.items()}
 
 
-def measure(model: Model, bands: Mapping[str, Sequence[int]], config: Config, case: StatedTwice) -> pd.DataFrame:
+def measure(model: Model, config: Config, case: StatedTwice) -> pd.DataFrame:
     """The rows of the three tables of one conversation."""
+    bands = named_bands(model.geometry.n_layers, config.bands)
     leads: dict[tuple[int, Lead], str] = {}
     rows: list[dict[str, Any]] = []
     swept = {0, min(turns for turns in config.turns if turns)}

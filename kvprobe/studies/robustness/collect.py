@@ -15,7 +15,8 @@ from kvprobe.faults.catalogue import CATALOGUE, REPORTED_FAULTS
 from kvprobe.faults.scope import Unit
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Trial
-from kvprobe.inference.trials import Case
+from kvprobe.inference.trials import AskedItem, Case
+from kvprobe.models.geometry import Geometry
 from kvprobe.names import unknown
 from kvprobe.report.reported import Reported, reported
 from kvprobe.studies import answers
@@ -90,8 +91,12 @@ def cases(config: Config) -> list[Case]:
 
 def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     """All prompts of all tasks under all cases; see `kvprobe.inference.trials.answer` for the columns."""
-    every = cases(config)
-    return collect_answers(model, config, run, lambda _: every)
+    return collect_answers(model, config, run, of_item)
+
+
+def of_item(shape: Geometry, config: Config, asked: AskedItem) -> list[Case]:
+    """The same cases for every item."""
+    return cases(config)
 
 
 def _case(group: str, name: str, rate: float, repeat: int, timing: Timing, unit: str) -> Case:
