@@ -3,6 +3,7 @@ that `kvprobe.cache.floors` reads.
 
     python benchmarks/floors.py measure smollm2-135m --texts 200 --out floors/
     python benchmarks/floors.py measure smollm2-135m --texts 200 --out floors/ --engine llamacpp
+    python -m benchmarks.floors states --texts 40 --out floors/
     python benchmarks/floors.py write floors/
     python benchmarks/floors.py check floors/
 
@@ -14,9 +15,9 @@ false alarms on the second half, on longer texts, and on the model that was held
 import argparse
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
@@ -27,9 +28,10 @@ from transformers import DynamicCache
 
 import kvprobe as kv
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.floors import FILE, MeasuredPair, NoiseFloor, Place, apart, counted, fitted
+from kvprobe.cache.differences import vectors_apart
+from kvprobe.cache.floors import FILE, RATE, MeasuredPair, Place, counted, distances_of_rows, fitted
 from kvprobe.cache.layer import Layer
-from kvprobe.detection.clean_texts import clean_texts
+from kvprobe.detection.clean_texts import SHORTEST, clean_texts
 from kvprobe.engines.llamacpp import from_slot
 from kvprobe.engines.server import LlamaServer, served
 from kvprobe.inference.model import Model
@@ -40,6 +42,14 @@ from kvprobe.text.tokens import Tokens
 CHUNK, DECODED, ROWS = 16, 2, 4
 """Tokens of a chunk, of the end that is read one at a time, and rows of a batch."""
 CACHES = ("f32", "f16", "q8_0", "q4_0")
+RECURRENT = {
+    "qwen3_next": "delta rule",
+    "kimi_linear": "delta rule",
+    "bamba": "Mamba-2",
+    "granitemoehybrid": "Mamba-2",
+    "falcon_h1": "Mamba-2",
+    "lfm2": "convolution",
+}
 LEARNT, HELD_OUT, FOLDS = ("smollm2-135m", "qwen2.5-coder-0.5b"), "gemma3-270m", 5
 PAIRS: dict[str, tuple[str, ...]] = {
     "float32 / float32": ("float32 eager", "float32 batched", "float32 portions"),
@@ -48,6 +58,10 @@ PAIRS: dict[str, tuple[str, ...]] = {
     "float16 / float32": ("float16",),
     **{f"llama.cpp {kind} / float32": (f"llama.cpp {kind}",) for kind in CACHES},
     **{f"llama.cpp {kind} / llama.cpp {kind}": (f"llama.cpp {kind} portions",) for kind in CACHES},
+    **{
+        f"{dtype} / {dtype}, {kept}": (f"{dtype} {kept} portions", f"{dtype} {kept} batched")
+        for dtype, kept in product(("float32", "bfloat16"), ("delta rule", "Mamba-2", "convolution"))
+    },
 }
 """What is measured of each pair; of several ways the largest distance of each vector counts."""
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
@@ -77,7 +91,7 @@ def as_layers(layers: Layers) -> list[Layer]:
 
 
 def distances(ours: Layers, theirs: Layers) -> np.ndarray:
-    return apart(as_layers(ours), as_layers(theirs))
+    return distances_of_rows(as_layers(ours), as_layers(theirs))
 
 
 def portions(length: int) -> tuple[int, ...]:
@@ -85,9 +99,11 @@ def portions(length: int) -> tuple[int, ...]:
     return (*range(CHUNK, last, CHUNK), *range(last, length))
 
 
-def in_transformers(model: Model, texts: list[Tokens], half: list[str]) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+def in_transformers(
+    model: Model, texts: list[Tokens], half: list[str], done: Collection[int]
+) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
     """Distances of ways to compute, for each text: `float32 eager` and so on to float32 as it is, `bfloat16` to
-    float32, and `bfloat16 eager` and so on to bfloat16."""
+    float32, and `bfloat16 eager` and so on to bfloat16. Texts that were measured before are left out."""
     bare: Any = model.lanes.plain
     eager = copy.deepcopy(bare)
     eager.set_attn_implementation("eager")
@@ -97,6 +113,8 @@ def in_transformers(model: Model, texts: list[Tokens], half: list[str]) -> Itera
         other.set_attn_implementation("eager")
     for start in range(0, len(texts), ROWS):
         numbers = range(start, min(start + ROWS, len(texts)))
+        if set(numbers) <= set(done):
+            continue
         runs = [[*texts[number].ids] for number in numbers]
         batched = read(bare, runs)
         for row, (number, run) in enumerate(zip(numbers, runs, strict=True)):
@@ -117,6 +135,46 @@ def in_transformers(model: Model, texts: list[Tokens], half: list[str]) -> Itera
                     found[f"{name} eager"] = distances(read(eager_half[name], [run])[0], own)
                     found[f"{name} portions"] = distances(read(other, [run], portions(len(run)))[0], own)
             yield number, found
+
+
+def state_of(layer: Any, kept: str) -> torch.Tensor:
+    """What a recurrent layer of transformers keeps, as rows of heads."""
+    return layer.conv_states[0][:1].transpose(1, 2) if kept == "convolution" else layer.recurrent_states[0][0]
+
+
+def in_states(
+    kind: str, dtype: str, texts: int, longest: int, seed: int
+) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """Distances of the states of a tiny model with random weights that read a text in portions or in a batch to those
+    where it read the text at once, which are what kvprobe folds of the writes, bit for bit (in float32)."""
+    from tests.models.every import VOCABULARY, tiny
+
+    rule = RECURRENT[kind]
+    # Twice the layers, so that some states follow attention, as in a trained model.
+    deep = {"num_hidden_layers": 8, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2}
+    plain: Any = tiny(kind, **(deep if rule == "delta rule" else {})).to(getattr(torch, dtype))
+    rng = np.random.default_rng(seed)
+    for number in range(texts):
+        length = round(float(np.exp(rng.uniform(np.log(SHORTEST), np.log(longest)))))
+        runs = torch.tensor(rng.integers(2, VOCABULARY, (ROWS, length)))
+
+        def read_in(rows: torch.Tensor, cuts: tuple[int, ...], length: int = length) -> DynamicCache:
+            past = DynamicCache(config=plain.config)
+            with torch.no_grad():
+                for begin, end in pairwise([0, *cuts, length]):
+                    # Bamba would count positions by its first layer, which has no slots.
+                    plain(rows[:, begin:end], past_key_values=past, position_ids=torch.arange(begin, end)[None])
+            return past
+
+        right = read_in(runs[:1], ())
+        ways = {"portions": read_in(runs[:1], portions(length)), "batched": read_in(runs, ())}
+        found: dict[str, np.ndarray] = {}
+        layers = [number for number, layer in enumerate(right.layers) if hasattr(layer, "conv_states")]
+        for (way, past), kept in product(ways.items(), {rule, "convolution"}):
+            pairs = [[state_of(one.layers[layer], kept) for one in (past, right)] for layer in layers]
+            off = [vectors_apart(*pair) for pair in pairs]
+            found[f"{dtype} {kept} {way}"] = torch.stack(off)[:, None].float().numpy()
+        yield number, found
 
 
 def in_llama_cpp(model: Model, texts: list[Tokens], name: str) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
@@ -141,8 +199,8 @@ def in_llama_cpp(model: Model, texts: list[Tokens], name: str) -> Iterator[tuple
                     yield (
                         number,
                         {
-                            f"llama.cpp {kind}": apart(own.layers, as_layers(true)),
-                            f"llama.cpp {kind} portions": apart(again.layers, own.layers),
+                            f"llama.cpp {kind}": distances_of_rows(own.layers, as_layers(true)),
+                            f"llama.cpp {kind} portions": distances_of_rows(again.layers, own.layers),
                         },
                     )
 
@@ -153,15 +211,31 @@ def measure(arguments: argparse.Namespace) -> None:
     texts = clean_texts(model, arguments.texts, arguments.longest, np.random.default_rng(arguments.seed))
     out = arguments.out / arguments.model
     out.mkdir(parents=True, exist_ok=True)
+    done = {int(path.stem.rsplit("-", 1)[1]) for path in out.glob(f"float32 eager {arguments.seed}-*.npy")}
     ways = (
         in_llama_cpp(model, texts, arguments.model)
         if arguments.engine == "llamacpp"
-        else in_transformers(model, texts, arguments.half)
+        else in_transformers(model, texts, arguments.half, done)
     )
     for number, found in ways:
         for way, off in found.items():
             np.save(out / f"{way} {arguments.seed}-{number:03}.npy", off.astype(np.float32))
         print(number, len(texts[number]), {way: f"{off.max():.1e}" for way, off in found.items()}, flush=True)
+
+
+def states(arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    for kind, dtype in product(RECURRENT, ("float32", "bfloat16")):
+        out = arguments.out / f"random {kind}"
+        out.mkdir(parents=True, exist_ok=True)
+        if [*out.glob(f"{dtype} * {arguments.seed}-{arguments.texts - 1:03}.npy")]:
+            continue  # measured before
+        most: dict[str, float] = {}
+        for number, found in in_states(kind, dtype, arguments.texts, arguments.longest, arguments.seed):
+            for way, off in found.items():
+                np.save(out / f"{way} {arguments.seed}-{number:03}.npy", off)
+                most[way] = max(most.get(way, 0.0), float(off.max()))
+        print(kind, dtype, {way: f"{off:.1e}" for way, off in most.items()}, flush=True)
 
 
 def texts_of(folder: Path, model: str, ways: tuple[str, ...]) -> list[np.ndarray]:
@@ -174,26 +248,33 @@ def texts_of(folder: Path, model: str, ways: tuple[str, ...]) -> list[np.ndarray
 
 
 def learnt(folder: Path, ways: tuple[str, ...]) -> dict[str, list[np.ndarray]]:
-    texts = {model: texts_of(folder, model, ways) for model in LEARNT}
+    texts = {model: texts_of(folder, model, ways) for model in (*LEARNT, *(f"random {kind}" for kind in RECURRENT))}
     return {model: found for model, found in texts.items() if found}
 
 
 def write(arguments: argparse.Namespace) -> None:
-    known = {
+    """The table, with what was measured in this folder in place of what it held of these pairs."""
+    known = json.loads(FILE.read_text(encoding="utf-8"))
+    fits = {
         pair: fitted(found)
         for pair, ways in PAIRS.items()
         # Of pairs that were equal bit for bit nothing is known of how they differ.
         if (found := learnt(arguments.folder, ways)) and any(off.any() for texts in found.values() for off in texts)
     }
-    FILE.write_text(json.dumps({pair: asdict(of) for pair, of in known.items()}) + "\n", encoding="utf-8")
+    known |= {pair: asdict(of) for pair, of in fits.items()}
+    FILE.write_text(json.dumps(known) + "\n", encoding="utf-8")
     print(f"{len(known)} pairs, {FILE.stat().st_size / 1e3:.1f} kB\n")
-    print("| pair | texts | usual | most of blocks | most of vectors |\n|---|---|---|---|---|")
-    for pair, of in known.items():
-        usual, cells = of.at("V", 0.5), [pair, str(of.tails["vector"].caches), f"{of.at('V', 0.5):.1e}"]
-        for place in ("block", "vector"):
-            most = NoiseFloor(pair, "", (of,)).times(100, place=place)
-            high = f"{usual * most.high:.1e}" if most.high < np.inf else "?"
-            cells.append(f"{usual * most.mean:.1e} [{usual * most.low:.1e}, {high}]")
+    print("| pair | texts | usual | vectors | layers | outliers | blocks |\n|---|---|---|---|---|---|---|")
+    for pair, of in fits.items():
+        usual = of.at("state" if "state" in of.usual else "V", 0.5)
+        cells = [pair, str(of.tails["vector"].caches), f"{usual:.1e}"]
+        for place in get_args(Place):
+            if not of.tails[place].worst:
+                cells.append("")
+                continue
+            slots, tail = counted(place, 100), of.tails[place]
+            low, high = (usual * end for end in tail.interval(slots, RATE))
+            cells.append(f"{usual * tail.limit(slots, RATE):.1e} [{low:.1e}, {high if high < np.inf else '?'}]")
         print(f"| {' | '.join(cells)} |")
 
 
@@ -237,6 +318,12 @@ def main() -> None:
     one.add_argument("--engine", choices=["transformers", "llamacpp"], default="transformers")
     one.add_argument("--out", type=Path, required=True)
     one.set_defaults(run=measure)
+    two = commands.add_parser("states")
+    two.add_argument("--texts", type=int, default=40)
+    two.add_argument("--longest", type=int, default=128)
+    two.add_argument("--seed", type=int, default=0)
+    two.add_argument("--out", type=Path, required=True)
+    two.set_defaults(run=states)
     for run in (write, check):
         other = commands.add_parser(run.__name__)
         other.add_argument("folder", type=Path)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int, Num
 from torch import Tensor
 
 from kvprobe.cache.alike import refuse_other_model
@@ -27,6 +27,28 @@ def changed_slots(before: KVCache, after: KVCache) -> Int[Tensor, "changed"]:
         pairs = zip(after.tensors, before.tensors, strict=True)
         differs = torch.stack([(one != other)[0].any(-1).any(0) for one, other in pairs]).any(0)
     return differs.nonzero()[:, 0]
+
+
+def vectors_apart(
+    one: Num[Tensor, "heads slots numbers"],
+    other: Num[Tensor, "heads slots numbers"],
+    counted: Bool[Tensor, "_ slots"] | None = None,
+) -> Float[Tensor, "heads slots"]:
+    """‖one - other‖ / ‖other‖ of each vector, where a short vector counts as long as the median of its head: that of a
+    slot which stores next to nothing of its text, as sinks do, has no precision of its own. Infinite where a number is
+    not finite; 0 where a slot does not count, in a head or in all. A head at a time is in memory in fp32."""
+    off: list[Tensor] = []
+    for head, (held, true) in enumerate(zip(one, other, strict=True)):
+        true = true.float()
+        length = true.norm(dim=-1)
+        some = torch.ones_like(length, dtype=torch.bool)
+        if counted is not None:
+            some = counted[head if len(counted) > 1 else 0].to(length.device)
+        typical = length[some & length.isfinite()]
+        least = typical.median() if len(typical) else length.new_ones(())
+        distance = (held.float() - true).norm(dim=-1) / length.maximum(least).clamp(min=1e-30)
+        off.append(distance.nan_to_num(torch.inf, torch.inf).masked_fill(~some, 0.0))
+    return torch.stack(off).cpu()
 
 
 def apart(one: KVCache, other: KVCache, slots: Sequence[int]) -> float:

@@ -12,6 +12,7 @@ farther out on that tail.
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,20 +21,25 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Float, Num
+from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.arguments import AtLeastOne, Share, checked_arguments
+from kvprobe.cache.differences import vectors_apart
 from kvprobe.cache.layer import Layer
 from kvprobe.cache.parts import ROTATED
+from kvprobe.cache.stored import AnyCache, StoredCache
 from kvprobe.errors import UserError
-from kvprobe.stats import Estimate, conformal_rank, ranks_of_quantile
+from kvprobe.stats import conformal_rank, ranks_of_quantile
 
 Computed = Literal[
     "float32", "bfloat16", "float16", "llama.cpp f32", "llama.cpp f16", "llama.cpp q8_0", "llama.cpp q4_0"
 ]
 """How a cache was computed: in a dtype, by transformers or by an engine that rounds no more than it does, such as vLLM;
 or by llama.cpp with weights in 4 bits, by the type of its cache."""
+Kept = Literal["slots", "delta rule", "Mamba-2", "convolution"]
+"""What of a layer: its slots; or the state that it keeps, of which rows count as slots; or the last inputs of its short
+convolution."""
 Place = Literal["vector", "layer", "outlier", "block"]
 """What is held against a limit: the distance of a vector; the median of a part of a layer; and, relative to that median
 where it is above the usual one, the distance of a vector, and the median of `BLOCK` slots of a head."""
@@ -47,6 +53,16 @@ _NUMPY: Any = np  # its annotations are incomplete
 FILE = Path(__file__).with_name("floors.json")
 """What `benchmarks/floors.py` measured."""
 _LEAST = float(torch.finfo(torch.float32).eps)
+_STEPS: Mapping[Computed, float] = {
+    "float32": 2**-23,
+    "float16": 2**-10,
+    "bfloat16": 2**-7,
+    "llama.cpp f32": 2**-23,
+    "llama.cpp f16": 2**-10,
+    "llama.cpp q8_0": 2**-7,
+    "llama.cpp q4_0": 2**-3,
+}
+_ONE_PRODUCT, _NEWBORN = 1e-6, 5e-6
 _TAIL, _KEPT = 0.2, 40
 """The share of caches whose most unusual places are the tail, and how many are kept."""
 
@@ -89,10 +105,10 @@ class MeasuredPair:
     """What was measured of one pair.
 
     Attributes:
-        usual: the median distance, where there is any, of K and V, of slot 0 and of other slots, in the first layer
-            and at `DEPTHS` depths; of several models the largest. Slot 0 often holds the same token, to which it was
-            not fitted: it has at least what others have.
-        tails: by `Place`.
+        usual: the median distance, where there is any, of K and V or of states, of slot 0 and of other slots, in the
+            first layer and at `DEPTHS` depths; of several models the largest. Slot 0 often holds the same token, to
+            which it was not fitted: it has at least what others have.
+        tails: by `Place`, of each model as multiples of what is usual in it.
         models: in which it was measured.
         slots: of the shortest and of the longest text.
     """
@@ -103,14 +119,15 @@ class MeasuredPair:
     slots: tuple[int, int]
 
     def at(self, part: str, depth: float, first: bool = False) -> float:
-        return float(_profile(self.usual[_alike(part)][not first], np.array(depth)))
+        curves = self.usual.get(part) or self.usual["K" if part in ROTATED else "V"]
+        return float(_profile(curves[not first], np.array(depth)))
 
     def scores(self, off: Float[np.ndarray, "layers parts heads slots"]) -> dict[str, float]:
         """The largest distance in a cache as a multiple of the usual one, by `Place`; none of blocks without one."""
         layers, _, _, slots = off.shape
         depth = _NUMPY.arange(layers) / max(1, layers - 1)
         first, others = (
-            np.stack([_profile(self.usual[part][place], depth) for part in ("K", "V")], 1) for place in (0, 1)
+            np.stack([_profile(curves[place], depth) for curves in self.usual.values()], 1) for place in (0, 1)
         )
         expected = np.concatenate([first[..., None], np.repeat(others[..., None], slots - 1, 2)], 2)[:, :, None]
         middle = np.median(off, (2, 3), keepdims=True)
@@ -139,8 +156,8 @@ class NoiseFloor:
             has half of the rate.
     """
 
-    one: str
-    other: str
+    one: Computed
+    other: Computed
     measured: tuple[MeasuredPair, ...]
 
     def usual(self, part: str, depth: float, first: bool = False) -> float:
@@ -154,6 +171,13 @@ class NoiseFloor:
         return sum(one.at(part, depth, first) for one in self.measured)
 
     @checked_arguments
+    def times(self, slots: AtLeastOne, *, place: Place = "outlier", rate: Share = RATE) -> float:
+        """The limit as a multiple of the usual distance: what no place of a sound cache of so many slots exceeds, but
+        at this rate."""
+        each = rate / len(self.measured)
+        return max(one.tails[place].limit(counted(place, slots), each) for one in self.measured)
+
+    @checked_arguments
     def allowed(
         self,
         part: str,
@@ -164,54 +188,103 @@ class NoiseFloor:
         place: Place = "vector",
         rate: Share = RATE,
     ) -> float:
-        """The distance that no place of a sound cache exceeds, but at this rate.
+        """The distance that no place of a sound cache exceeds, but at this rate; of "outlier" and "block" it is what is
+        allowed where the median of the layer is usual. See `usual` and `times`."""
+        return self.usual(part, depth, first) * self.times(slots, place=place, rate=rate)
 
-        Args:
-            part, depth, first: see `usual`.
-            slots: of the cache.
-            place: of "outlier" and "block" it is what is allowed where the median of the layer is usual.
-        """
-        limits = self._limits(slots, place, rate)
-        return sum(one.at(part, depth, first) * limit for one, limit in zip(self.measured, limits, strict=True))
+    @property
+    def name(self) -> str:
+        """How the two were computed."""
+        return f"{self.one} and {self.other}"
 
-    @checked_arguments
-    def times(self, slots: AtLeastOne, *, place: Place = "outlier", rate: Share = RATE) -> Estimate:
-        """The limit as a multiple of the usual distance, with the interval of the quantile of the caches that were
-        measured; of a pair that was not measured the larger limit."""
-        limits = self._limits(slots, place, rate)
-        if len(limits) > 1:
-            return Estimate(max(limits))
-        tail = self.measured[0].tails[place]
-        return Estimate(limits[0], *tail.interval(counted(place, slots), rate), tail.caches)
+    @property
+    def step(self) -> float:
+        """Between neighbouring numbers in the coarser of the two precisions, relative."""
+        return max(_STEPS[self.one], _STEPS[self.other])
 
-    def _limits(self, slots: int, place: Place, rate: float) -> list[float]:
-        each = rate / len(self.measured)
-        return [one.tails[place].limit(counted(place, slots), each) for one in self.measured]
+    @property
+    def single(self) -> float:
+        """What one product of matrices may be off by."""
+        return max(_ONE_PRODUCT, self.step / 2)
+
+    @property
+    def newborn(self) -> float:
+        """What a slot may be off by in the first layer in which it differs at all."""
+        return max(_NEWBORN, 4 * self.step)
+
+    def most_usual(self, part: str, depth: float) -> float:
+        """The largest median of the distances of a part in a layer at this depth."""
+        return max(self.single, self.allowed(part, depth, 1, place="layer"))
 
 
 @checked_arguments
-def floor_between(one: Computed, other: Computed) -> NoiseFloor:
+def floor_between(one: Computed, other: Computed, kept: Kept = "slots") -> NoiseFloor:
     """What is known of caches of one text that were computed in two ways; their order does not matter.
 
     A pair that was not measured gets a wide floor, of what each of the two was measured to differ from float32 in
     transformers.
 
+    Args:
+        kept: what of the caches.
+
     Raises:
         UserError: nothing was measured of one of the two.
     """
-    known = _shipped()
-    found = known.get(f"{one} / {other}") or known.get(f"{other} / {one}")
-    through = [found] if found else [known.get(f"{side} / {REFERENCE}") for side in (one, other)]
+    known, end = _shipped(), "" if kept == "slots" else f", {kept}"
+    found = known.get(f"{one} / {other}{end}") or known.get(f"{other} / {one}{end}")
+    through = [found] if found else [known.get(f"{side} / {REFERENCE}{end}") for side in (one, other)]
     measured = tuple(each for each in through if each is not None)
     if len(measured) < len(through):
         raise UserError(
-            f"How far {one} and {other} lie apart was not measured; known are {', '.join(sorted(known))}. Measure "
-            "pairs of your own with kvprobe.cache.floors.fitted."
+            f"How far {one} and {other} lie apart{f' ({kept})' * bool(end)} was not measured; known are "
+            f"{'; '.join(sorted(known))}: compare such, or measure yours with kvprobe.cache.floors.fitted."
         )
     return NoiseFloor(one, other, measured)
 
 
-def apart(one: Iterable[Layer], other: Iterable[Layer]) -> Float[np.ndarray, "layers parts heads slots"]:
+def floor_of_dtype(dtype: torch.dtype, kept: Kept = "slots") -> NoiseFloor:
+    """What caches may differ by that a model computed twice in this dtype, in other portions, batches or kernels.
+
+    Raises:
+        UserError: nothing was measured of it.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in get_args(Computed):
+        raise UserError(
+            f"How far two caches in {name} lie apart was not measured; load the model in float32, bfloat16 or float16."
+        )
+    return floor_between(name, name, kept)  # pyright: ignore[reportArgumentType]
+
+
+def floor_of(one: AnyCache, other: AnyCache) -> NoiseFloor:
+    """What these two caches may differ by, from the precision of their numbers and from what files say of them."""
+    return floor_between(computed_as(one), computed_as(other))
+
+
+def computed_as(cache: AnyCache) -> Computed:
+    """How a cache was computed: in the precision that its numbers have, whatever they are stored as now; or as the file
+    of an engine says."""
+    if isinstance(cache, StoredCache) and "llama.cpp" in cache.origin:
+        types: list[Computed] = [name for name in _STEPS if name.startswith("llama.cpp")]
+        found = [name for name in types if re.search(rf"\b{name.split()[1]}\b", cache.origin)]
+        return max(found, key=_STEPS.__getitem__, default="llama.cpp f16")
+    layer = next(layer for layer in cache.layers if layer)
+    parts = [_precision(tensor) for name, tensor in layer.items() if name != "decay"]
+    return max(parts, key=_STEPS.__getitem__)
+
+
+def _precision(tensor: Tensor) -> Computed:
+    if tensor.dtype in (torch.bfloat16, torch.float16):
+        return "bfloat16" if tensor.dtype == torch.bfloat16 else "float16"
+    some = tensor.flatten(0, 2)[:: max(1, tensor[..., 0].numel() // 256)].float()
+    if not bool(some.any()):
+        return "float32"
+    if bool((some.bfloat16().float() == some).all()):
+        return "bfloat16"
+    return "float16" if bool((some.half().float() == some).all()) else "float32"
+
+
+def distances_of_rows(one: Iterable[Layer], other: Iterable[Layer]) -> Float[np.ndarray, "layers parts heads slots"]:
     """The distance of each vector of the first row; see `vectors_apart`. All layers have the same parts and heads."""
     pairs = zip(one, other, strict=True)
     return torch.stack(
@@ -219,20 +292,8 @@ def apart(one: Iterable[Layer], other: Iterable[Layer]) -> Float[np.ndarray, "la
     ).numpy()
 
 
-def vectors_apart(
-    one: Num[Tensor, "heads slots numbers"], other: Num[Tensor, "heads slots numbers"]
-) -> Float[Tensor, "heads slots"]:
-    """‖one - other‖ / ‖other‖ of each vector, where a short vector counts as long as the median of its head: that of a
-    slot which stores next to nothing of its text, as sinks do, has no precision of its own. Infinite where a number is
-    not finite."""
-    true: Any = other.float()
-    length = true.norm(dim=-1)
-    usual = length.nanmedian(-1, keepdim=True).values
-    return ((one.float() - true).norm(dim=-1) / length.maximum(usual).clamp(min=1e-30)).nan_to_num(math.inf, math.inf)
-
-
 def fitted(distances: Mapping[str, Sequence[Float[np.ndarray, "layers parts heads slots"]]]) -> MeasuredPair:
-    """A floor from the distances (`apart`) of texts of each model, K before V.
+    """A floor from the distances (`distances_of_rows`) of texts of each model, K before V, or of one part, a state.
 
     Raises:
         UserError: there is none.
@@ -240,24 +301,27 @@ def fitted(distances: Mapping[str, Sequence[Float[np.ndarray, "layers parts head
     models = tuple(model for model, texts in distances.items() if texts)
     if not models:
         raise UserError("There are no distances to learn from; give those of at least one text.")
-    curves = np.max(
-        [[[_curve(distances[name], part, first) for first in (True, False)] for part in (0, 1)] for name in models], 0
-    )
-    curves[:, 0] = curves.max(1)
-    usual = {
-        part: (tuple(first), tuple(others)) for part, (first, others) in zip(("K", "V"), curves.tolist(), strict=True)
-    }
-    texts = [off for model in models for off in distances[model]]
-    sizes = [off.shape[-1] for off in texts]
-    bare = MeasuredPair(usual, {}, models, (min(sizes), max(sizes)))
-    scores = [bare.scores(off) for off in texts]
+    parts = ("K", "V") if distances[models[0]][0].shape[1] == 2 else ("state",)
+    sizes = [off.shape[-1] for model in models for off in distances[model]]
+    own = {model: _usual(distances[model], parts) for model in models}
+    bare = {model: MeasuredPair(usual, {}, (model,), (min(sizes), max(sizes))) for model, usual in own.items()}
+    scores = [bare[model].scores(off) for model in models for off in distances[model]]
     tails = {
         place: _tail(
             [(score[place], counted(place, size)) for score, size in zip(scores, sizes, strict=True) if place in score]
         )
         for place in get_args(Place)
     }
-    return MeasuredPair(usual, tails, models, bare.slots)
+    usual = {
+        part: tuple(tuple(map(max, zip(*(own[model][part][n] for model in models), strict=True))) for n in (0, 1))
+        for part in parts
+    }
+    return MeasuredPair(usual, tails, models, (min(sizes), max(sizes)))  # pyright: ignore[reportArgumentType]
+
+
+def _usual(texts: Sequence[np.ndarray], parts: Sequence[str]) -> dict[str, tuple[tuple[float, ...], tuple[float, ...]]]:
+    curves = {part: [_curve(texts, n, first) for first in (True, False)] for n, part in enumerate(parts)}
+    return {part: (tuple(map(max, first, others)), tuple(others)) for part, (first, others) in curves.items()}
 
 
 def _tail(caches: Sequence[tuple[float, int]]) -> Tail:
@@ -296,10 +360,6 @@ def _profile(curve: Sequence[float], depth: np.ndarray) -> np.ndarray:
 def counted(place: str, slots: int) -> int:
     """By how many slots a place is multiplied: medians of a layer are few however many slots it has."""
     return 1 if place == "layer" else slots
-
-
-def _alike(part: str) -> str:
-    return "K" if part in ROTATED else "V"
 
 
 @cache

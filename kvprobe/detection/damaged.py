@@ -31,6 +31,9 @@ Kind = Literal[
     "another text",
     "state lost",
     "state doubled",
+    "another model",
+    "fitted slots",
+    "after other slots",
     "unknown",
 ]
 """Kinds of differences."""

@@ -3,8 +3,7 @@
 Both may lie in files; one layer of each is in memory at a time, and without a model nothing here needs transformers.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,14 +14,12 @@ from torch import Tensor
 from kvprobe.arguments import AtLeastOne, checked_arguments
 from kvprobe.brief import Brief, Table
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.layer import Layer, shape_of
+from kvprobe.cache.floors import NoiseFloor, floor_of
+from kvprobe.cache.layer import shape_of
 from kvprobe.cache.parts import described
-from kvprobe.cache.rotary import Rotary
+from kvprobe.cache.places import DamagedPlaces, Distances, damage_of, distances_between
 from kvprobe.cache.stored import AnyCache, StoredCache
-from kvprobe.detection.damaged import Damaged, Explanation, slots_in_words
-from kvprobe.detection.floors_of_pairs import Floor, floor_of
-from kvprobe.detection.hypotheses import GUESSED, NOTHING, explanations
-from kvprobe.detection.places import DamagedPlaces, Distances, damage_of, distances_of_layer, runs
+from kvprobe.detection.causes import Cause, causes_of
 from kvprobe.detection.texts import TextDifference, compared, compared_slots, other_views
 from kvprobe.errors import UserError
 from kvprobe.names import number_ranges
@@ -33,10 +30,6 @@ if TYPE_CHECKING:
 
 BLOCK = 16
 """Slots in a block, where neither cache says."""
-MOST_EXPLAINED = 8
-"""Layers that are explained: the first, the worst, and others evenly between."""
-_WELL = 0.15
-"""Share of a difference that may be left by what explains all of a layer."""
 
 
 @dataclass(frozen=True)
@@ -60,36 +53,6 @@ class DifferentPlace:
     def __str__(self) -> str:
         row = f", row {self.row}" if self.row else ""
         return f"{self.part} of layer {self.layer}, head {self.head}, slot {self.slot} (block {self.block}){row}"
-
-
-@dataclass(frozen=True)
-class Cause:
-    """What happened in some layers.
-
-    Attributes:
-        kind: see `kvprobe.detection.damaged.Kind`.
-        layers: in which it was found, of those that were explained.
-        slots: a run of slots, in words.
-        left: share of the difference that this explanation leaves.
-        control: the second best explanation of another kind, and what that leaves.
-        confidence: from 0 to 1; how much more the second best leaves.
-    """
-
-    kind: str
-    layers: tuple[int, ...]
-    slots: str
-    evidence: str
-    left: float
-    control: str
-    confidence: float
-    numbers: Mapping[str, float | int | str] = field(default_factory=dict[str, float | int | str])
-
-    @property
-    def where(self) -> str:
-        return f"layer{'s' * (len(self.layers) > 1)} {number_ranges(self.layers)}, slots {self.slots}"
-
-    def __str__(self) -> str:
-        return f"{self.kind}, {self.where}: {self.evidence} {self.control} Confidence {self.confidence:.2f}."
 
 
 @dataclass(frozen=True, repr=False)
@@ -118,7 +81,7 @@ class CacheDifference(Brief):
     names: tuple[str, str]
     slots: int
     block: int
-    floor: Floor
+    floor: NoiseFloor
     effect: "OutputEffect | None"
     distances: Float[Tensor, "layers blocks"] = field(repr=False)
     excess: Float[Tensor, "layers blocks"] = field(repr=False)
@@ -206,11 +169,13 @@ def diff(
     count, texts = compared_slots(cache.ledger, reference.ledger)
     if not read_again:  # the model sees every slot
         texts += other_views(cache.ledger, reference.ledger, count)
-    floor = floor_of(cache, reference, count)
-    distances = _measured(cache, reference, count)
+    floor = floor_of(cache, reference)
+    distances = distances_between(
+        cache.layers, reference.layers, lambda layer: compared(cache.ledger, reference.ledger, layer, count)
+    )
     damage = damage_of(distances, floor, block)
     rotaries = model.lanes.rotaries if model is not None else None
-    causes = list(_causes(cache, reference, damage, count, block, rotaries))
+    causes = list(causes_of(cache, reference, damage, count, block, rotaries))
     first, worst = _first(distances, damage, block), _worst(distances, damage, block)
     kind = causes[0].kind if causes else texts[0].kind if texts else "numerics"
     effect = None
@@ -233,107 +198,6 @@ def diff(
         _by_block(distances.parts, count, block),
         _by_block(damage.excess, count, block),
     )
-
-
-def _measured(cache: AnyCache, reference: AnyCache, count: int) -> Distances:
-    def distances(number: int) -> Mapping[str, Tensor]:  # a function, so that no layer outlives it
-        held, right = (_cut(one.layers[number], count) for one in (cache, reference))
-        return distances_of_layer(held, right, compared(cache.ledger, reference.ledger, number, count))
-
-    return Distances(tuple(map(distances, range(len(cache.layers)))))
-
-
-def _cut(layer: Layer, count: int) -> dict[str, Tensor]:
-    return {part: tensor[:, :, :count] for part, tensor in layer.items()}
-
-
-def _causes(
-    cache: AnyCache,
-    reference: AnyCache,
-    damage: DamagedPlaces,
-    count: int,
-    block: int,
-    rotaries: Sequence[Rotary | None] | None,
-) -> Iterator[Cause]:
-    """What happened, layer by layer; the same cause of several layers is one."""
-    found: dict[str, list[tuple[int, str, Explanation, Explanation]]] = defaultdict(list)
-
-    def explain(layer: int) -> None:  # a function, so that no layer outlives it
-        held, right = (_cut(one.layers[layer], count) for one in (cache, reference))
-        for row in range(cache.ledger.batch):
-            places = {part: where[row] for part, where in damage.places[layer].items()}
-            if not any(bool(where.any()) for where in places.values()):
-                continue
-            damaged = Damaged(
-                {part: tensor[row] for part, tensor in held.items()},
-                {part: tensor[row] for part, tensor in right.items()},
-                places,
-                damage.noise[layer],
-                reference.ledger.origins[row, :count],
-                block,
-                rotaries[layer] if rotaries is not None else None,
-            )
-            for some, ranked in _explained(damaged):
-                others = (one for one in ranked if one.kind != ranked[0].kind and one.kind not in GUESSED)
-                second = next(others, NOTHING)
-                found[ranked[0].kind].append((layer, slots_in_words(some.slots), ranked[0], second))
-
-    for layer in _chosen(damage):
-        explain(layer)
-    for kind, entries in sorted(found.items(), key=lambda item: min(entry[0] for entry in item[1])):
-        layer, slots, best, second = min(entries, key=lambda entry: (entry[0], entry[2].score))
-        yield Cause(
-            kind,
-            tuple(sorted({entry[0] for entry in entries})),
-            slots,
-            best.evidence,
-            best.left,
-            _control(best, second),
-            _confidence(best, second),
-            best.numbers,
-        )
-
-
-def _explained(damaged: Damaged) -> Iterator[tuple[Damaged, list[Explanation]]]:
-    """All damage of a layer by one explanation; or, where none explains it, run of slots by run of slots."""
-    ranked = explanations(damaged)
-    if ranked[0].score <= _WELL:
-        yield damaged, ranked
-        return
-    where = torch.zeros(damaged.count, dtype=torch.bool)
-    where[damaged.slots] = True
-    pieces = list(runs(where, damaged.block))
-    if len(pieces) < 2:
-        yield damaged, ranked
-        return
-    for piece in pieces[:MOST_EXPLAINED]:
-        some = damaged.within(piece)
-        yield some, explanations(some)
-
-
-def _control(best: Explanation, second: Explanation) -> str:
-    nearest = f"The nearest hypothesis, {second.kind}, leaves {second.left:.0%} of the difference."
-    if second.kind == "unknown":
-        return "No other hypothesis explains half of the difference."
-    if best.kind in GUESSED:
-        return nearest
-    return f"It leaves {best.left:.1%} of the difference unexplained, and the next, {second.kind}, {second.left:.0%}."
-
-
-def _confidence(best: Explanation, second: Explanation) -> float:
-    """How much more the second best leaves: 1 where it leaves half or more, and the best nothing."""
-    if best.kind in GUESSED:
-        return 0.0 if best.kind == "unknown" else round(min(0.9, max(0.3, second.left)), 3)
-    return round(max(0.0, 1 - best.score / max(min(second.score, NOTHING.score), 1e-9)), 3)
-
-
-def _chosen(damage: DamagedPlaces) -> list[int]:
-    """The layers that are explained."""
-    layers = damage.layers
-    if len(layers) <= MOST_EXPLAINED:
-        return layers
-    places = torch.linspace(0, len(layers) - 1, MOST_EXPLAINED).round().long().tolist()
-    return [layers[place] for place in dict.fromkeys(places)]
 
 
 def _first(distances: Distances, damage: DamagedPlaces, block: int) -> DifferentPlace | None:

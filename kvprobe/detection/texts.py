@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from kvprobe.cache.ledger import Ledger
+from kvprobe.cache.ledger import NO_TOKEN, Ledger
 from kvprobe.errors import UserError
 
 _SHOWN, _MOST = 8, 20_000
@@ -46,7 +46,7 @@ def compared_slots(one: Ledger, other: Ledger) -> tuple[int, list[TextDifference
     for row in range(one.batch):
         first, second = _filled(one, row), _filled(other, row)
         length = next(
-            (place for place, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]),
+            (place for place, pair in enumerate(zip(first, second, strict=False)) if not _same(*pair)),
             min(len(first), len(second)),
         )
         if length == len(first) == len(second):
@@ -83,6 +83,11 @@ def compared(one: Ledger, other: Ledger, layer: int, count: int) -> Bool[Tensor,
         live = ledger.live[layer if ledger.live.shape[0] > 1 else 0]
         masks.append((live & ~ledger.padding[:, None])[..., :count])
     return masks[0] & masks[1]
+
+
+def _same(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two slots may be compared; a fitted one stands for any token."""
+    return one[1] == other[1] and (one[0] == other[0] or NO_TOKEN in (one[0], other[0]))
 
 
 def _filled(ledger: Ledger, row: int) -> list[tuple[int, int]]:

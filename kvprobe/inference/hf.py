@@ -25,9 +25,12 @@ from transformers.cache_utils import (
 )
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.differences import vectors_apart
 from kvprobe.cache.entries import entries
+from kvprobe.cache.floors import Kept, floor_of_dtype
 from kvprobe.cache.layer import slots_and_writes
 from kvprobe.cache.parts import attends, recurrent
+from kvprobe.cache.places import damage_of, distances_between
 from kvprobe.cache.recurrence import last_inputs
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import as_seen, at_slots, new_slots, of_held, prefill, refuse_foreign
@@ -36,11 +39,10 @@ from kvprobe.models.lanes import Lanes
 from kvprobe.models.recurrent import StateLayer
 from kvprobe.text.tokens import Tokens
 
-CLOSE = {torch.float32: (1e-3, 2e-4), torch.bfloat16: (3e-2, 0.1), torch.float16: (1e-2, 3e-2)}
-"""How far a vector that is read again may be off, relative to its length: of layer 0, and of later ones, where rounding
-adds up. Of these in half precision the median vector of `NEAR` neighbours counts, since a router may choose other
-experts for a few, and any vector may be off by `FAR`."""
-NEAR, FAR = 8, 0.7
+_STATES: Mapping[str, Kept] = {"step": "delta rule", "gain": "Mamba-2"}
+"""The rule by which a layer keeps a state, by what it alone stores."""
+_BLOCK = 16
+"""Slots whose median is held against a limit, too."""
 _KINDS: dict[tuple[bool, bool], tuple[type, ...]] = {
     (True, False): (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, CacheLayer),
     (False, True): (LinearAttentionLayer,),
@@ -170,10 +172,18 @@ def _native(lanes: Lanes, cache: KVCache, number: int) -> Any:
 
 def _refuse_other_state(lanes: Lanes, theirs: Any, ours: Any, number: int) -> None:
     """Refuse a layer whose state is not that of the layer that was read again."""
-    _, close = CLOSE.get(lanes.dtype, CLOSE[torch.float32])
-    for name in ("conv_states", "recurrent_states"):
-        own, new = getattr(theirs, name)[0], getattr(ours, name)[0]
-        if new is not None and (own.shape != new.shape or bool((own - new).norm() > close * new.norm())):
+    rule = next((_STATES[name] for name in lanes.geometry.parts[number] if name in _STATES), None)
+    pairs: list[tuple[Kept, Tensor, Tensor]] = [
+        ("convolution", *(layer.conv_states[0].transpose(1, 2)[:, None] for layer in (theirs, ours)))
+    ]
+    if rule is not None:
+        pairs.append((rule, *(layer.recurrent_states[0] for layer in (theirs, ours))))
+    for kept, own, new in pairs:
+        floor = floor_of_dtype(lanes.dtype, kept)
+        most = floor.allowed("state", number / max(1, lanes.geometry.n_layers - 1), new.shape[2])
+        if own.shape != new.shape or any(
+            bool((vectors_apart(*pair) > most).any()) for pair in zip(own, new, strict=True)
+        ):
             raise UserError(
                 f"The state of layer {number} is not that of the tokens that were given; give the tokens that the "
                 "cache was made from, with padding the attention_mask, and no cache that was edited."
@@ -268,30 +278,27 @@ def _refuse_others(
     compared: Bool[Tensor, "layers rows slots"],
     slots: Int[Tensor, "rows slots"],
 ) -> None:
-    """Refuse a cache that is not what was read again, slot by slot.
+    """Refuse a cache that differs from what was read again by more than numerics, as `kvprobe.diff` judges it.
 
     Args:
         compared: which slots of which layers.
         slots: what they are called.
     """
-    close, later = CLOSE.get(lanes.dtype, (1e-3, 1e-3))
-    for layer, (parts, again) in enumerate(zip(cache.layers, read.layers, strict=True)):
-        for name, own in parts.items():
-            new = again[name]
-            error, size = (numbers.float().square().sum(-1) for numbers in (new - own, new))
-            off = (error > close**2 * size).any(1) & compared[layer]
-            if layer == 0 and bool(off.any()):
-                row, place = map(int, off.nonzero()[0])
-                raise UserError(
-                    f"{name} of layer 0 at slot {int(slots[row, place])} is not that of the token that was given "
-                    "for it, at its position; give the tokens that the cache was made from, at their positions, and "
-                    "with padding the attention_mask."
-                )
-            share = (error.sum(1) / size.sum(1)).sqrt().masked_fill(~compared[layer], torch.nan)
-            near = min(1 if lanes.dtype == torch.float32 else NEAR, cache.slots)
-            if bool((share.unfold(1, near, 1).nanmedian(-1).values > later).any() or (share > FAR).any()):
-                raise UserError(
-                    f"{name} of layer {layer} is not what the model reads with all slots before them in "
-                    "view; give the attention_mask under which the cache was read, and its position_ids if they were "
-                    "chosen, and no cache that was edited or made by other weights."
-                )
+    distances = distances_between(cache.layers, read.layers, lambda layer: compared[layer][:, None])
+    damage = damage_of(distances, floor_of_dtype(lanes.dtype), _BLOCK)
+    if not damage.layers:
+        return
+    layer = damage.layers[0]
+    name, where = next((name, where) for name, where in damage.places[layer].items() if bool(where.any()))
+    row, _, place = map(int, where.nonzero()[0])
+    if layer == 0:
+        raise UserError(
+            f"{name} of layer 0 at slot {int(slots[row, place])} is not that of the token that was given "
+            "for it, at its position; give the tokens that the cache was made from, at their positions, and "
+            "with padding the attention_mask."
+        )
+    raise UserError(
+        f"{name} of layer {layer} is not what the model reads with all slots before them in "
+        "view; give the attention_mask under which the cache was read, and its position_ids if they were "
+        "chosen, and no cache that was edited or made by other weights."
+    )

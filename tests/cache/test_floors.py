@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 import kvprobe as kv
-from kvprobe.cache.floors import MeasuredPair, Place, Tail, apart, fitted, floor_between
+from kvprobe.cache.floors import MeasuredPair, Place, Tail, distances_of_rows, fitted, floor_between, floor_of_dtype
 from kvprobe.cache.layer import Layer
 from kvprobe.inference.model import Model
 from kvprobe.stats import binomial
@@ -37,7 +37,7 @@ class Pair:
     def apart(self, ids: torch.Tensor) -> list[np.ndarray]:
         """Of each row."""
         half, plain = layers_of(self.half, ids), layers_of(self.plain, ids)
-        return [apart(row_of(half, row), row_of(plain, row)) for row in range(len(ids))]
+        return [distances_of_rows(row_of(half, row), row_of(plain, row)) for row in range(len(ids))]
 
 
 def layers_of(plain: Any, ids: torch.Tensor) -> list[Layer]:
@@ -91,10 +91,10 @@ def _worse(off: np.ndarray, place: Place) -> np.ndarray:
 def test_a_block_of_another_text_exceeds_the_limit_in_its_layer(pair: Pair, floor: MeasuredPair):
     ids = ids_of(2, 2)
     half, true = layers_of(pair.half, ids), row_of(layers_of(pair.plain, ids), 0)
-    assert not floor.exceeds(apart(row_of(half, 0), true), "block")
+    assert not floor.exceeds(distances_of_rows(row_of(half, 0), true), "block")
     wrong = [{name: part.clone() for name, part in layer.items()} for layer in half]
     wrong[1]["V"][0, :, 16:32] = half[1]["V"][1, :, 16:32]
-    assert floor.exceeds(apart(row_of(wrong, 0), true), "block")
+    assert floor.exceeds(distances_of_rows(row_of(wrong, 0), true), "block")
 
 
 def test_a_limit_is_higher_for_more_slots_and_fewer_false_alarms():
@@ -129,11 +129,13 @@ def test_pairs_that_were_not_measured_are_as_far_apart_as_both_from_float32():
     one, other = floor_between("bfloat16", "float32"), floor_between("float16", "float32")
     both = floor_between("float16", "bfloat16")
     assert both.usual("K", 0.3) == pytest.approx(one.usual("K", 0.3) + other.usual("K", 0.3))
-    wide = sum(each.allowed("V", 0.5, 64, rate=0.005) for each in (one, other))
-    assert both.allowed("V", 0.5, 64, rate=0.01) == pytest.approx(wide)
+    assert both.times(64, rate=0.01) == max(each.times(64, rate=0.005) for each in (one, other))
+    assert both.allowed("V", 0.5, 64, place="block") == both.usual("V", 0.5) * both.times(64, place="block")
     assert floor_between("float32", "bfloat16").measured == one.measured
     assert floor_between("float32", "float32").usual("latent", 1.0) < 1e-5 < one.usual("latent", 1.0)
     refused(lambda: floor_between("float32", "int3"), "int3")
+    refused(lambda: floor_of_dtype(torch.float64), "two caches in float64 lie apart was not measured")
+    refused(lambda: floor_of_dtype(torch.float16, "Mamba-2"), "float16 lie apart (Mamba-2) was not")
 
 
 @pytest.mark.parametrize("name", ["clean", "other"])
@@ -142,21 +144,21 @@ def test_vllm_is_within_the_floor_of_another_kernel_in_float32(name: str):
     dumped = kv.open_cache(RECORDED / f"{name}.json")
     true = model.prefill(Tokens.of(dumped.ledger.tokens[0].tolist()))
     (known,) = floor_between("float32", "float32").measured
-    off = apart(dumped.layers, true.layers)
+    off = distances_of_rows(dumped.layers, true.layers)
     assert not any(known.exceeds(off, place) for place in ("vector", "layer", "block"))
     moved = [{name: part * (1 + 1e-3) for name, part in layer.items()} for layer in true.layers]
-    assert known.exceeds(apart(moved, true.layers), "vector")
+    assert known.exceeds(distances_of_rows(moved, true.layers), "vector")
 
 
 def test_a_short_vector_counts_as_long_as_the_median_of_its_head():
     true = torch.ones(1, 1, 9, 4)
     true[0, 0, 3] = 0
     layer, other = {"K": true + 0.01, "V": true}, {"K": true, "V": true}
-    off = apart([layer], [other])
+    off = distances_of_rows([layer], [other])
     assert off[0, 0] == pytest.approx(0.01, rel=1e-4)
     assert not off[0, 1].any()
     layer["V"] = true / 0
-    assert np.isinf(apart([layer], [other])[0, 1]).all()
+    assert np.isinf(distances_of_rows([layer], [other])[0, 1]).all()
 
 
 def test_another_architecture_is_about_as_far_apart(floor: MeasuredPair):

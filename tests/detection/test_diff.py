@@ -15,8 +15,10 @@ import torch
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.layer import Layer
+from kvprobe.cache.ledger import NO_TOKEN
 from kvprobe.cache.stored import LazyLayers, StoredCache
 from kvprobe.detection.diff import diff
+from kvprobe.editing import splice
 from kvprobe.faults import (
     BitFlips,
     ChannelOrder,
@@ -38,6 +40,7 @@ from kvprobe.faults import (
 )
 from kvprobe.inference.model import Model, load
 from kvprobe.report.views.diff import save_diff
+from kvprobe.text.tokens import Tokens
 from tests.models import llama
 from tests.refusals import refused
 
@@ -249,6 +252,24 @@ def test_a_page_shows_where_it_is_and_is_inert(right: KVCache, context: FaultCon
     page = save_diff(diff(StoredCache(layers, right.ledger, hostile), right), tmp_path / "page.html").read_text()
     assert hostile not in page
     assert re.search(r"<td><b>zeroed</b></td>", page)
+
+
+def test_slots_of_another_origin_are_named_by_the_ledger_and_not_guessed(tiny: Model):
+    other = llama(seed=1, head_dim=32)
+    before, piece, rest = Tokens.of(IDS[:32], "a"), Tokens.of(IDS[32:48], "b", 32), Tokens.of(IDS[48:], "c", 48)
+    own, theirs = tiny.prefill(before + piece + rest), other.prefill(before + piece).select("b")
+    known = diff(splice(own.evict("b"), theirs, at=32, other_maker=True), own)
+    assert [(cause.kind, cause.slots, cause.confidence) for cause in known.causes] == [("another model", "32 to 47", 1)]
+    assert f"({other.fingerprint[:8]}), and those of the second" in known.causes[0].evidence
+    read = tiny.extend(splice(tiny.prefill(before), theirs, at=32, other_maker=True), [rest])[0]
+    assert {cause.kind for cause in diff(read, own).causes} == {"another model", "after other slots"}
+    struck = own.corrupt(Scaled(1.5, scope=SCOPE))
+    span = torch.zeros(1, len(IDS), dtype=torch.bool).index_fill(1, torch.tensor(BLOCK), True)
+    fitted = replace(struck, ledger=replace(own.ledger, tokens=own.ledger.tokens.masked_fill(span, NO_TOKEN)))
+    (cause,) = diff(fitted, own).causes
+    assert (cause.kind, cause.slots) == ("fitted slots", "32 to 47")
+    assert "in the first cache alone" in cause.evidence
+    assert diff(struck, own).kind == "scale error"
 
 
 def test_slots_hidden_or_moved_in_one_cache_alone_are_differences(tiny: Model, right: KVCache):

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.floors import floor_between
 from kvprobe.cache.layer import Layer
-from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.parts import WRITES
+from kvprobe.cache.places import Distances, damage_of
 from kvprobe.cache.recurrence import fold
 from kvprobe.detection.diff import diff
-from kvprobe.detection.floors_of_pairs import floor_of
-from kvprobe.detection.places import Distances, damage_of
 from kvprobe.inference.model import Model, load
 from tests.models.every import tiny
 
@@ -84,12 +83,10 @@ def test_a_doubled_state_is_named(kind: str):
         assert half.kind == "scale error"
 
 
-@pytest.mark.parametrize(("part", "times", "differs"), [("K", 45, True), ("step", 45, False), ("step", 200, True)])
+@pytest.mark.parametrize(("part", "times", "differs"), [("K", 1.5, True), ("step", 1.5, False), ("step", 6.0, True)])
 def test_the_delta_rule_hands_on_slots_that_were_rounded_badly(part: str, times: float, differs: bool):
     off = torch.full((1, 2, 64), 1e-6)
-    off[0, 1, 40] *= times
-    ledger = Ledger.of(torch.zeros(1, 64, dtype=torch.long))
-    keys, values = ([torch.randn(1, 2, 64, 8) for _ in range(4)] for _ in range(2))
-    numbers = KVCache.of(keys, values, ledger)
-    damage = damage_of(Distances(({part: off},) * 4), floor_of(numbers, numbers, 64), 16)
+    off[0, 1, 40] *= times * floor_between("float32", "float32").times(64)
+    compared = (torch.ones(1, 64, dtype=torch.bool),) * 4
+    damage = damage_of(Distances(({part: off},) * 4, compared), floor_between("float32", "float32"), 16)
     assert bool(damage.layers) == differs

@@ -9,6 +9,7 @@ from transformers import DynamicCache, EncoderDecoderCache, Qwen3NextConfig, Sta
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.floors import floor_of_dtype
 from kvprobe.inference.model import Model, load
 from kvprobe.text.tokens import Tokens
 from tests.models import WINDOW, llama, mixtral
@@ -141,6 +142,19 @@ def test_every_key_and_value_is_held_against_a_reading(name: str, request: pytes
     for made in (_other_weights, _one_slot):
         past = made(model)
         refused(lambda past=past: model.from_hf(past, Tokens.of(ids(0))), "is not what the model reads")
+
+
+@pytest.mark.parametrize("name", ["tiny_llama", "half_mixtral"])
+def test_what_is_taken_over_is_off_by_no_more_than_caches_of_its_dtype(name: str, request: pytest.FixtureRequest):
+    model: Model = request.getfixturevalue(name)
+    most = floor_of_dtype(model.lanes.dtype).newborn
+    for times, taken in ((0.6, True), (1.5, False)):
+        past = read_by_transformers(model, ids(0))
+        past.layers[-1].values[:, :, 5] *= 1 + times * most
+        if taken:
+            assert model.from_hf(past, Tokens.of(ids(0))).slots == COUNT
+        else:
+            refused(lambda past=past: model.from_hf(past, Tokens.of(ids(0))), "is not what the model reads")
 
 
 def test_caches_whose_layers_were_cropped_are_right_or_refused(tiny_llama: Model, tiny_gemma: Model):

@@ -6,19 +6,19 @@ once a slot differs, it differs in all deeper layers, which are computed from it
 noise of a pair is measured in the pair itself, layer by layer, and capped by what such pairs were measured to have.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvprobe.cache.layer import Layer
-from kvprobe.detection.floors_of_pairs import Floor
+from kvprobe.cache.differences import vectors_apart
+from kvprobe.cache.floors import NoiseFloor
 
 SLOT_LIMIT, BLOCK_LIMIT = 30.0, 5.0
-"""How many times the noise of its layer and head a slot may be off, and the median of the slots of a block. Of benign
-pairs none was off by more than 13 and 3 times."""
+"""How many times the noise of its layer and head a slot may be off, and the median of the slots of a block, at least:
+where more was measured of such pairs, that. Of benign pairs in float32 none was off by more than 13 and 3 times."""
 STATES = 3.0
 """By how much a slot's limits are raised where layers keep states by the delta rule, which hands a slot on that was
 rounded badly: of 26 benign pairs of models with random weights two were called different without it."""
@@ -35,11 +35,12 @@ class Distances:
     """How far what each slot holds is off, by layer and part.
 
     Attributes:
-        parts: ‖difference‖ / ‖reference‖, infinite where a number is not finite; a norm counts at least as the median
-            of its head. 0 where a slot is not compared.
+        parts: see `vectors_apart`.
+        compared: the slots of a layer that were compared in some head; of others nobody knows whether they differ.
     """
 
     parts: tuple[Mapping[str, Float[Tensor, "rows _ slots"]], ...]
+    compared: tuple[Bool[Tensor, "rows slots"], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,31 +63,32 @@ class DamagedPlaces:
         return [number for number, parts in enumerate(self.places) if any(bool(one.any()) for one in parts.values())]
 
 
-def distances_of_layer(
-    layer: Layer, reference: Layer, compared: Bool[Tensor, "rows _ slots"]
-) -> dict[str, Float[Tensor, "rows _ slots"]]:
-    """The relative distances of the parts of one layer; a head is in memory at a time, beside the layers."""
-    found: dict[str, Tensor] = {}
-    for part, right in reference.items():
-        off = torch.zeros(right.shape[:3])
-        for row in range(right.shape[0]):
-            for head in range(right.shape[1]):
-                chosen = compared[row, head if compared.shape[1] > 1 else 0]
-                if not bool(chosen.any()):
-                    continue
-                expected = right[row, head].float()
-                size = expected.norm(dim=-1)
-                typical = size[chosen & size.isfinite()]
-                least = typical.median() if len(typical) else torch.ones(())
-                size = torch.maximum(size, least.clamp(min=1e-30))
-                distance = (layer[part][row, head].float() - expected).norm(dim=-1) / size
-                off[row, head] = distance.nan_to_num(torch.inf, torch.inf) * chosen
-                off[row, head][~chosen] = 0.0
-        found[part] = off
-    return found
+def distances_between(
+    layers: Sequence[Mapping[str, Tensor]],
+    references: Sequence[Mapping[str, Tensor]],
+    compared: Callable[[int], Bool[Tensor, "rows _ slots"]],
+) -> Distances:
+    """The relative distances of all parts of all layers, of which one of each is in memory at a time.
+
+    Args:
+        compared: the slots of a layer that are compared, from the first one on; the head axis is 1 where all agree.
+    """
+
+    def of_layer(number: int) -> tuple[Mapping[str, Tensor], Tensor]:
+        chosen, held = compared(number), layers[number]
+        rows, count = range(chosen.shape[0]), chosen.shape[2]
+        found = {
+            part: torch.stack(
+                [vectors_apart(held[part][row, :, :count], right[row, :, :count], chosen[row]) for row in rows]
+            )
+            for part, right in references[number].items()
+        }
+        return found, chosen.any(1).cpu()
+
+    return Distances(*zip(*map(of_layer, range(len(layers))), strict=True))
 
 
-def damage_of(distances: Distances, floor: Floor, block: int) -> DamagedPlaces:
+def damage_of(distances: Distances, floor: NoiseFloor, block: int) -> DamagedPlaces:
     """The places at which two caches differ by more than numerics.
 
     Args:
@@ -95,7 +97,11 @@ def damage_of(distances: Distances, floor: Floor, block: int) -> DamagedPlaces:
     """
     present = [number for number, parts in enumerate(distances.parts) if parts]
     differing = {number: _any(distances.parts[number]) for number in present}
-    healed, newborn = _healed(present, differing), _newborn(present, differing)
+    healed = _healed(present, differing, distances.compared)
+    newborn = _newborn(present, differing, distances.compared)
+    slots = max(len(where[0]) for where in distances.compared)
+    slot_limit = max(SLOT_LIMIT, floor.times(slots, place="outlier"))
+    block_limit = max(BLOCK_LIMIT, floor.times(slots, place="block"))
     own = {
         number: {part: _noise(off, ~healed[number]) for part, off in distances.parts[number].items()}
         for number in present
@@ -117,15 +123,15 @@ def damage_of(distances: Distances, floor: Floor, block: int) -> DamagedPlaces:
         noise = {part: _capped(own, present, number, part, floor) for part in parts}
         excess: dict[str, Tensor] = {}
         for part, off in parts.items():
-            limit = raised * SLOT_LIMIT * noise[part][None, :, None].expand_as(off)
+            limit = raised * slot_limit * noise[part][None, :, None].expand_as(off)
             young = newborn[number][:, None].expand_as(off)
             limit = torch.where(young, torch.full_like(limit, newborn_limit), limit)
             if raised > 1:
                 limit = limit.clamp(min=newborn_limit)
             over = off / limit.clamp(min=1e-12)
             over = torch.where(healed[number][:, None], torch.maximum(over, off / floor.single), over)
-            by_block = _block_medians(off, block) / (BLOCK_LIMIT * noise[part][None, :, None]).clamp(min=1e-12)
-            by_block = torch.where(young | (off <= BLOCK_LIMIT * noise[part][None, :, None]), 0.0, by_block)
+            by_block = _block_medians(off, block) / (block_limit * noise[part][None, :, None]).clamp(min=1e-12)
+            by_block = torch.where(young | (off <= block_limit * noise[part][None, :, None]), 0.0, by_block)
             excess[part] = torch.maximum(over, by_block).nan_to_num(torch.inf, torch.inf)
         places.append({part: over > 1 for part, over in excess.items()})
         excesses.append(excess)
@@ -151,23 +157,27 @@ def _any(parts: Mapping[str, Tensor]) -> Bool[Tensor, "rows slots"]:
     return torch.stack([(off > 0).any(1) for off in parts.values()]).any(0)
 
 
-def _healed(present: Sequence[int], differing: Mapping[int, Tensor]) -> dict[int, Bool[Tensor, "rows slots"]]:
+def _healed(
+    present: Sequence[int], differing: Mapping[int, Tensor], compared: Sequence[Tensor]
+) -> dict[int, Bool[Tensor, "rows slots"]]:
     """Slots that differ in a layer and are equal in all of the next ones."""
     healed: dict[int, Tensor] = {}
     for place, number in enumerate(present):
         after = present[place + 1 : place + 1 + _HEALED]
-        equal = torch.stack([~differing[other] for other in after]).all(0) if after else differing[number] & False
-        healed[number] = differing[number] & equal
+        equal = [compared[other] & ~differing[other] for other in after]
+        healed[number] = differing[number] & (torch.stack(equal).all(0) if after else torch.tensor(False))
     return healed
 
 
-def _newborn(present: Sequence[int], differing: Mapping[int, Tensor]) -> dict[int, Bool[Tensor, "rows slots"]]:
+def _newborn(
+    present: Sequence[int], differing: Mapping[int, Tensor], compared: Sequence[Tensor]
+) -> dict[int, Bool[Tensor, "rows slots"]]:
     """Slots that differ in a layer and in none before it; in the first layer none counts."""
     before = torch.ones_like(differing[present[0]])
     born: dict[int, Tensor] = {}
     for place, number in enumerate(present):
         born[number] = differing[number] & ~before
-        before = differing[number] if place == 0 else before | differing[number]
+        before = (before & (place > 0)) | differing[number] | ~compared[number]
     return born
 
 
@@ -182,7 +192,7 @@ def _noise(off: Float[Tensor, "rows heads slots"], counts: Bool[Tensor, "rows sl
 
 
 def _capped(
-    own: Mapping[int, Mapping[str, Tensor]], present: Sequence[int], number: int, part: str, floor: Floor
+    own: Mapping[int, Mapping[str, Tensor]], present: Sequence[int], number: int, part: str, floor: NoiseFloor
 ) -> Float[Tensor, "heads"]:
     """The noise of a layer's part, at most that of the layers around it times `RISE`, and that of such pairs."""
     noise, place = own[number][part], present.index(number)
@@ -196,7 +206,9 @@ def _capped(
     if positive := [one for one in every if one > 0]:
         most.append(2 * float(torch.tensor(positive).median()))
     least = floor.newborn / SLOT_LIMIT
-    return noise.clamp(max=max(least, RISE * min(most))).clamp(max=floor.of(part, place / max(1, len(present) - 1)))
+    return noise.clamp(max=max(least, RISE * min(most))).clamp(
+        max=floor.most_usual(part, place / max(1, len(present) - 1))
+    )
 
 
 def _block_medians(off: Float[Tensor, "rows heads slots"], block: int) -> Float[Tensor, "rows heads slots"]:
