@@ -37,16 +37,18 @@ def vectors_apart(
     """‖one - other‖ / ‖other‖ of each vector, where a short vector counts as long as the median of its head: that of a
     slot which stores next to nothing of its text, as sinks do, has no precision of its own. Infinite where a number is
     not finite; 0 where a slot does not count, in a head or in all. A head at a time is in memory in fp32."""
+    linear: Any = torch.linalg  # its annotations are incomplete
+    norm: Callable[..., Tensor] = linear.vector_norm
     off: list[Tensor] = []
-    for head, (held, true) in enumerate(zip(one, other, strict=True)):
-        true = true.float()
-        length = true.norm(dim=-1)
+    for head in range(len(other)):
+        held, true = one[head].float(), other[head].float()
+        length = norm(true, dim=-1)
         some = torch.ones_like(length, dtype=torch.bool)
         if counted is not None:
             some = counted[head if len(counted) > 1 else 0].to(length.device)
         typical = length[some & length.isfinite()]
         least = typical.median() if len(typical) else length.new_ones(())
-        distance = (held.float() - true).norm(dim=-1) / length.maximum(least).clamp(min=1e-30)
+        distance = norm(held - true, dim=-1) / length.maximum(least).clamp(min=1e-30)
         off.append(distance.nan_to_num(torch.inf, torch.inf).masked_fill(~some, 0.0))
     return torch.stack(off).cpu()
 

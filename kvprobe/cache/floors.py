@@ -249,9 +249,10 @@ def floor_of_dtype(dtype: torch.dtype, kept: Kept = "slots") -> NoiseFloor:
         UserError: nothing was measured of it.
     """
     name = str(dtype).removeprefix("torch.")
-    if name not in get_args(Computed):
+    if name not in get_args(Computed) or (kept != "slots" and f"{name} / {name}, {kept}" not in _shipped()):
         raise UserError(
-            f"How far two caches in {name} lie apart was not measured; load the model in float32, bfloat16 or float16."
+            f"How far two caches in {name} lie apart{f' ({kept})' * (kept != 'slots')} was not measured; load the "
+            "model in float32."
         )
     return floor_between(name, name, kept)  # pyright: ignore[reportArgumentType]
 
@@ -266,10 +267,10 @@ def computed_as(cache: AnyCache) -> Computed:
     of an engine says."""
     if isinstance(cache, StoredCache) and "llama.cpp" in cache.origin:
         types: list[Computed] = [name for name in _STEPS if name.startswith("llama.cpp")]
-        found = [name for name in types if re.search(rf"\b{name.split()[1]}\b", cache.origin)]
-        return max(found, key=_STEPS.__getitem__, default="llama.cpp f16")
+        found: list[Computed] = [name for name in types if re.search(rf"\b{name.split()[1]}\b", cache.origin)]
+        return max(found, key=_STEPS.__getitem__) if found else "llama.cpp f16"
     layer = next(layer for layer in cache.layers if layer)
-    parts = [_precision(tensor) for name, tensor in layer.items() if name != "decay"]
+    parts: list[Computed] = [_precision(tensor) for name, tensor in layer.items() if name != "decay"]
     return max(parts, key=_STEPS.__getitem__)
 
 
@@ -321,6 +322,9 @@ def fitted(distances: Mapping[str, Sequence[Float[np.ndarray, "layers parts head
 
 def _usual(texts: Sequence[np.ndarray], parts: Sequence[str]) -> dict[str, tuple[tuple[float, ...], tuple[float, ...]]]:
     curves = {part: [_curve(texts, n, first) for first in (True, False)] for n, part in enumerate(parts)}
+    if "state" in curves:  # which jumps where a layer attends between two that keep states, at no depth in particular
+        most = float(np.median([np.median(off, (1, 2, 3)).max() for off in texts]))
+        curves["state"] = [[float(f"{max(_LEAST, most):.3g}")] * (DEPTHS + 1)] * 2
     return {part: (tuple(map(max, first, others)), tuple(others)) for part, (first, others) in curves.items()}
 
 

@@ -8,12 +8,12 @@ noise of a pair is measured in the pair itself, layer by layer, and capped by wh
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvprobe.cache.differences import vectors_apart
+from kvprobe.cache.entries import entries
 from kvprobe.cache.floors import NoiseFloor
 
 SLOT_LIMIT, BLOCK_LIMIT = 30.0, 5.0
@@ -142,7 +142,7 @@ def damage_of(distances: Distances, floor: NoiseFloor, block: int) -> DamagedPla
 def runs(struck: Bool[Tensor, "slots"], joined: int = 1) -> Iterator[range]:
     """The runs of struck slots; those less than `joined` apart are one."""
     start = last = None
-    for slot in struck.nonzero()[:, 0].tolist():
+    for slot in entries(struck.nonzero()[:, 0], int):
         if start is None or last is None:
             start = slot
         elif slot - last > joined:
@@ -206,13 +206,13 @@ def _capped(
     if positive := [one for one in every if one > 0]:
         most.append(2 * float(torch.tensor(positive).median()))
     least = floor.newborn / SLOT_LIMIT
-    return noise.clamp(max=max(least, RISE * min(most))).clamp(
-        max=floor.most_usual(part, place / max(1, len(present) - 1))
-    )
+    depth = place / max(1, len(present) - 1)
+    return noise.clamp(max=min(max(least, RISE * min(most)), floor.most_usual(part, depth)))
 
 
 def _block_medians(off: Float[Tensor, "rows heads slots"], block: int) -> Float[Tensor, "rows heads slots"]:
     """The median of each block in place of its slots; 0 in a last one that is not full."""
     whole = off.shape[2] // block * block
-    medians = off[:, :, :whole].unflatten(2, (-1, block)).median(-1, keepdim=True).values.expand(-1, -1, -1, block)
+    blocks = off[:, :, :whole].reshape(*off.shape[:2], -1, block)
+    medians = blocks.median(-1, keepdim=True).values.expand(-1, -1, -1, block)
     return torch.nn.functional.pad(medians.flatten(2), (0, off.shape[2] - whole))

@@ -172,12 +172,12 @@ def _native(lanes: Lanes, cache: KVCache, number: int) -> Any:
 
 def _refuse_other_state(lanes: Lanes, theirs: Any, ours: Any, number: int) -> None:
     """Refuse a layer whose state is not that of the layer that was read again."""
-    rule = next((_STATES[name] for name in lanes.geometry.parts[number] if name in _STATES), None)
+    rules: list[Kept] = [_STATES[name] for name in lanes.geometry.parts[number] if name in _STATES]
     pairs: list[tuple[Kept, Tensor, Tensor]] = [
-        ("convolution", *(layer.conv_states[0].transpose(1, 2)[:, None] for layer in (theirs, ours)))
+        (rule, theirs.recurrent_states[0], ours.recurrent_states[0]) for rule in rules
     ]
-    if rule is not None:
-        pairs.append((rule, *(layer.recurrent_states[0] for layer in (theirs, ours))))
+    own, new = (layer.conv_states[0].transpose(1, 2)[:, None] for layer in (theirs, ours))
+    pairs.append(("convolution", own, new))
     for kept, own, new in pairs:
         floor = floor_of_dtype(lanes.dtype, kept)
         most = floor.allowed("state", number / max(1, lanes.geometry.n_layers - 1), new.shape[2])
