@@ -8,6 +8,7 @@ noise of a pair is measured in the pair itself, layer by layer, and capped by wh
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
