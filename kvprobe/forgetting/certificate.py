@@ -123,7 +123,8 @@ class Certificate(Brief):
         layer, part, head, position = found[0]
         at = "" if position < 0 else f", position {position}"
         sentence = (
-            f"{len(found):,} places in layers {number_ranges(self.trace.touched)}; most in {part} of layer {layer}, "
+            f"{len(found):,} places in layers {number_ranges(self.trace.touched)}, "
+            f"{len({place[:3:2] for place in found}):,} heads; most in {part} of layer {layer}, "
             f"head {head}{at}: {self.trace.most:.2g} of its size.{slots}"
         )
         return Verdict(question, "traces are left", True, sentence)
@@ -220,6 +221,7 @@ class Certificate(Brief):
             "verdicts": [vars(verdict) for verdict in self.verdicts],
             "places": len(self.trace.places),
             "layers": list(self.trace.touched),
+            "heads": sorted({place[:3:2] for place in self.trace.places}),
             "unseen": list(self.unseen),
         }
 

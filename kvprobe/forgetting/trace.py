@@ -146,6 +146,17 @@ class SecretTrace(Brief):
                     found.append((float(spread[head, slot]), (layer, name, head, at)))
         return [place for _, place in sorted(found, key=lambda one: -one[0])]
 
+    def by_head(self) -> Float[Tensor, "layers heads"]:
+        """The largest difference of each layer in each head, over parts and slots; NaN where a layer has fewer heads. A
+        latent has one for all heads."""
+        rows = [[one.amax(1) for one in parts.values() if one.numel()] for parts in self.layers]
+        heads = max((len(one) for row in rows for one in row), default=0)
+        found = torch.full((len(rows), heads), torch.nan)
+        for layer, row in enumerate(rows):
+            for one in row:
+                found[layer, : len(one)] = found[layer, : len(one)].fmax(one)
+        return found
+
     def by_slot(self) -> Float[Tensor, "layers slots"]:
         """The largest difference of each layer at each position, over parts and heads; a state's is everywhere."""
         rows = [

@@ -93,6 +93,10 @@ def test_a_planted_channel_is_found_where_it_is(model: Model):
     found = certified(model, leaking(on_axes, 1, -2))
     assert {place[:3] for place in found.trace.places} == {(1, "V", 1)}
     assert len(found.trace.places) == 1
+    by_head = found.trace.by_head()
+    assert by_head[1, 1] == found.trace.most
+    assert by_head.count_nonzero() == 1
+    assert found.as_mapping()["heads"] == [(1, 1)]
     assert not found.clean
     assert found.known.site == (1, "V")
 

@@ -152,6 +152,17 @@ def test_shares_of_the_way_verdicts_and_agreement():
     assert at("weights", layer=3, behaviour="oslo", reader="tuned").mean == pytest.approx(0.5)
 
 
+def test_ranks_that_no_conversation_changes_are_not_certain():
+    config, table = Config(behaviours=("oslo",), prompts=12), made_up()
+    weights = table["what"] == "band of weights"
+    table.loc[weights, "layer"] = table.loc[weights, "layer"].replace({1: 2, 2: 1})
+    agreement = concluded(table, config).findings.at("agreement", behaviour="oslo", reader="base")
+    assert agreement.mean == pytest.approx(0.8), "of four bands two have changed places"
+    missed = 1 - 0.025 ** (1 / 12)
+    assert agreement.low == pytest.approx(0.8 - missed * 1.8)
+    assert agreement.high == pytest.approx(0.8 + missed * 0.2)
+
+
 @pytest.mark.parametrize(
     ("where", "number"),
     [

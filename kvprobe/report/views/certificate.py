@@ -21,7 +21,7 @@ def certificate_page(certificate: Certificate) -> str:
     """The page."""
     return render(
         "certificate.html.j2",
-        [] if certificate.clean else [_map(certificate)],
+        [] if certificate.clean else [_map(certificate), _heads(certificate)],
         title=f"What “{certificate.way}” leaves of {', '.join(certificate.hidden)}",
         question=f"{certificate.model} read the conversation with {certificate.secrets} secrets in turn, and each was "
         "forgotten in the same way. What of it is left in the cache?",
@@ -48,4 +48,20 @@ def _map(certificate: Certificate) -> HeatMap:
         row_axis="layer",
         column_axis="position",
         scale=max(0.01, float(values.max())),
+    )
+
+
+def _heads(certificate: Certificate) -> HeatMap:
+    """The largest difference of each layer in each head."""
+    values = certificate.trace.by_head()
+    return HeatMap(
+        caption="The same by head of K and V, in the part and slot where it is largest. A latent, a state and a "
+        "convolution's inputs count as they are stored.",
+        rows=[str(layer) for layer in range(len(values))],
+        columns=[str(head) for head in range(values.shape[1])],
+        values=[[None if value != value else value for value in row] for row in values.tolist()],
+        unit="of its size",
+        row_axis="layer",
+        column_axis="head",
+        scale=max(0.01, float(values.nan_to_num(0).max())) if values.numel() else 0.01,
     )

@@ -4,6 +4,7 @@ A share is the mean of what moved over the mean way, with intervals over convers
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -14,7 +15,7 @@ from kvprobe.inference.model import Model
 from kvprobe.ranks import spearman
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Finding, Findings
-from kvprobe.stats import SHARE, jackknife
+from kvprobe.stats import SHARE, binomial, jackknife
 from kvprobe.studies.finetuned import Config
 from kvprobe.studies.finetuned.collect import ALL, ITSELF, LONE, OTHER, SHUFFLED, SUM, WHO, conversations
 from kvprobe.tidy import Rows, Where, beside, chosen
@@ -89,6 +90,11 @@ def add_agreement(findings: Findings, table: Rows, behaviour: str, reader: str) 
     every[1:][np.eye(count, dtype=bool)] = False
     rhos = spearman(*(np.stack([moved[kept].mean(0) for kept in every]) for moved in cells.values()))
     estimate = jackknife(float(rhos[0]), rhos[1:], (-1, 1))
+    if estimate.has_interval:
+        # Leaving one out changes few ranks or none, by chance: others may change them, as often as all could be missed.
+        seen = binomial(count, count).low
+        low, high = seen * (rhos[0] + 1) - 1, 1 - seen * (1 - rhos[0])
+        estimate = replace(estimate, low=min(estimate.low, float(low)), high=max(estimate.high, float(high)))
     findings.add(Finding("agreement", {"behaviour": behaviour, "reader": reader}, estimate))
 
 

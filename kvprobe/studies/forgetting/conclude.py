@@ -11,7 +11,7 @@ from kvprobe.report.findings import Findings
 from kvprobe.stats import SHARE, UNBOUNDED
 from kvprobe.studies.forgetting import Config
 from kvprobe.studies.forgetting.cases import TURN, cases
-from kvprobe.studies.forgetting.collect import ways
+from kvprobe.studies.forgetting.collect import holds, ways
 from kvprobe.studies.forgetting.ways import CLEAN, MASK, NOTHING, RESTART
 from kvprobe.tidy import Rows, beside
 from kvprobe.wording import few_clusters
@@ -28,7 +28,7 @@ def estimands(partial: Sequence[str]) -> tuple[Estimand, ...]:
     Args:
         partial: ways after which something is left.
     """
-    others = tuple(way for way in partial if way != MASK)
+    others = tuple(way for way in partial if way != MASK and holds(way) is None)
     return (
         *(Mean(name=name, of=name, by=("way",), within=SHARE) for name in ("read", "whole", "tried", "said", "same")),
         *(Mean(name=name, of=name, by=("way",), within=SHARE) for name in ("chance", "chance_whole", "chance_tried")),
@@ -69,7 +69,7 @@ def concluded(table: Rows, config: Config, chat: Any, ask: str) -> Conclusion:
     )
     partial = tuple(way for way in ways(config) if way not in (*CLEAN, NOTHING))
     findings = measure(rows, estimands(partial))
-    facts: dict[str, Any] = {"chat": chat, "ask": ask, "ways": list(ways(config))}
+    facts: dict[str, Any] = {"chat": chat, "ask": ask, "ways": list(ways(config)), "partial": list(partial)}
     facts["kinds"] = list(config.kinds)
     return Conclusion(
         findings,
