@@ -28,7 +28,8 @@ from kvprobe.shipped import shipped
 from kvprobe.studies import STUDIES, Entry, find, study_of
 
 EVERY_STUDY = Group("Every study", sort_key=2)
-PROCESSES = "Parts of the run that are worked on side by side, on a CPU under Linux."
+PROCESSES = "Parts of the run that are worked on side by side: on a CPU under Linux, or by workers of Ray."
+ADDRESS = "Of a Ray cluster, `auto` for one that this machine belongs to; by default one is started here."
 
 runs_app = App(
     name="run",
@@ -88,10 +89,15 @@ def _add_run_command(command: str, preset: Preset) -> None:
         out: Annotated[Path, Parameter(help="Folder that holds the runs.")] = Path("runs"),
         name: Annotated[str | None, Parameter(help="Name of the run; made from the settings by default.")] = None,
         processes: Annotated[int, Parameter(help=PROCESSES)] = 1,
+        executor: Annotated[Literal["local", "ray"], Parameter(help="What works on them.")] = "local",
+        address: Annotated[str | None, Parameter(help=ADDRESS)] = None,
+        gpus: Annotated[float, Parameter(help="GPUs that each worker of Ray takes, or a part of one.")] = 0.0,
         dry_run: Annotated[bool, Parameter(help="Say what would run and how long it would take.", negative="")] = False,
     ) -> None:
         chosen = study.config(**as_mapping(config or flags()))
         check_source(chosen.model)
+        if executor == "local" and (address is not None or gpus):
+            raise UserError("--address and --gpus are of Ray's workers; add --executor ray.")
         if dry_run:
             _check_files(study, chosen)
             print("\n".join(plan(study.name, chosen, out, name)))
@@ -99,7 +105,13 @@ def _add_run_command(command: str, preset: Preset) -> None:
         from kvprobe.experiments.page import answer
 
         try:
-            directory = study.run(chosen, out, name, processes=processes)
+            if executor == "ray":
+                from kvprobe.experiments.cluster import Cluster
+
+                cluster = Cluster(address, processes, gpus=gpus)
+                directory = study.run(chosen, out, name, cluster=cluster)
+            else:
+                directory = study.run(chosen, out, name, processes=processes)
         except KeyboardInterrupt:
             parts = folder_of(study.name, chosen, out, name) / "parts"
             kept = sum(path.suffix != PARTIAL for path in parts.glob("*"))

@@ -1,11 +1,10 @@
 """Parts: one file for each case of a run, so that an interrupted run resumes."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FunctionType
-from typing import Any, Concatenate, Generic, NamedTuple, TypeVar
+from typing import Any, Concatenate, Generic, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -15,8 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvprobe.errors import UserError
+from kvprobe.experiments.cluster import Workers
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
+from kvprobe.experiments.stage import TABLE, TENSORS, Labelled, Stage
 from kvprobe.files import read_table, refuse_damaged
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
@@ -27,47 +28,7 @@ from kvprobe.tasks.designs import Target
 
 Case = TypeVar("Case")
 Config = TypeVar("Config", bound=Settings)
-TABLE, TENSORS = ".parquet", ".safetensors"
-"""Of the files of parts."""
 LACKS = "{path} has no {name!r}; the part is not of this study, so delete it and start again."
-
-
-class Labelled(NamedTuple):
-    """Tensors of a case, and texts that stand beside them."""
-
-    tensors: Mapping[str, Tensor]
-    texts: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What is measured of each case: a function at the top level of a module, of the model, the settings and the case,
-    and of what it needs of former stages, which is given to it. So it can be called by its name anywhere: in a forked
-    process, or on another machine.
-    """
-
-    name: str
-    measure: Callable[..., Any]
-    given: tuple[object, ...]
-    suffix: str
-
-    def __post_init__(self) -> None:
-        name = getattr(self.measure, "__qualname__", repr(self.measure))
-        if not isinstance(self.measure, FunctionType) or "<" in name:
-            raise UserError(
-                f"The stage {self.name!r} is measured by {name}, which other processes cannot find; define it at the "
-                "top level of its module, and give it what it needs after the case."
-            )
-
-    def write(self, model: Model, config: Settings, case: object, path: Path) -> None:
-        """Measure a case and write its part: a table, or tensors."""
-        measured = self.measure(model, config, case, *self.given)
-        if self.suffix == TABLE:
-            table = measured if isinstance(measured, pd.DataFrame) else pd.DataFrame(list(measured))
-            table.to_parquet(path, index=False)
-        else:
-            tensors, texts = measured if isinstance(measured, Labelled) else (measured, {})
-            save_file(dict(tensors), path, metadata=dict(texts) or None)
 
 
 @dataclass(frozen=True)
@@ -127,8 +88,13 @@ class Parts(Generic[Config]):
         def write(path: Path) -> None:
             run.write_part(path.name, lambda partial: stage.write(self.model, self.config, parts[path], partial))
 
+        def come(workers: Workers) -> Iterator[Path]:
+            for path, content in workers.parts(stage, {path: parts[path] for path in missing}, alone):
+                yield run.write_part(path.name, lambda partial: partial.write_bytes(content))  # noqa: B023, called now
+
+        done = come(run.workers) if run.workers else forked(write, missing, 1 if alone else run.processes)
         with Bar(total=len(parts), initial=len(parts) - len(missing), desc=doing, unit=unit) as bar:
-            for _ in forked(write, missing, 1 if alone else run.processes):
+            for _ in done:
                 bar.update()
         return list(parts)
 

@@ -1,7 +1,7 @@
 """How every declared study runs: measure what is missing, conclude, draw, write the report."""
 
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -11,6 +11,7 @@ import pandas as pd
 from kvprobe.durations import Duration, durations
 from kvprobe.environment import machine
 from kvprobe.errors import UserError
+from kvprobe.experiments.cluster import Cluster
 from kvprobe.experiments.page import write_page
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings, digest_of, folder_of
@@ -32,6 +33,7 @@ def run_study(
     name: str | None = None,
     model: Model | None = None,
     processes: int = 1,
+    cluster: Cluster | None = None,
 ) -> Run:
     """Run a study (or resume, or find it finished), write its report, and return the run.
 
@@ -41,20 +43,26 @@ def run_study(
         model: any loaded model, in place of the one that the config names.
         processes: parts that are worked on side by side, each in a forked process. Numbers are the same but for
             rounding, as with another number of threads.
+        cluster: where parts are worked on instead, by workers that load the model that the config names.
 
     Raises:
         UserError: a setting that does not fit the model, a directory that holds another run, or processes where none
             can be forked.
     """
     if model is not None:
+        if cluster is not None:
+            raise UserError("Workers of a cluster load their model by its name; give it as the setting 'model'.")
         config = replace(config, model=model.name)
     study = study.instead(config) or study
     measured = durations().get(digest_of(study.name, config))
     inputs = {**study.inputs(config), **study.measuring}
-    with watched(measured and measured.timing) as clock, begin(study.name, config, root, name, inputs, model) as begun:
-        model, run = begun
+    with (
+        watched(measured and measured.timing) as clock,
+        begin(study.name, config, root, name, inputs, model) as (model, run),
+        cluster.started(config, model.fingerprint) if cluster and not run.finished else nullcontext() as workers,
+    ):
         check_processes(processes, model.lanes.device)
-        run = replace(run, processes=processes)
+        run = replace(run, processes=processes, workers=workers)
         # What a user's study concludes may have changed since it was measured.
         if not run.finished or not study.ships:
             resumed = (run.path / "parts").is_dir()

@@ -14,6 +14,7 @@ import yaml
 from kvprobe.arguments import checked_arguments
 from kvprobe.environment import environment
 from kvprobe.errors import UserError
+from kvprobe.experiments.cluster import Workers
 from kvprobe.experiments.settings import Settings, as_mapping, folder_of, folder_with_run
 from kvprobe.files import (
     LOCK,
@@ -46,11 +47,13 @@ class Run:
             `report.html`; and `parts/` while the run is unfinished.
         begun: the environment that it was opened with; None for a run that is only read.
         processes: parts that are worked on side by side, each in a process of its own; see `kvprobe.processes`.
+        workers: of a cluster, which work on parts instead.
     """
 
     path: Path
     begun: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     processes: int = field(default=1, compare=False, repr=False)
+    workers: Workers | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def open(

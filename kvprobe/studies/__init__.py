@@ -14,6 +14,7 @@ from kvprobe.extensions import extension, extensions
 from kvprobe.names import one_line, shown, unknown
 
 if TYPE_CHECKING:
+    from kvprobe.experiments.cluster import Cluster
     from kvprobe.experiments.runs import Run
     from kvprobe.experiments.study import Study
     from kvprobe.inference.model import Model
@@ -52,11 +53,12 @@ class Entry:
         name: str | None = None,
         model: "Model | None" = None,
         processes: int = 1,
+        cluster: "Cluster | None" = None,
     ) -> "Run":
         """Run it with these settings (or resume) in a directory below `root`; see `experiments.running.run_study`."""
         from kvprobe.experiments.running import run_study
 
-        return run_study(self.declaration, config, root, name, model, processes)
+        return run_study(self.declaration, config, root, name, model, processes, cluster)
 
     def _own(self, module: str = "") -> Any:
         """A module of a study that ships with kvprobe."""

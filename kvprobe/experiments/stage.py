@@ -1,0 +1,56 @@
+"""A stage of a study: what is measured of each of its cases, and the part that it leaves."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import pandas as pd
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvprobe.errors import UserError
+from kvprobe.experiments.settings import Settings
+from kvprobe.inference.model import Model
+
+TABLE, TENSORS = ".parquet", ".safetensors"
+"""Of the files of parts."""
+
+
+class Labelled(NamedTuple):
+    """Tensors of a case, and texts that stand beside them."""
+
+    tensors: Mapping[str, Tensor]
+    texts: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is measured of each case: a function at the top level of a module, of the model, the settings and the case,
+    and of what it needs of former stages, which is given to it. So it can be called by its name anywhere: in a forked
+    process, or on another machine.
+    """
+
+    name: str
+    measure: Callable[..., Any]
+    given: tuple[object, ...]
+    suffix: str
+
+    def __post_init__(self) -> None:
+        name = getattr(self.measure, "__qualname__", repr(self.measure))
+        if not isinstance(self.measure, FunctionType) or "<" in name:
+            raise UserError(
+                f"The stage {self.name!r} is measured by {name}, which other processes cannot find; define it at the "
+                "top level of its module, and give it what it needs after the case."
+            )
+
+    def write(self, model: Model, config: Settings, case: object, path: Path) -> None:
+        """Measure a case and write its part: a table, or tensors."""
+        measured = self.measure(model, config, case, *self.given)
+        if self.suffix == TABLE:
+            table = measured if isinstance(measured, pd.DataFrame) else pd.DataFrame(list(measured))
+            table.to_parquet(path, index=False)
+        else:
+            tensors, texts = measured if isinstance(measured, Labelled) else (measured, {})
+            save_file(dict(tensors), path, metadata=dict(texts) or None)
