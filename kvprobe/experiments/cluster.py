@@ -21,7 +21,7 @@ import torch
 from kvprobe.arguments import AtLeastOne, Within, check_fields
 from kvprobe.errors import UserError
 from kvprobe.experiments.settings import Settings
-from kvprobe.experiments.stage import Stage
+from kvprobe.experiments.work import Work
 from kvprobe.inference.model import load
 from kvprobe.progress import silence
 
@@ -86,7 +86,7 @@ class Workers:
     actors: list[Any]
     config: Settings
 
-    def parts(self, stage: Stage, cases: Mapping[Path, object], alone: bool = False) -> Iterator[tuple[Path, bytes]]:
+    def parts(self, work: Work, cases: Mapping[Path, object], alone: bool = False) -> Iterator[tuple[Path, bytes]]:
         """The part of each case, as workers are done with it; each has one case at a time.
 
         Args:
@@ -95,8 +95,8 @@ class Workers:
         Raises:
             UserError: a worker was lost again and again, or refuses the case.
         """
-        _send_code_of(stage, self.config)
-        given = self.ray.put((stage, self.config))
+        _send_code_of(work, self.config)
+        given = self.ray.put((work, self.config))
         waiting, free = deque(cases.items()), deque(self.actors[:1] if alone else self.actors)
         pending: dict[Any, tuple[Any, Path]] = {}
         while waiting or pending:
@@ -140,11 +140,11 @@ class _Worker:
                 "machines the same files."
             )
 
-    def part(self, given: tuple[Stage, Settings], case: object) -> bytes:
-        stage, config = given
+    def part(self, given: tuple[Work, Settings], case: object) -> bytes:
+        work, config = given
         with TemporaryDirectory(prefix="kvprobe-part-") as folder:
             path = Path(folder) / "part"
-            stage.write(self.model, config, case, path)
+            work.write(self.model, config, case, path)
             return path.read_bytes()
 
 
@@ -181,9 +181,9 @@ def _refuse_too_small(ray: Any, needed: Mapping[str, int | float]) -> None:
             )
 
 
-def _send_code_of(stage: Stage, config: Settings) -> None:
+def _send_code_of(work: Work, config: Settings) -> None:
     """Have functions and settings of a study that workers may not be able to import travel as code."""
     pickling = import_module("ray.cloudpickle")
-    for name in {stage.measure.__module__, type(config).__module__}:
+    for name in {work.measure.__module__, type(config).__module__}:
         if not name.startswith(("kvprobe.", "__main__")):
             pickling.register_pickle_by_value(sys.modules[name])

@@ -17,7 +17,7 @@ from kvprobe.errors import UserError
 from kvprobe.experiments.cluster import Workers
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
-from kvprobe.experiments.stage import TABLE, TENSORS, Labelled, Stage
+from kvprobe.experiments.work import TABLE, TENSORS, Labelled, Work
 from kvprobe.files import read_table, refuse_damaged
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
@@ -63,7 +63,7 @@ class Parts(Generic[Config]):
         """
         if not cases:
             raise UserError(f"There is no {unit} to measure; ask for at least one.")
-        paths = self._written(Stage(name, measure, given, TABLE), cases, doing, unit, alone)
+        paths = self._written(Work(name, measure, given, TABLE), cases, doing, unit, alone)
         return pd.concat([read_table(path) for path in paths], ignore_index=True)
 
     def tensors(
@@ -76,20 +76,20 @@ class Parts(Generic[Config]):
         unit: str,
     ) -> list[Path]:
         """Safetensors files of all cases, in order; see `table`."""
-        return self._written(Stage(name, measure, given, TENSORS), cases, doing, unit)
+        return self._written(Work(name, measure, given, TENSORS), cases, doing, unit)
 
-    def _written(self, stage: Stage, cases: Sequence[object], doing: str, unit: str, alone: bool = False) -> list[Path]:
+    def _written(self, work: Work, cases: Sequence[object], doing: str, unit: str, alone: bool = False) -> list[Path]:
         run = self.run
-        parts = {run.part(f"{place:05d}-{stage.name}{stage.suffix}"): case for place, case in enumerate(cases)}
+        parts = {run.part(f"{place:05d}-{work.name}{work.suffix}"): case for place, case in enumerate(cases)}
         missing = [path for path in parts if not path.is_file()]
         for path in sorted(parts.keys() - missing):
             refuse_damaged(path)
 
         def write(path: Path) -> None:
-            run.write_part(path.name, lambda partial: stage.write(self.model, self.config, parts[path], partial))
+            run.write_part(path.name, lambda partial: work.write(self.model, self.config, parts[path], partial))
 
         def come(workers: Workers) -> Iterator[Path]:
-            for path, content in workers.parts(stage, {path: parts[path] for path in missing}, alone):
+            for path, content in workers.parts(work, {path: parts[path] for path in missing}, alone):
                 yield run.write_part(path.name, lambda partial: partial.write_bytes(content))  # noqa: B023, called now
 
         done = come(run.workers) if run.workers else forked(write, missing, 1 if alone else run.processes)

@@ -45,9 +45,11 @@ def workers(model: Model) -> Iterator[Workers]:
 
 
 STUDIES = {
-    "robustness": robustness.Config(tasks=("retrieve",), samples=2, faults=("zeros", "gaussian"), rates=(10.0,)),
+    "robustness": robustness.Config(
+        tasks=("retrieve",), samples=2, faults=("zeros", "gaussian"), rates=(10.0,), procedure=0.0
+    ),
     "dangling": dangling.Config(kinds=("code",), prompts=2, rescued=(1,), random=2, memos=0),
-    "compaction": compaction.Config(contexts=5, samples=30, folds=3, continuation=2, answer=2),
+    "compaction": compaction.Config(contexts=3, samples=30, folds=3, continuation=2, answer=2),
 }
 
 

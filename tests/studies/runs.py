@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
-from kvprobe.experiments.parts import Stage
+from kvprobe.experiments.parts import Work
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
 from kvprobe.experiments.study import Conclusion, Study
@@ -49,15 +49,15 @@ def whole_run(
             return path
         raise KeyboardInterrupt
 
-    measured = Stage.write
+    measured = Work.write
 
-    def elsewhere(stage: Stage, model: Model, *given: Any) -> None:
-        there, *(config, case, path) = pickle.loads(pickle.dumps((stage, *given)))
+    def elsewhere(work: Work, model: Model, *given: Any) -> None:
+        there, *(config, case, path) = pickle.loads(pickle.dumps((work, *given)))
         measured(there, model, config, case, path)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "write_part", stopping)
-        patch.setattr(Stage, "write", elsewhere)
+        patch.setattr(Work, "write", elsewhere)
         while True:
             with suppress(KeyboardInterrupt):
                 run = find(study.name).run(config, folder, model=model)

@@ -1,4 +1,4 @@
-"""A stage of a study: what is measured of each of its cases, and the part that it leaves."""
+"""What a stage of a study does for each of its cases: measure it, and write the part that it leaves."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Labelled(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stage:
+class Work:
     """What is measured of each case: a function at the top level of a module, of the model, the settings and the case,
     and of what it needs of former stages, which is given to it. So it can be called by its name anywhere: in a forked
     process, or on another machine.
