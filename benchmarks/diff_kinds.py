@@ -1,23 +1,18 @@
 """How often `diff` sees a planted difference, its layer and its kind, and how often it calls a benign pair different.
 
-    python benchmarks/diff_kinds.py [--models smollm2-135m …] [--planted 100] [--texts 6] [--bf16 2] [--llamacpp 0]
+    python benchmarks/diff_kinds.py [--models smollm2-135m …] [--planted 100] [--texts 6]
 
 Each difference is planted in one block of 16 slots of one layer, at random (a bit flip in one number), on top of a
 benign difference: none, read in portions, in a batch, or with eager attention. A stale block begins after its first
-slot; else it is a foreign one. No limit was chosen by gemma3-270m. `random` is a model with random weights. Benign
-pairs are these and others, two precisions among them, and caches of llama.cpp in f32, f16 and q8_0 against transformers
-and against each other. Prints what was missed, and the shares with their intervals. With `--seed` other texts are read.
+slot; else it is a foreign one. No limit was chosen by gemma3-270m. `random` is a model with random weights. Prints what
+was missed, and the shares with their intervals. With `--seed` other texts are read. False alarms of independent pairs,
+of two precisions and of two engines, are counted by `benchmarks/benign_pairs.py`.
 """
 
 import argparse
-import shutil
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -25,10 +20,8 @@ import transformers
 
 import kvprobe as kv
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.stored import AnyCache, StoredCache
 from kvprobe.detection.clean_texts import clean_texts
 from kvprobe.detection.diff import BLOCK, diff
-from kvprobe.engines.server import served
 from kvprobe.faults import (
     BitFlips,
     ChannelOrder,
@@ -51,7 +44,6 @@ from kvprobe.faults import (
     Zeros,
 )
 from kvprobe.inference.model import Model
-from kvprobe.models.catalogue import gguf_of
 from kvprobe.stats import binomial
 from kvprobe.text.tokens import Tokens
 
@@ -82,8 +74,6 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--planted", type=int, default=100, help="differences for each model")
     parser.add_argument("--texts", type=int, default=6)
-    parser.add_argument("--bf16", type=int, default=2, help="texts that are read in bfloat16, too, which is slow")
-    parser.add_argument("--llamacpp", type=int, default=0, help="texts that llama.cpp reads, too; needs xllamacpp")
     parser.add_argument("--seed", type=int, default=SEED, help="of texts and differences")
     arguments = parser.parse_args()
     results: list[tuple[str, str, bool, bool, bool, float]] = []
@@ -96,20 +86,11 @@ def main() -> None:
         references = [model.prefill(text) for text in texts]
         noisy = [dict(benign(model, text, texts[place - 1])) for place, text in enumerate(texts)]
         for place, right in enumerate(references):
-            for kind, cache in (noisy[place] | dict(stored(right))).items():
+            for kind, cache in noisy[place].items():
                 found = diff(cache, right)
                 alarms[kind].append(found.differs)
                 if found.differs:
                     print(f"{name}: {kind} is called {found.verdict}", flush=True)
-        others = (
-            in_bf16(name, model, texts[: arguments.bf16], references),
-            in_llama_cpp(name, model, texts[: arguments.llamacpp], references),
-        )
-        for kind, cache, right in chain(*others):
-            found = diff(cache, right)
-            alarms[kind].append(found.differs)
-            if found.differs:
-                print(f"{name}: {kind} is called {found.verdict}", flush=True)
         for number in range(arguments.planted):
             kind, place = KINDS[number % len(KINDS)], number % len(texts)
             right = references[place]
@@ -166,53 +147,6 @@ def benign(model: Model, text: Tokens, other: Tokens) -> Iterator[tuple[str, KVC
     batch = model.prefill([text, other]).rows([0])
     yield "batch", batch.evict(slots=batch.ledger.padding)
     yield "eager", model.prefill([text], lane="hooked")
-
-
-def stored(right: KVCache) -> Iterator[tuple[str, KVCache]]:
-    for name, dtype in (("stored in bf16", torch.bfloat16), ("stored in fp16", torch.float16)):
-        layers = ({part: tensor.to(dtype) for part, tensor in layer.items()} for layer in right.layers)
-        yield name, replace(right, layers=tuple(layers))
-
-
-def in_bf16(
-    name: str, model: Model, texts: list[Tokens], references: list[KVCache]
-) -> Iterator[tuple[str, AnyCache, AnyCache]]:
-    """Read in bfloat16, against float32 and against itself in portions."""
-    if name == "random" or not texts:
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        half = kv.load(name, dtype="bfloat16")
-        for text, right in zip(texts, references, strict=False):
-            read = half.prefill([text])
-            yield "bf16 against fp32", read, right
-            yield "bf16, portions", half.extend(half.prefill([text[:50]]), [text[50:]])[0], read
-
-
-def in_llama_cpp(
-    name: str, model: Model, texts: list[Tokens], references: list[KVCache]
-) -> Iterator[tuple[str, AnyCache, AnyCache]]:
-    """Slots that llama.cpp saved, against transformers and against each other."""
-    if name == "random" or not texts:
-        return
-    with TemporaryDirectory() as folder:
-        gguf, longest = gguf_of(name, Path(folder)), max(map(len, texts))
-        slots: dict[str, list[StoredCache]] = {}
-        for kind in ("f32", "f16", "q8_0"):
-            with served(gguf, cache=kind, context=longest + 8, flash=kind != "f32", threads=1) as server:
-                slots[kind] = []
-                for number, text in enumerate(texts):
-                    server.complete([*text.ids], reuse=False)
-                    server.save(0, "run")
-                    kept = Path(folder) / f"{kind}-{number}"
-                    shutil.copy(server.path("run"), kept)
-                    slots[kind].append(kv.open_cache(kept, model))
-        for kind, held in slots.items():
-            for slot, right in zip(held, references, strict=False):
-                yield f"llama.cpp {kind} against fp32", slot, right
-        for one, other in (("q8_0", "f16"), ("f16", "f32"), ("q8_0", "f32")):
-            for slot, right in zip(slots[one], slots[other], strict=True):
-                yield f"llama.cpp {one} against {other}", slot, right
 
 
 def planted(

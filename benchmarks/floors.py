@@ -296,6 +296,8 @@ def check(arguments: argparse.Namespace) -> None:
         for what, cases in tested.items():
             scores = [(of, off.shape[-1], of.scores(off)) for of, off in cases]
             for place in get_args(Place) if cases else ():
+                if not any(place in found for _, _, found in scores):
+                    continue
                 shares = []
                 for rate in (0.01, 0.05, 0.1):
                     beyond = [
