@@ -52,7 +52,8 @@ def stores_the_digit() -> Model:
 
 
 def test_a_slot_that_stores_the_digit_is_read_and_used_in_full():
-    findings = findings_of(tables_of(read_model(stores_the_digit(), Config(others=None, traces=400, batch=400))))
+    config = Config(others=None, traces=400, batch=400)
+    findings = findings_of(tables_of(read_model(stores_the_digit(), config, config.model)))
     answered = {arm: only(findings, "answered", arm=arm, kind=OMITTED).mean for arm in (RETAINED, RESTART, STAND_IN)}
     assert answered == {RETAINED: 1.0, RESTART: pytest.approx(0.1, abs=0.05), STAND_IN: 0.0}
     assert only(findings, "follows").mean == 1.0
@@ -110,7 +111,7 @@ def test_two_models_of_one_training_are_refused(tmp_path: Path):
 def test_other_models_are_refused():
     from tests.studies.test_memento_toy import MODEL as other
 
-    refused(lambda: read_model(other, SMALL), "no model of lossy mementos", "`kvprobe train lossy`")
+    refused(lambda: read_model(other, SMALL, SMALL.model), "no model of lossy mementos", "`kvprobe train lossy`")
     refused(lambda: Config(others=("lossy-8-3-retained-0",)), "the model itself")
 
 

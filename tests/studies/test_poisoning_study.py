@@ -18,7 +18,17 @@ from kvprobe.inference.model import Model, load
 from kvprobe.models.lanes import Lanes
 from kvprobe.studies import poisoning
 from kvprobe.studies.poisoning import Config
-from kvprobe.studies.poisoning.collect import ALL, answers, answers_of, attention, edits, read_drafts, remarks, results
+from kvprobe.studies.poisoning.collect import (
+    ALL,
+    answers,
+    attention,
+    drawn,
+    edits,
+    histories,
+    problems_of,
+    read_drafts,
+    remarks,
+)
 from kvprobe.studies.poisoning.conclude import conclude, slopes
 from kvprobe.studies.poisoning.study import STUDY
 from kvprobe.studies.poisoning.worked_solutions import WorkedSolution
@@ -56,7 +66,7 @@ def test_a_run_shows_everything(finished: Run):
 
 def test_the_same_settings_give_the_same_rows(finished: Run):
     rows, model = finished.df(), tiny()
-    again = pd.DataFrame(edits(model, answers_of(model, SMALL)(1))).assign(sample=1)
+    again = pd.DataFrame(edits(model, SMALL, 1, ()))
     pd.testing.assert_frame_equal(rows[rows["sample"] == 1].reset_index(drop=True), again, check_dtype=False)
 
 
@@ -65,7 +75,9 @@ def test_what_prompts_have_in_common_is_read_once_and_nothing_else_changes(
     wordy: Model, task: str, monkeypatch: pytest.MonkeyPatch
 ):
     model = tiny() if task == "sums" else wordy
-    worked = answers_of(model, replace(SMALL, task=task))(0)
+    config = replace(SMALL, task=task)
+    case = model, config, 0, problems_of(config)
+    worked = drawn(*case)
 
     def said(prompt: Tokens) -> str:
         return model.generate([prompt], max_new_tokens=SMALL.new).text
@@ -85,7 +97,7 @@ def test_what_prompts_have_in_common_is_read_once_and_nothing_else_changes(
     read, asked, alone = list[tuple[int, ...]](), list[tuple[int, ...]](), type(worked).alone
     monkeypatch.setattr("kvprobe.studies.poisoning.collect.generate", reading)
     monkeypatch.setattr(type(worked), "alone", asking)
-    arms, rows = worked.arms(), answers(model, worked, SMALL.new)
+    arms, rows = worked.arms(), answers(*case)
     assert len(asked) >= len(DRAFTS)
     assert read == [*(arm.prompt.ids for arm in arms), *asked]
     assert [row["text"] for row in rows[: len(arms)]] == [said(arm.prompt) for arm in arms]
@@ -94,15 +106,14 @@ def test_what_prompts_have_in_common_is_read_once_and_nothing_else_changes(
     for draft, cache in read_drafts(model, written).items():
         assert_close_caches(cache, model.prefill(written[draft]))
 
-    histories = worked.histories(np.random.default_rng(2))
-    for history, row in zip(histories, results(model, worked, np.random.default_rng(2)), strict=True):
+    asked_after = worked.histories(np.random.default_rng([config.seed, 0, 1]))
+    for history, row in zip(asked_after, histories(*case), strict=True):
         given = given_answer(model, None, history.prompt, history.result)
         assert row["log_probability"] == pytest.approx(given.log_prob, rel=1e-4)
 
 
 def test_worked_solutions_are_drawn_or_read_from_a_file(wordy: Model, tmp_path: Path):
-    drawn = Config(task="beads", problems=2, new=8)
-    run = poisoning.run(drawn, tmp_path, model=wordy)
+    run = poisoning.run(Config(task="beads", problems=2, new=8), tmp_path, model=wordy)
     findings = Conclusion.of(run.metrics).findings
     assert set(findings.values("right", "arm")) == {*ARMS}
     assert "notices" not in findings
@@ -117,7 +128,7 @@ def test_worked_solutions_are_drawn_or_read_from_a_file(wordy: Model, tmp_path: 
     file = tmp_path / "mine.jsonl"
     file.write_text("\n".join([json.dumps(entry)] * (2 + HISTORY)), encoding="utf-8")
     mine = Config(task=f"gsm8k:{file}", problems=2, mistake="own")
-    worked = answers_of(wordy, mine)(1)
+    worked = drawn(wordy, mine, 1, problems_of(mine))
     assert isinstance(worked, WorkedSolution)
     assert worked.question.startswith(entry["question"])
     assert worked.wrong in {wrong for _, wrong in worked.problem.wrongs(worked.place)}
@@ -131,9 +142,9 @@ def test_a_model_without_tokenizer_is_refused(tmp_path: Path):
 
 def test_remarks_are_read_where_they_stand():
     model = tiny()
-    worked = answers_of(model, SMALL)(0)
+    worked = drawn(model, SMALL, 0, ())
     assert isinstance(worked, WorkedSum)
-    rows = pd.DataFrame(remarks(model, worked)).set_index(["draft", "delay"])["wait"]
+    rows = pd.DataFrame(remarks(model, SMALL, 0, ())).set_index(["draft", "delay"])["wait"]
     wording = worked.wording
     for draft, delay in rows.index:
         text = wording.stated(worked.stated(draft)[: SLIPPED + 1 + delay])
@@ -142,24 +153,23 @@ def test_remarks_are_read_where_they_stand():
 
 
 def test_the_shipped_mixture_finds_errors_at_once_and_keeps_them_in_one_place():
-    model = load("steps-moe-corrected-0")
-    cases = list(map(answers_of(model, Config(problems=4)), range(4)))
-    chances = pd.DataFrame([row for worked in cases for row in remarks(model, worked) if not row["delay"]])
+    model, config = load("steps-moe-corrected-0"), Config(problems=4)
+    chances = pd.DataFrame([row for case in range(4) for row in remarks(model, config, case, ()) if not row["delay"]])
     now = chances.groupby("draft")["wait"].mean()
     assert now["slip"] > 0.5 > 0.2 > now["sound"]
-    for worked in cases[:2]:
-        by_edit = pd.DataFrame(edits(model, worked)).query(f"layer == {ALL}").set_index("edit")
+    for case in range(2):
+        by_edit = pd.DataFrame(edits(model, config, case, ())).query(f"layer == {ALL}").set_index("edit")
         assert by_edit.loc["sound", "kl"] == 0
         margin = by_edit["margin"]
         assert margin["sound"] > 0 > margin["slip"]
         assert margin["sound step"] > margin["sound later steps"]  # what later steps hold decides less
         assert margin["restarted slip"] == pytest.approx(margin["restarted sound"])
-    worked = cases[0]
+    worked = drawn(model, config, 0, ())
     assert worked.alone(lambda prompt: model.generate([prompt], max_new_tokens=30).text, "sound")["right"]
-    table = pd.DataFrame(attention(model, worked))
+    table = pd.DataFrame(attention(model, config, 0, ()))
     assert set(table["draft"]) == {"sound", "slip", "harmless"}
     assert table["mass"].between(0, 1).all()
-    given = results(model, worked, np.random.default_rng(1))
+    given = list(histories(model, config, 0, ()))
     assert given[0]["right"] == 1
     assert [row["wrong"] for row in given] == list(range(HISTORY + 1))
 

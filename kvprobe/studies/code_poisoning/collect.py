@@ -1,13 +1,12 @@
 """First answers, what becomes of them by each way to go on, what each route to a right answer costs, and what can be
 seen of a wrong line."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.fingerprint import digest
 from kvprobe.inference.model import Model
@@ -36,46 +35,24 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     `suspicions`: whether the model says that there is a bug. `routes`: what each way to a right answer costs.
     `probes`: whether a probe tells a wrong line.
     """
-    coder, numbered = Coder(model, config.new, config.rows), list(enumerate(tasks(config.tasks)))
+    parts, numbered, unit = Parts(model, config, run), list(enumerate(tasks(config.tasks))), "group of tasks"
     groups = [numbered[start : start + config.rows] for start in range(0, len(numbered), config.rows)]
-
-    def parts(name: str, measure: Callable[[Group], list[Row]], doing: str) -> pd.DataFrame:
-        def measured(group: Group) -> pd.DataFrame:
-            return pd.DataFrame(measure(group))
-
-        return table_of_parts(run, groups, name, measured, doing=doing, unit="group of tasks")
-
-    first = parts("first", lambda group: first_answers(coder, group, config), "Answering")
-    of_task = dict(iter(first.groupby("sample")))
-
-    def drafts(group: Group) -> list[tuple[int, Draft]]:
-        found: list[tuple[int, Draft]] = []
-        for number, task in group:
-            rows = of_task[number]
-            texts = rows[rows["how"] == DRAWN]["text"].tolist()
-            rng = np.random.default_rng([config.seed, number])
-            found += [(number, draft) for draft in drafts_of(task, texts, rng)]
-        return found
-
-    def fresh(number: int) -> str:
-        rows = of_task[number]
-        return rows[rows["how"] == LIKELIEST]["text"].tolist()[0]
-
-    others = tasks(config.tasks)
-    answers = parts("answers", lambda group: fixes(coder, drafts(group), others, fresh), "Mending")
-    seen = parts("suspicions", lambda group: suspected(coder, drafts(group)), "Asking for bugs")
-    ways = parts("routes", lambda group: travelled(coder, group, config.rounds), "Taking routes")
-    rng = np.random.default_rng([config.seed, config.tasks])
-    probes = table_of_parts(run, [0], "probes", lambda _: probed(coder, others, rng), doing="Probing", unit="probe")
-    return {"samples": answers, "first": first, "suspicions": seen, "routes": ways, "probes": probes}
+    first = parts.table(first_answers, groups, "first", doing="Answering", unit=unit)
+    return {
+        "samples": parts.table(fixes, groups, "answers", first, doing="Mending", unit=unit),
+        "first": first,
+        "suspicions": parts.table(suspected, groups, "suspicions", first, doing="Asking for bugs", unit=unit),
+        "routes": parts.table(travelled, groups, "routes", doing="Taking routes", unit=unit),
+        "probes": parts.table(seen, [tasks(config.tasks)], "probes", doing="Probing", unit="probe"),
+    }
 
 
 LIKELIEST, DRAWN = "likeliest", "drawn"
 
 
-def first_answers(coder: Coder, group: Group, config: Config) -> list[Row]:
+def first_answers(model: Model, config: Config, group: Group) -> list[Row]:
     """The likeliest answer to each task, and some that are drawn by the model's own probabilities."""
-    rows: list[Row] = []
+    coder, rows = coder_of(model, config), list[Row]()
     likeliest = coder.replies([coder.asked(task.whole, task.whole.question) for _, task in group])
     drawn = [(number, task) for number, task in group for _ in range(config.draws)]
     seed = int(np.random.SeedSequence([config.seed, group[0][0]]).generate_state(1)[0])
@@ -96,18 +73,27 @@ def first_answers(coder: Coder, group: Group, config: Config) -> list[Row]:
     return rows
 
 
-def fixes(
-    coder: Coder,
-    drafts: Sequence[tuple[int, Draft]],
-    others: Sequence[CodeTask],
-    fresh: Callable[[int], str],
-) -> list[Row]:
-    """What each way to go on makes of each draft.
+def coder_of(model: Model, config: Config) -> Coder:
+    return Coder(model, config.new, config.rows)
 
-    Args:
-        others: all tasks, of which the one after a draft's is asked for next.
-        fresh: the likeliest first answer to a task.
-    """
+
+def texts_of(first: pd.DataFrame, number: int, how: str) -> list[str]:
+    """The first answers to a task that were found so."""
+    return first.loc[(first["sample"] == number) & (first["how"] == how), "text"].tolist()
+
+
+def numbered_drafts(config: Config, group: Group, first: pd.DataFrame) -> list[tuple[int, Draft]]:
+    """The drafts of each task, with its number."""
+    return [
+        (number, draft)
+        for number, task in group
+        for draft in drafts_of(task, texts_of(first, number, DRAWN), np.random.default_rng([config.seed, number]))
+    ]
+
+
+def fixes(model: Model, config: Config, group: Group, first: pd.DataFrame) -> list[Row]:
+    """What each way to go on makes of each draft; in one, the task after it is asked for next."""
+    coder, drafts, others = coder_of(model, config), numbered_drafts(config, group, first), tasks(config.tasks)
     asked = [
         (number, draft, arm, function, prompt)
         for number, draft in drafts
@@ -119,7 +105,10 @@ def fixes(
             (number, draft, arm, function, reply.text)
             for (number, draft, arm, function, _), reply in zip(asked, replies, strict=True)
         ),
-        *((number, draft, "fresh", draft.task.whole, fresh(number)) for number, draft in drafts),
+        *(
+            (number, draft, "fresh", draft.task.whole, texts_of(first, number, LIKELIEST)[0])
+            for number, draft in drafts
+        ),
     ]
     answers = judged_all([(function, text) for *_, function, text in made])
     return [
@@ -143,9 +132,10 @@ def row_of(number: int, draft: Draft, arm: str, text: str, answer: Answer) -> Ro
     }
 
 
-def suspected(coder: Coder, drafts: Sequence[tuple[int, Draft]]) -> list[Row]:
+def suspected(model: Model, config: Config, group: Group, first: pd.DataFrame) -> list[Row]:
     """Two rows for each draft."""
-    rows = suspicions(coder, [draft for _, draft in drafts])
+    drafts = numbered_drafts(config, group, first)
+    rows = suspicions(coder_of(model, config), [draft for _, draft in drafts])
     return [
         {"sample": number, "template": draft.task.template, **row}
         for (number, draft), place in zip(drafts, range(0, len(rows), 2), strict=True)
@@ -153,8 +143,9 @@ def suspected(coder: Coder, drafts: Sequence[tuple[int, Draft]]) -> list[Row]:
     ]
 
 
-def travelled(coder: Coder, group: Group, rounds: int) -> list[Row]:
+def travelled(model: Model, config: Config, group: Group) -> list[Row]:
     """What each route costs for each task, and whether it ends rightly."""
+    journeyed = routes(coder_of(model, config), [task for _, task in group], config.rounds)
     return [
         {
             "sample": number,
@@ -166,6 +157,11 @@ def travelled(coder: Coder, group: Group, rounds: int) -> list[Row]:
             "cache": float(journey.longest * journey.slot_bytes),
             "seconds": journey.seconds,
         }
-        for route, journeys in routes(coder, [task for _, task in group], rounds).items()
+        for route, journeys in journeyed.items()
         for (number, task), journey in zip(group, journeys, strict=True)
     ]
+
+
+def seen(model: Model, config: Config, every: list[CodeTask]) -> pd.DataFrame:
+    """Whether a probe tells the wrong lines of all tasks."""
+    return probed(coder_of(model, config), every, np.random.default_rng([config.seed, config.tasks]))

@@ -5,7 +5,7 @@ Dictionaries, activations and one file per conversation are kept, so an interrup
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvprobe.experiments.parts import table_of_parts, tensor_of_parts, tensor_parts
+from kvprobe.experiments.parts import Parts, tensor_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.probing.sparse import eta_squared, hits_by_count
@@ -37,6 +37,7 @@ from kvprobe.studies.features.reading import (
     read_context,
 )
 from kvprobe.tasks.passcode import Coded, coded_contexts, conversation
+from kvprobe.text.tokens import Tokens
 from kvprobe.tidy import crossed
 
 KS = (1, 4, 16, 64)
@@ -50,6 +51,8 @@ SPLICED = 12
 """Conversations in which the reconstruction takes the place of the activation."""
 DRAWS = 4
 """Random sets."""
+Turned = Mapping[str, tuple[Dictionary, Dictionary]]
+"""By place, a dictionary, and the same turned at random."""
 SHOWN = 6
 """Latents of a kind whose texts the report shows."""
 
@@ -69,24 +72,11 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     cases = coded_contexts(config.contexts, config.codes, rng, model.tokenizer)
     texts = [conversation(case.context, case.codes[0]).tokens(model.tokenizer) for case in cases]
     turned = {str(dictionary.place): (dictionary, dictionary.rotated(config.seed)) for dictionary in dictionaries}
-
-    def judged(features: Dictionary) -> pd.DataFrame:
-        quality = judge(model, features, texts, config.seed, SPLICED)
-        rows = quality.texts.assign(grid="texts", text=range(len(texts)))
-        latents = pd.DataFrame({"grid": "latents", "latent": range(features.width), "density": quality.density})
-        return pd.concat([rows, latents], ignore_index=True).assign(place=str(features.place))
-
-    def read(case: Coded) -> dict[str, Tensor]:
-        return read_context(model, case.context, case.codes, turned)
-
-    def exchanged(case: Coded) -> pd.DataFrame:
-        sets = by_half[1 - case.number % 2]
-        return exchange(model, dictionaries, case.context, case.codes[0], sets).assign(context=case.number)
-
-    quality: Any = table_of_parts(run, dictionaries, "quality", judged, doing="Judging dictionaries", unit="dictionary")
-    paths = tensor_parts(run, cases, "context", read, doing="Reading conversations", unit="conversation")
-    by_half = sets_by_half(paths, dictionaries, config)
-    exchanges = table_of_parts(run, cases, "exchange", exchanged, doing="Exchanging latents", unit="conversation")
+    parts, doing, unit = Parts(model, config, run), "Judging dictionaries", "conversation"
+    quality: Any = parts.table(judged, dictionaries, "quality", texts, doing=doing, unit="dictionary")
+    paths = parts.tensors(read, cases, "context", turned, doing="Reading conversations", unit=unit)
+    known = sets_by_half(paths, dictionaries, config), dictionaries
+    exchanges = parts.table(exchanged, cases, "exchange", *known, doing="Exchanging latents", unit=unit)
     shown = pd.concat([standing_out(paths, features) for features in dictionaries], ignore_index=True)
     notes = [json.dumps(dict(features.sae.cfg.metadata.items()), default=str) for features in dictionaries]
     return {
@@ -100,6 +90,27 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
         ),
         "dictionaries": pd.DataFrame({"place": turned.keys(), "notes": notes}),
     }
+
+
+def judged(model: Model, config: Config, features: Dictionary, texts: Sequence[Tokens]) -> pd.DataFrame:
+    """What a dictionary makes of texts, and how often each latent is active."""
+    quality = judge(model, features, texts, config.seed, SPLICED)
+    rows = quality.texts.assign(grid="texts", text=range(len(texts)))
+    latents = pd.DataFrame({"grid": "latents", "latent": range(features.width), "density": quality.density})
+    return pd.concat([rows, latents], ignore_index=True).assign(place=str(features.place))
+
+
+def read(model: Model, _: Config, case: Coded, turned: Turned) -> dict[str, Tensor]:
+    """What dictionaries, and the same turned at random, read of a conversation."""
+    return read_context(model, case.context, case.codes, turned)
+
+
+def exchanged(
+    model: Model, _: Config, case: Coded, by_half: Mapping[int, Sets], dictionaries: Sequence[Dictionary]
+) -> pd.DataFrame:
+    """A conversation with the sets of latents exchanged that were found on the other half."""
+    sets = by_half[1 - case.number % 2]
+    return exchange(model, dictionaries, case.context, case.codes[0], sets).assign(context=case.number)
 
 
 def pair_of(paths: Sequence[Path], place: object, segment: str, reader: str) -> tuple[Means, Means]:

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.fingerprint import digest
 from kvprobe.inference.model import Model
@@ -44,10 +44,12 @@ def written(model: Model, config: Config, run: Run) -> list[Tokens]:
         return []
     rows = range(config.written)
     blocks = [rows[first : first + AT_ONCE] for first in rows[::AT_ONCE]]
-
-    def write(block: range) -> pd.DataFrame:
-        texts = self_written(model, block, config.length, config.seed)
-        return pd.DataFrame({"text": block, "id": [list(text.ids) for text in texts]})
-
-    table = table_of_parts(run, blocks, "written", write, doing="Writing texts to train on", unit="block")
+    doing = "Writing texts to train on"
+    table = Parts(model, config, run).table(write, blocks, "written", doing=doing, unit="block")
     return [Tokens.of(ids.tolist()) for ids in table["id"]]
+
+
+def write(model: Model, config: Config, block: range) -> pd.DataFrame:
+    """The tokens of some texts, by number."""
+    texts = self_written(model, block, config.length, config.seed)
+    return pd.DataFrame({"text": block, "id": [list(text.ids) for text in texts]})

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvprobe.experiments.parts import arms_of_parts, tensor_of_parts, tensor_parts
+from kvprobe.experiments.parts import Parts, arms_of_parts, tensor_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.forced import forced_logits
 from kvprobe.inference.model import Model
@@ -40,16 +40,17 @@ def read(model: Model, config: Config, run: Run, part: str) -> Arms:
     hidden = secret(config.secret)
     per_context = config.samples // config.contexts
     texts = hidden.draw(config.contexts, per_context, np.random.default_rng([config.seed, 1]), model.tokenizer)
-
-    def measure(conversation: tuple[Context, Sequence[str]]) -> dict[str, Tensor]:
-        context, secrets = conversation
-        labels = torch.tensor([hidden.labels(text) for text in secrets])
-        return {**read_context(model, context, secrets, config.batch), "labels": labels}
-
-    conversations = list(zip(hidden.contexts, texts, strict=False))
-    paths = tensor_parts(run, conversations, part, measure, doing="Reading conversations", unit="context")
+    cases, doing = list(zip(hidden.contexts, texts, strict=False)), "Reading conversations"
+    paths = Parts(model, config, run).tensors(measure, cases, part, doing=doing, unit="context")
     read = {arm: [tuple(tensor_of_parts([path], f"text.{arm}").tolist()) for path in paths] for arm in FLOORS}
     return replace(arms_of_parts(paths, FAMILIES, hidden.target), texts=read)
+
+
+def measure(model: Model, config: Config, case: tuple[Context, Sequence[str]]) -> dict[str, Tensor]:
+    """What `read_context` gives, and the labels of the secrets."""
+    context, secrets = case
+    labels = torch.tensor([secret(config.secret).labels(text) for text in secrets])
+    return {**read_context(model, context, secrets, config.batch), "labels": labels}
 
 
 def read_context(model: Model, context: Context, secrets: Sequence[str], batch: int) -> dict[str, Tensor]:

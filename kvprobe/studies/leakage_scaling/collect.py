@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvprobe.experiments.parts import table_of_parts, tensor_of_parts, tensor_parts
+from kvprobe.experiments.parts import Parts, tensor_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.probing.controls import random_model
@@ -118,10 +118,13 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     are gained. `use`: for each arm, state, kind of hold-out and cluster, the `logprob` of the whole code when the model
     is asked for it, in nats. `reach`: by `arm` and `layer`, how far averages `differ` between retained and recomputed
     slots, of their size."""
-    tables, use, reach = [], [], []
+    parts, tables, use, reach = Parts(model, config, run), [], [], []
     for world in worlds_of(config):
-        paths = parts_of(model, config, run, world)
-        tables.append(read_world(model, config, run, world, paths))
+        batches = range(0, len(world.conversations), config.batch)
+        some = [world.conversations[start : start + config.batch] for start in batches]
+        about, doing = (world.name, world.readers), f"Reading conversations, {world.name}"
+        paths = parts.tensors(read_some, some, world.name, *about, doing=doing, unit="batch")
+        tables.append(read_world(parts, world, paths))
         if "asked" in world.readers:
             use.append(use_of(config, world, paths))
         if world.name == GRAMMAR:
@@ -130,53 +133,53 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     return {name: pd.concat(some, ignore_index=True) if some else pd.DataFrame() for name, some in named.items()}
 
 
-def parts_of(model: Model, config: Config, run: Run, world: World) -> list[Path]:
-    """What was read of a world's conversations, some at a time."""
-    needed = {READ_FROM[reader] for reader in world.readers}
+@lru_cache(maxsize=1)
+def reads_in(model: Model, config: Config, world: str) -> Model:
+    """The model that reads a world's conversations."""
+    return random_model(model, config.seed) if world == UNTRAINED else model
+
+
+def read_some(
+    model: Model, config: Config, some: Sequence[Conversation], world: str, readers: Sequence[Reader]
+) -> dict[str, Tensor]:
+    """What a world's readers need of some conversations."""
+    needed = {READ_FROM[reader] for reader in readers}
     slots = (config.slots, *spread(model.geometry.n_layers, config.layers)) if "slots" in needed else ()
     asks = tuple(name for name in ("asked", "neutral") if name in needed)
-    starts = range(0, len(world.conversations), config.batch)
-    cases = [world.conversations[start : start + config.batch] for start in starts]
-    read_by = random_model(model, config.seed) if world.name == UNTRAINED else model
-    return tensor_parts(
-        run,
-        cases,
-        f"{world.name}",
-        lambda some: read_batch(read_by, some, config.arms, slots, asks),
-        doing=f"Reading conversations, {world.name}",
-        unit="batch",
-    )
+    return read_batch(reads_in(model, config, world), some, config.arms, slots, asks)
 
 
-def read_world(model: Model, config: Config, run: Run, world: World, paths: Sequence[Path]) -> pd.DataFrame:
+def read_world(parts: Parts[Config], world: World, paths: Sequence[Path]) -> pd.DataFrame:
     """What all readers make of a world."""
-    places = places_of(config.arms)
+    places = places_of(parts.config.arms)
     sources = list(dict.fromkeys(place.source for place in places))
     cases: list[tuple[ArmState, Reader]] = [(source, reader) for source in sources for reader in world.readers]
-
-    def measured(case: tuple[ArmState, Reader]) -> pd.DataFrame:
-        source, reader = case
-        if reader == "soft":
-            some = world.up_to(config.prompted)
-            alone = alone_of(model, some.conversations, source, config.batch)
-            features, reading = torch.arange(alone.batch), soft_reader(model, alone, some.labels)
-        else:
-            some, reading = world, partial(read, reader)
-            features = tensor_of_parts(paths, f"{READ_FROM[reader]}.{source.name}")
-        features, draws = features.to(model.lanes.device), DRAWS if reader in QUICK else 1
-        tables = [
-            averaged(curve_point(features, some, reading, count, draws, config.seed), some, count)
-            for count in some.counts
-        ]
-        return pd.concat(tables).assign(source=source.name, reader=reader)
-
     doing = f"Reading codes, {world.name}"
-    table = table_of_parts(run, cases, f"{world.name}-read", measured, doing=doing, unit="reader")
+    table = parts.table(read_codes, cases, f"{world.name}-read", world, paths, doing=doing, unit="reader")
     of_place = (
         table[table["source"] == place.source.name].assign(arm=place.arm, state=place.state, world=world.name)
         for place in places
     )
     return pd.concat(of_place, ignore_index=True).drop(columns="source")
+
+
+def read_codes(
+    model: Model, config: Config, case: tuple[ArmState, Reader], world: World, paths: Sequence[Path]
+) -> pd.DataFrame:
+    """What a reader makes of a source, of more and more conversations."""
+    source, reader = case
+    if reader == "soft":
+        some = world.up_to(config.prompted)
+        alone = alone_of(model, some.conversations, source, config.batch)
+        features, reading = torch.arange(alone.batch), soft_reader(model, alone, some.labels)
+    else:
+        some, reading = world, partial(read, reader)
+        features = tensor_of_parts(paths, f"{READ_FROM[reader]}.{source.name}")
+    features, draws = features.to(model.lanes.device), DRAWS if reader in QUICK else 1
+    tables = [
+        averaged(curve_point(features, some, reading, count, draws, config.seed), some, count) for count in some.counts
+    ]
+    return pd.concat(tables).assign(source=source.name, reader=reader)
 
 
 def curve_point(

@@ -1,6 +1,6 @@
 """Each model reads blocks, is asked for their digits under every arm, and probes read its mementos."""
 
-from functools import partial
+from functools import lru_cache
 
 import numpy as np
 import pandas as pd
@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvprobe.errors import UserError
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model, load
 from kvprobe.progress import Bar
@@ -32,26 +32,24 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     Raises:
         UserError: two models are of one training, so that their numbers would be mixed.
     """
-    given = {config.model: lambda: model} | {
-        name: partial(load, name, device=config.device, dtype=config.dtype) for name in config.others or ()
-    }
+    given = list(dict.fromkeys([config.model, *(config.others or ())]))
     names: dict[Trained, str] = {}
-    for name, loaded in given.items():
-        if (first := names.setdefault(trained(loaded()), name)) != name:
+    for name in given:
+        if (first := names.setdefault(trained(loaded(model, config, name)), name)) != name:
             raise UserError(f"{first} and {name} are of the same design, training and seed; name one of them.")
-    rows = table_of_parts(
-        run,
-        list(given),
-        "model",
-        lambda name: read_model(given[name](), config),
-        doing="Reading models",
-        unit="model",
-    )
+    rows = Parts(model, config, run).table(read_model, given, "model", doing="Reading models", unit="model")
     return {name: chosen(rows, {"table": name}).dropna(axis=1, how="all") for name in TABLES}
 
 
-def read_model(model: Model, config: Config) -> pd.DataFrame:
+@lru_cache(maxsize=1)
+def loaded(model: Model, config: Config, name: str) -> Model:
+    """The model of this name, which may be the main one."""
+    return model if name == config.model else load(name, device=config.device, dtype=config.dtype)
+
+
+def read_model(main: Model, config: Config, name: str) -> pd.DataFrame:
     """All tables of one model, one below the other."""
+    model = loaded(main, config, name)
     known = trained(model)
     design, rng = known.design, np.random.default_rng([config.seed, known.asked, known.slots])
     digits = design.draw(config.traces, rng)

@@ -28,7 +28,7 @@ def states_of(config: Config) -> list[str]:
     return [OPEN, STAND_IN, *(kind for kind in ERASED if (kind, config.content) != (BEYOND, "copy")), RESTART]
 
 
-def measure_closing(model: Model, traces: Sequence[Trace], config: Config, state: str) -> pd.DataFrame:
+def measure_closing(model: Model, config: Config, state: str, traces: Sequence[Trace]) -> pd.DataFrame:
     """Three kinds of rows (`measure`), of traces on which no eraser was fitted. Of `answer`, one per trace and memento:
     whether it is `right`. Of `probe`, one per tested trace: the share of the block's digits that a linear probe reads
     in the last layer of the first memento that is written while the block is hidden (`right`), and that of digits which

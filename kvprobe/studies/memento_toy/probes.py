@@ -1,7 +1,6 @@
 """What probes read of a block's digits in mementos, retained and computed again.
 
-A site is a memento, a layer, and K, V or both. Reading takes place some traces at a time; what probes need of them is
-kept until the probes of a model are done.
+A site is a memento, a layer, and K, V or both.
 """
 
 from collections.abc import Sequence
@@ -12,19 +11,16 @@ import pandas as pd
 import torch
 from jaxtyping import Int
 
-from kvprobe.experiments.parts import tensor_of_parts, tensor_parts
-from kvprobe.experiments.runs import Run
-from kvprobe.inference.model import Model
+from kvprobe.experiments.parts import tensor_of_parts
 from kvprobe.progress import Bar
 from kvprobe.studies.memento_toy import Config
 from kvprobe.studies.memento_toy.digits import (
     FOLDS,
     RESTART,
     RETAINED,
+    DigitSite,
     digit_labels,
     read_linearly,
-    read_sites,
-    sites_of,
 )
 from kvprobe.studies.memento_toy.mlp import mlp_predictions
 from kvprobe.tasks.mementos import BASE, Trace
@@ -32,30 +28,20 @@ from kvprobe.tidy import crossed
 
 BOTH, PARTS = "K and V", ("K", "V")
 LINEAR, MLP = "linear", "with a hidden layer"
-TRACES = "traces"
-"""Of the files of what probes need."""
 
 
 def probe(
-    model: Model, traces: Sequence[Trace], config: Config, run: Run, name: str, *, everywhere: bool
+    paths: Sequence[Path], sites: Sequence[DigitSite], traces: Sequence[Trace], config: Config, name: str, *, mlp: bool
 ) -> dict[str, pd.DataFrame]:
     """`samples`, the share of each tested trace's digits that is read (`right`), by site, part and probe, and that of
     digits which the text fits as well (`alike`); `answers`, whether its mementos are right, by arm; and `reach`, how
     far K and V differ between the arms by layer (`varies`).
 
     Args:
-        name: of the model, in the names of files.
-        everywhere: see `sites_of`; otherwise by linear probes alone.
+        paths: of what `read_sites` gave, some traces each.
+        name: of the model, for the progress bar.
+        mlp: whether probes with a hidden layer read as well.
     """
-    sites = sites_of(model.geometry.n_layers, config.block, config.blocks, config.keep, everywhere=everywhere)
-    paths = tensor_parts(
-        run,
-        [traces[start : start + config.batch] for start in range(0, len(traces), config.batch)],
-        f"{name}-{TRACES}",
-        lambda some: read_sites(model, some, sites, config.block, config.keep),
-        doing=f"Reading traces, {name}",
-        unit="batch",
-    )
     digits = digit_labels(traces, config.block, np.random.default_rng([config.seed, 5]))
     folds = torch.arange(len(traces)) % FOLDS
     tested = np.flatnonzero(folds.numpy() == 0)
@@ -66,7 +52,7 @@ def probe(
         if site.distance == config.hidden_from - config.block:
             parts |= {part: vectors[:, place] for place, part in enumerate(PARTS)}
         read = [(part, LINEAR, read_linearly(features, digits, folds)) for part, features in parts.items()]
-        if config.mlp and everywhere:
+        if mlp:
             rng = np.random.default_rng([config.seed, 3, number])
             predicted = mlp_predictions(parts[BOTH], digits[0], folds, BASE, rng)
             right = predicted.eq(digits[0][:, folds == 0]).double().mean(0).numpy()

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
-from kvprobe.experiments.parts import arms_of_parts, tensor_parts
+from kvprobe.experiments.parts import Parts, arms_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.probing.arms import Arms
@@ -32,13 +32,15 @@ TRANSFERRED: tuple[Split, ...] = ("leave-context-out", "paired")
 def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     """What was measured; see `tables`."""
     codes = draw_codes(config.samples, np.random.default_rng([config.seed, 1]), model.tokenizer)
-    of_session = np.array_split(np.array(codes), config.sessions)
+    cases = [(index, of.tolist()) for index, of in enumerate(np.array_split(np.array(codes), config.sessions))]
+    parts = Parts(model, config, run)
+    return tables(parts.tensors(read, cases, "session", doing="Reading sessions", unit="session"), config)
 
-    def read(index: int) -> dict[str, Tensor]:
-        return read_session(model, sessions()[index], of_session[index].tolist(), config.families, config.batch)
 
-    cases = range(config.sessions)
-    return tables(tensor_parts(run, cases, "session", read, doing="Reading sessions", unit="session"), config)
+def read(model: Model, config: Config, case: tuple[int, list[str]]) -> dict[str, Tensor]:
+    """What is read of a session, by its number, with each of its codes."""
+    index, codes = case
+    return read_session(model, sessions()[index], codes, config.families, config.batch)
 
 
 def tables(paths: Sequence[Path], config: Config) -> dict[str, pd.DataFrame]:

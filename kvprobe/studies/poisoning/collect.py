@@ -1,6 +1,6 @@
 """What a slip does to the next prediction and to answers, where in the cache it sits, and what takes it back."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -10,7 +10,7 @@ import torch
 
 from kvprobe.attention.patterns import attend
 from kvprobe.cache.cache import KVCache
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.fingerprint import digest
 from kvprobe.inference.forced import chances, given_answer
@@ -40,24 +40,20 @@ EXAMPLES = 3
 """Worked problems before each, so that answers are short and have the form that is read."""
 
 Row = dict[str, Any]
+Problems = Sequence[WorkedProblem]
 Way = TypeVar("Way")
 
 
-def answers_of(model: Model, config: Config) -> Callable[[int], WorkedAnswer]:
-    """Each problem of a run with its slip, by its number."""
-    problems = () if config.task == SUMS else problems_of(config)
-
-    def draw(number: int) -> WorkedAnswer:
-        rng = np.random.default_rng([config.seed, number])
-        own = np.random.default_rng([config.seed, number, 2]) if config.mistake == "own" else None
-        worked: WorkedAnswer = (
-            draw_sum(Wording.of(model), rng)
-            if config.task == SUMS
-            else draw_solution(Turns.of(model), problems[number:], EXAMPLES, own or rng)
-        )
-        return worked if own is None else worked.own_mistake(partial(chances, model), own)
-
-    return draw
+def drawn(model: Model, config: Config, number: int, problems: Problems) -> WorkedAnswer:
+    """A problem of a run with its slip, by its number."""
+    rng = np.random.default_rng([config.seed, number])
+    own = np.random.default_rng([config.seed, number, 2]) if config.mistake == "own" else None
+    worked: WorkedAnswer = (
+        draw_sum(Wording.of(model), rng)
+        if config.task == SUMS
+        else draw_solution(Turns.of(model), problems[number:], EXAMPLES, own or rng)
+    )
+    return worked if own is None else worked.own_mistake(partial(chances, model), own)
 
 
 def inputs(config: Config) -> dict[str, str]:
@@ -65,9 +61,9 @@ def inputs(config: Config) -> dict[str, str]:
     return {} if config.task == SUMS else {"task": digest([full_repr(problems_of(config)).encode()])}
 
 
-def problems_of(config: Config) -> Sequence[WorkedProblem]:
+def problems_of(config: Config) -> Problems:
     """The worked problems of a run; those after the last one are for examples and earlier exchanges."""
-    return worked_problems(config.task, config.problems + HISTORY, config.seed)
+    return () if config.task == SUMS else worked_problems(config.task, config.problems + HISTORY, config.seed)
 
 
 def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
@@ -77,27 +73,15 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     `attention`: what that prediction attends to of the step that may be wrong. `answers`: by `arm`. `remarks`: how
     probable `wait` is after the slip and after later steps. `histories`: one step after others of which some are wrong.
     """
-
-    worked = answers_of(model, config)
-
-    def parts(name: str, measure: Callable[[WorkedAnswer, int], list[Row]], doing: str) -> pd.DataFrame:
-        def measured(number: int) -> pd.DataFrame:
-            return pd.DataFrame(measure(worked(number), number)).assign(sample=number)
-
-        return table_of_parts(run, range(config.problems), name, measured, doing=doing, unit="problem")
-
+    parts, cases, problems, unit = Parts(model, config, run), range(config.problems), problems_of(config), "problem"
     tables = {
-        "samples": parts("edits", lambda worked, _: edits(model, worked), "Editing caches"),
-        "attention": parts("attention", lambda worked, _: attention(model, worked), "Recording attention"),
-        "answers": parts("answers", lambda worked, _: answers(model, worked, config.new), "Answering"),
-        "histories": parts(
-            "histories",
-            lambda worked, number: results(model, worked, np.random.default_rng([config.seed, number, 1])),
-            "Reading after errors",
-        ),
+        "samples": parts.table(edits, cases, "edits", problems, doing="Editing caches", unit=unit),
+        "attention": parts.table(attention, cases, "attention", problems, doing="Recording attention", unit=unit),
+        "answers": parts.table(answers, cases, "answers", problems, doing="Answering", unit=unit),
+        "histories": parts.table(histories, cases, "histories", problems, doing="Reading after errors", unit=unit),
     }
     if has_remarks(model, config):
-        tables["remarks"] = parts("remarks", lambda worked, _: remarks(model, worked), "Reading remarks")
+        tables["remarks"] = parts.table(remarks, cases, "remarks", problems, doing="Reading remarks", unit=unit)
     return tables
 
 
@@ -105,8 +89,9 @@ def has_remarks(model: Model, config: Config) -> bool:
     return config.task == SUMS and Wording.of(model).words
 
 
-def edits(model: Model, worked: WorkedAnswer) -> list[Row]:
+def edits(model: Model, config: Config, number: int, problems: Problems) -> list[Row]:
     """The margin of the right value over the wrong one (logits), and KL from the sound run (nats), by edit."""
+    worked = drawn(model, config, number, problems)
     written, rest = worked.drafts(), worked.rest()
     drafts = read_drafts(model, {draft: written[draft] for draft in DRAFTS})
     ways = list(edited(model, *(model.extend(drafts[draft], [rest.later])[0] for draft in DRAFTS)))
@@ -124,6 +109,7 @@ def edits(model: Model, worked: WorkedAnswer) -> list[Row]:
             "margin": float(margin(row)),
             "kl": float(from_sound(row)),
             "right": float(int(row[-1].argmax()) == rest.right),
+            "sample": number,
         }
         for (edit, layer, _), row in zip(ways, logits, strict=True)
     ]
@@ -157,26 +143,27 @@ def edited(model: Model, sound: KVCache, slip: KVCache) -> Iterator[tuple[str, i
         yield "sound step", layer, slip.patch(sound, STEP, layers=[layer])
 
 
-def attention(model: Model, worked: WorkedAnswer) -> list[Row]:
+def attention(model: Model, config: Config, number: int, problems: Problems) -> list[Row]:
     """How much of its attention the token before the value spends on the step that may be wrong, by layer: the mean
     over heads."""
+    worked = drawn(model, config, number, problems)
     rest, rows = worked.rest(), list[Row]()
     for draft, cache in read_drafts(model, worked.drafts()).items():
         pattern = attend(model, rest.later + rest.lead, cache)
         masses = zip(pattern.layers, pattern.mass(STEP).mean((1, 2)).tolist(), strict=True)
-        rows += [{"draft": draft, "layer": layer, "mass": mass} for layer, mass in masses]
+        rows += [{"draft": draft, "layer": layer, "mass": mass, "sample": number} for layer, mass in masses]
     return rows
 
 
-def answers(model: Model, worked: WorkedAnswer, new: int) -> list[Row]:
+def answers(model: Model, config: Config, number: int, problems: Problems) -> list[Row]:
     """What the model makes of each way to go on."""
-
+    worked = drawn(model, config, number, problems)
     arms = worked.arms()
     past, left = read_common(model, [arm.prompt for arm in arms])
     start = arms[0].prompt[: -len(left[0])]
 
     def generated(after: KVCache | None, prompts: Sequence[Tokens]) -> tuple[str, ...]:
-        return generate(model.lanes, prompts, after, max_new_tokens=new).texts
+        return generate(model.lanes, prompts, after, max_new_tokens=config.new).texts
 
     def answered(prompt: Tokens) -> str:
         begun = len(start) < len(prompt) and common_start([start, prompt]) == len(start)
@@ -191,16 +178,18 @@ def answers(model: Model, worked: WorkedAnswer, new: int) -> list[Row]:
             "main": arm.main,
             **worked.outcome(text),
             "text": text,
+            "sample": number,
         }
         for arm, text in zip(arms, texts, strict=True)
     ]
     for draft in DRAFTS:
-        rows.append({"arm": "alone", "draft": draft, "main": True, **worked.alone(answered, draft)})
+        rows.append({"arm": "alone", "draft": draft, "main": True, **worked.alone(answered, draft), "sample": number})
     return rows
 
 
-def remarks(model: Model, worked: WorkedAnswer) -> list[Row]:
+def remarks(model: Model, config: Config, number: int, problems: Problems) -> list[Row]:
     """The probability of `wait` after the third step and after each later one."""
+    worked = drawn(model, config, number, problems)
     assert isinstance(worked, WorkedSum)  # no other has remarks
     (wait,) = worked.wording.ids("wait")
     rows: list[Row] = []
@@ -208,19 +197,20 @@ def remarks(model: Model, worked: WorkedAnswer) -> list[Row]:
         read, places = worked.remarked(draft)
         logits = model.extend(None, [read], logits=len(read) - len(worked.asked))[1][0].float()
         chances = logits.softmax(-1)[places, wait].tolist()
-        rows += [{"draft": draft, "delay": delay, "wait": chance} for delay, chance in enumerate(chances)]
+        rows += [
+            {"draft": draft, "delay": delay, "wait": chance, "sample": number} for delay, chance in enumerate(chances)
+        ]
     return rows
 
 
-def results(model: Model, worked: WorkedAnswer, rng: np.random.Generator) -> list[Row]:
+def histories(model: Model, config: Config, number: int, problems: Problems) -> Iterator[Row]:
     """Whether the result of a step is the likeliest after others of which some are wrong, and how likely it is."""
-    rows, histories = list[Row](), worked.histories(rng)
-    read = read_branches(model, [history.prompt for history in histories])
-    for history, (past, left) in zip(histories, read, strict=True):
+    asked = drawn(model, config, number, problems).histories(np.random.default_rng([config.seed, number, 1]))
+    read = read_branches(model, [history.prompt for history in asked])
+    for history, (past, left) in zip(asked, read, strict=True):
         given = given_answer(model, past, left, history.result)
         measured = {"right": float(given.likeliest), "log_probability": given.log_prob}
-        rows.append({"wrong": history.wrong, **measured})
-    return rows
+        yield {"wrong": history.wrong, **measured, "sample": number}
 
 
 def batched(ways: Sequence[Way]) -> list[Sequence[Way]]:

@@ -13,7 +13,7 @@ from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
 from kvprobe.stats import DIFFERENCE, SHARE
 from kvprobe.studies.poisoning import Config
-from kvprobe.studies.poisoning.collect import ALL, EXAMPLES, answers_of, has_remarks
+from kvprobe.studies.poisoning.collect import ALL, EXAMPLES, drawn, has_remarks, problems_of
 from kvprobe.tasks.steps import LATER
 from kvprobe.tasks.worked_answers import HISTORY
 from kvprobe.tidy import Rows, beside
@@ -155,7 +155,7 @@ def slopes(rows: Rows) -> pd.DataFrame:
 
 def facts(config: Config, model: Model, tables: Mapping[str, pd.DataFrame]) -> dict[str, Any]:
     """The first problem, as it was put and answered."""
-    shown, answers = answers_of(model, config)(0).shown(), tables["answers"]
+    shown, answers = drawn(model, config, 0, problems_of(config)).shown(), tables["answers"]
     first = answers[(answers["sample"] == 0) & (answers["draft"] == "slip") & (answers["arm"] != "alone")]
     return {
         "chat": chat_record(shown.chat, marked=shown.marked),

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.experiments.parts import table_of_parts, tensor_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.faults.scope import EVERY_LAYER, named_bands
 from kvprobe.inference.generate import generate
@@ -32,49 +32,51 @@ NOTHING = "nothing"
 
 Chosen = tuple[str, str, str, str]
 """View, place, band and part."""
+Scene = tuple[Coded, Mapping[str, Tensor], Erasers]
+"""A conversation, what was read of it, and the erasers that it meets."""
 
 
 def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     """Every edit of every conversation (`samples`), one at several strengths (`doses`), what `probes` read, the rank of
     each of the `erasers`, and some `replies`."""
-    cases = cases_of(config, model.tokenizer)
-    bands = named_bands(model.geometry.n_layers, config.bands)
-
-    def read(case: Coded) -> dict[str, Tensor]:
-        return read_case(model, case, config.batch)
-
-    paths = tensor_parts(run, cases, "read", read, doing="Reading conversations", unit="conversation")
+    parts, coded, unit = Parts(model, config, run), cases_of(config, model.tokenizer), "conversation"
+    paths = parts.tensors(read, coded, "read", doing="Reading conversations", unit=unit)
     reads = [load_file(path) for path in paths]
     fitted = fit_halves(reads, config)
-    probes = check(reads, fitted)
-
-    def scene_of(case: Coded) -> CodedScene:
-        """Each conversation meets the erasers of the other half."""
-        return CodedScene.of(model, case, reads[case.number], fitted[1 - case.number % 2])
-
-    def effects(case: Coded) -> pd.DataFrame:
-        scene = scene_of(case)
-        tables = [scene.measure(view, scene.cells(view, bands, config)) for view in VIEWS]
-        return pd.concat(tables, ignore_index=True).assign(context=case.number, half=case.number % 2)
-
-    samples = table_of_parts(run, cases, "effects", effects, doing="Erasing and exchanging", unit="conversation")
+    # Each conversation meets the erasers of the other half.
+    cases = [(case, read, fitted[1 - case.number % 2]) for case, read in zip(coded, reads, strict=True)]
+    samples = parts.table(effects, cases, "effects", doing="Erasing and exchanging", unit=unit)
     places = chosen_places(samples)
-
-    def doses(case: Coded) -> pd.DataFrame:
-        """The same edits at several strengths, at the place that the other half chose."""
-        scene = scene_of(case)
-        view, place, band, part = places[case.number % 2]
-        edits = product((ERASE, SWAP), (LEACE, RANDOM_0, FULL), config.strengths)
-        wanted = [scene.cell(kind, place, name, band, bands[band], part, much) for kind, name, much in edits]
-        return scene.measure(view, wanted).assign(context=case.number, half=case.number % 2)
-
     return {
         "samples": samples,
-        "doses": table_of_parts(run, cases, "doses", doses, doing="Dose and response", unit="conversation"),
-        "probes": probes,
+        "doses": parts.table(doses, cases, "doses", places, doing="Dose and response", unit=unit),
+        "probes": check(reads, fitted),
         "erasers": pd.concat([eraser_sizes(of_half).assign(half=half) for half, of_half in enumerate(fitted)]),
-        "replies": pd.concat([replies(scene_of(case), case, bands[EVERY_LAYER]) for case in cases[:SHOWN]]),
+        "replies": pd.concat([replies(CodedScene.of(model, *case), case[0]) for case in cases[:SHOWN]]),
     }
+
+
+def read(model: Model, config: Config, case: Coded) -> dict[str, Tensor]:
+    """K and V of a conversation; see `read_case`."""
+    return read_case(model, case, config.batch)
+
+
+def effects(model: Model, config: Config, case: Scene) -> pd.DataFrame:
+    """Every edit of a conversation, in every view."""
+    scene, number = CodedScene.of(model, *case), case[0].number
+    bands = named_bands(scene.base.n_layers, config.bands)
+    tables = [scene.measure(view, scene.cells(view, bands, config)) for view in VIEWS]
+    return pd.concat(tables, ignore_index=True).assign(context=number, half=number % 2)
+
+
+def doses(model: Model, config: Config, case: Scene, places: tuple[Chosen, Chosen]) -> pd.DataFrame:
+    """The same edits at several strengths, at the place that the other half chose."""
+    scene, number = CodedScene.of(model, *case), case[0].number
+    bands = named_bands(scene.base.n_layers, config.bands)
+    view, place, band, part = places[number % 2]
+    edits = product((ERASE, SWAP), (LEACE, RANDOM_0, FULL), config.strengths)
+    wanted = [scene.cell(kind, place, name, band, bands[band], part, much) for kind, name, much in edits]
+    return scene.measure(view, wanted).assign(context=number, half=number % 2)
 
 
 def check(reads: Sequence[Mapping[str, Tensor]], erasers: tuple[Erasers, Erasers]) -> pd.DataFrame:
@@ -87,8 +89,9 @@ def check(reads: Sequence[Mapping[str, Tensor]], erasers: tuple[Erasers, Erasers
     return pd.concat(tables, ignore_index=True)
 
 
-def replies(scene: CodedScene, case: Coded, layers: Sequence[int]) -> pd.DataFrame:
+def replies(scene: CodedScene, case: Coded) -> pd.DataFrame:
     """What the model replies, greedily, after edits of all layers, K and V."""
+    layers = range(scene.base.n_layers)
     edits = [("", NOTHING), *product(VIEWS[IN_VIEW], (LEACE, RANDOM_0, FULL))]
     caches = [scene.edited(scene.average, place, name, layers) if place else scene.base for place, name in edits]
     asked = scene.suffix[: len(scene.suffix) - scene.codes.shape[1] + 1]
