@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,11 @@ class Dictionary:
     sae: "SAE[Any]"
     place: Place
     rotation: Float[Tensor, "dim dim"] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What pickle writes: an SAE of sae-lens has functions of its own, which it could not."""
+        sae = self.sae
+        return _unpickled, (type(sae), sae.cfg, sae.state_dict(), sae.training, self.place, self.rotation)
 
     @property
     def width(self) -> int:
@@ -187,6 +192,20 @@ class Dictionary:
                 f"The SAE reads {self.dim} numbers a token, but {what} {'have' if what == 'activations' else 'has'} "
                 f"{width}; give one that was trained there."
             )
+
+
+def _unpickled(
+    kind: "type[SAE[Any]]",
+    config: "SAEConfig",
+    weights: Mapping[str, Tensor],
+    trains: bool,
+    place: Place,
+    rotation: Tensor | None,
+) -> Dictionary:
+    """The inverse of `Dictionary.__reduce__`."""
+    sae = kind(config).train(trains)
+    sae.load_state_dict(weights, assign=True)
+    return Dictionary(sae, place, rotation)
 
 
 def _same_name(named: str, model: Model) -> bool:
