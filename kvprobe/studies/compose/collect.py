@@ -9,7 +9,7 @@ import torch
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.editing import concatenate, recompute
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import relative_entropy
@@ -31,16 +31,19 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     Whether the right option is the likeliest (`right`) and another one than after one prefill (`flipped`), the `margin`
     of the right option over the best other one, and `kl` from one prefill, of the next token, in nats.
     """
-
-    def measured(sample: int) -> pd.DataFrame:
-        both = enumerate(pairs(sample, config.facts, config.seed))
-        rows = (row for number, documents in both for row in measure(model, config, documents, (sample, number)))
-        return pd.DataFrame(rows).assign(sample=sample)
-
-    return table_of_parts(run, range(config.samples), "compose", measured, doing="Joining documents", unit="sample")
+    parts = Parts(model, config, run)
+    return parts.table(measure, range(config.samples), "compose", doing="Joining documents", unit="sample")
 
 
-def measure(model: Model, config: Config, documents: TwoDocuments, draw: tuple[int, int]) -> Iterator[dict[str, Any]]:
+def measure(model: Model, config: Config, sample: int) -> Iterator[dict[str, Any]]:
+    """The rows of a sample."""
+    for number, documents in enumerate(pairs(sample, config.facts, config.seed)):
+        yield from ({**row, "sample": sample} for row in joined_rows(model, config, documents, (sample, number)))
+
+
+def joined_rows(
+    model: Model, config: Config, documents: TwoDocuments, draw: tuple[int, int]
+) -> Iterator[dict[str, Any]]:
     """The rows of two documents.
 
     Args:

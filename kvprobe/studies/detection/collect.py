@@ -4,7 +4,7 @@ A detector's score is larger, the more it says that the cache is not the referen
 in `conclude`, from its scores on sound caches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.detection.clean import CleanRecipe, clean_of
+from kvprobe.detection.clean import Clean, CleanRecipe, clean_of
 from kvprobe.detection.zoo import BLOCK, ZOO
 from kvprobe.errors import UserError
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
@@ -69,36 +69,37 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     (whether a number differs), `diff` (the largest distance as a multiple of what is allowed) and `audit` (the largest
     surprise, likewise), with `…_layer` and `…_block` of the first place, `diff_kind`, and `diff_alarm` (its verdict).
     """
-    task = find_task(config.task)
-    items = task.items(config.samples + config.benign, config.seed)
-    clean = clean_of(model, recipe(config.learnt))
+    items = find_task(config.task).items(config.samples + config.benign, config.seed)
+    clean, doing = clean_of(model, recipe(config.learnt)), "Planting and detecting"
+    return Parts(model, config, run).table(measure, list(enumerate(items)), "caches", clean, doing=doing, unit="prompt")
 
-    def asked_of(tokens: Tokens, start: KVCache, number: int) -> list[AskedCache]:
-        ways = other_ways(model, tokens, start, number)
-        asked = [*sound_caches(start, ways, number)]
-        if number < config.samples:
-            asked += wrong_caches(model, tokens, ways, number, config.seed, config.bugs, config.sizes)
-        return asked
 
-    def measured(number: int) -> pd.DataFrame:
-        tokens = prompt(items[number], model.tokenizer)
-        read, last = tokens[:-1], tokens[-1:]
-        start = model.prefill([read])
-        asked = asked_of(read, start, number)
-        canary = QuestionedCaches(model, CANARY_BLOCKS * BLOCK, BLOCK, number)
-        answered = {one.key: answers(canary, one) for one in asked_of(canary.tokens, canary.start, number)}
-        reading = ReferenceReading(model, task, items[number], start, last, config.tokens)
-        rows: list[dict[str, Any]] = []
-        for first in range(0, len(asked), TOGETHER):
-            few = asked[first : first + TOGETHER]
-            for one, said in zip(few, reading.of([one.cache for one in few]), strict=True):
-                known = {"sample": number, **identity(one), "slots": start.slots, "was_right": reading.right}
-                seen = answered.get(one.key, {"canary": np.nan, "canary_right": np.nan})
-                rows.append(known | said | seen | inspected(model, clean, start, one))
-        return pd.DataFrame(rows)
+def measure(model: Model, config: Config, case: tuple[int, Item], clean: Clean) -> Iterator[dict[str, Any]]:
+    """The rows of one prompt."""
+    number, item = case
+    tokens = prompt(item, model.tokenizer)
+    read, last = tokens[:-1], tokens[-1:]
+    start = model.prefill([read])
+    asked = asked_of(model, config, read, start, number)
+    canary = QuestionedCaches(model, CANARY_BLOCKS * BLOCK, BLOCK, number)
+    asked_there = asked_of(model, config, canary.tokens, canary.start, number)
+    answered = {one.key: answers(canary, one) for one in asked_there}
+    reading = ReferenceReading(model, find_task(config.task), item, start, last, config.tokens)
+    for first in range(0, len(asked), TOGETHER):
+        few = asked[first : first + TOGETHER]
+        for one, said in zip(few, reading.of([one.cache for one in few]), strict=True):
+            known = {"sample": number, **identity(one), "slots": start.slots, "was_right": reading.right}
+            seen = answered.get(one.key, {"canary": np.nan, "canary_right": np.nan})
+            yield known | said | seen | inspected(model, clean, start, one)
 
-    prompts = range(config.samples + config.benign)
-    return table_of_parts(run, prompts, "caches", measured, doing="Planting and detecting", unit="prompt")
+
+def asked_of(model: Model, config: Config, tokens: Tokens, start: KVCache, number: int) -> list[AskedCache]:
+    """The caches of a prompt that are asked about."""
+    ways = other_ways(model, tokens, start, number)
+    asked = [*sound_caches(start, ways, number)]
+    if number < config.samples:
+        asked += wrong_caches(model, tokens, ways, number, config.seed, config.bugs, config.sizes)
+    return asked
 
 
 def recipe(texts: int) -> CleanRecipe:

@@ -9,7 +9,7 @@ conversation is read.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.files import expanded
 from kvprobe.inference.forced import asked_logits
@@ -126,24 +126,22 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     `control`, a `band of weights` or a `matrix`, or the `rest` of the answer. Others' numbers are in `margin`, and how
     far that `moved` from the reader's own of the `way` to the other's; that of the rest is nats per token.
     """
-    told = {behaviour: conversations(config, behaviour) for behaviour in config.behaviours}
     cases: list[tuple[Behaviour, int]] = [
         (behaviour, number) for behaviour in config.behaviours for number in range(config.prompts)
     ]
-
-    @cache
-    def tuned(behaviour: Behaviour) -> FineTune:
-        return finetune(model, config, behaviour)
-
-    def measured(case: tuple[Behaviour, int]) -> pd.DataFrame:
-        behaviour, number = case
-        rows = pd.DataFrame(measure(tuned(behaviour), config, told[behaviour][number]))
-        rows = rows.fillna({"part": "", "segment": "", "place": "", "layer": -1}).astype({"layer": int})
-        return rows.assign(sample=number, behaviour=behaviour)
-
-    return table_of_parts(run, cases, "finetuned", measured, doing="Patching", unit="conversation")
+    return Parts(model, config, run).table(measure, cases, "finetuned", doing="Patching", unit="conversation")
 
 
+def measure(model: Model, config: Config, case: tuple[Behaviour, int]) -> pd.DataFrame:
+    """The rows of one conversation."""
+    behaviour, number = case
+    told = conversations(config, behaviour)[number]
+    rows = pd.DataFrame(exchanged_rows(finetune(model, config, behaviour), config, told))
+    rows = rows.fillna({"part": "", "segment": "", "place": "", "layer": -1}).astype({"layer": int})
+    return rows.assign(sample=number, behaviour=behaviour)
+
+
+@lru_cache(maxsize=1)
 def finetune(model: Model, config: Config, behaviour: Behaviour) -> FineTune:
     """The models of one behaviour, which share their weights where they agree."""
     plain = model.lanes.plain
@@ -174,8 +172,8 @@ def prompt_of(model: Model, told: Told) -> tuple[Tokens, Tokens, tuple[int, int]
     return whole[:-1], whole[-1:], (right, wrong)
 
 
-def measure(tune: FineTune, config: Config, told: Told) -> Iterator[dict[str, Any]]:
-    """The rows of one conversation."""
+def exchanged_rows(tune: FineTune, config: Config, told: Told) -> Iterator[dict[str, Any]]:
+    """What both models make of one conversation, and of each other's caches and weights."""
     models = tune.models
     cached, last, words = prompt_of(models["base"], told)
     # The check that caches are of one model is given up: that they are not is the question.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.parts import recurrent
-from kvprobe.experiments.parts import table_of_parts
+from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.forgetting.readers import FOLDS, SecretReading, read_by_probes, rotated
 from kvprobe.forgetting.trace import INPUTS, STATE
@@ -95,23 +95,24 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     the same positions, `restarted` and `moved` (KL from a restart without a gap, and from everything in view); `apart`
     (how far the batch is from the way done by itself). See `holds` for ways that are read in the slots of others.
     """
-    made = [cases(kind, config.conversations, model.tokenizer, config.seed) for kind in config.kinds]
-    # All kinds in turn, so that an interrupted run has some of each.
-    named = [case for several in zip(*made, strict=True) for case in several]
     # Before anything is measured, so that a tokenizer that does not fit is refused at once.
-    drawn = [
+    numbers = range(len(drawn_cases(model, config)))
+    return Parts(model, config, run).table(measure, numbers, "ways", doing="Forgetting", unit="conversation")
+
+
+def drawn_cases(model: Model, config: Config) -> list[Drawn]:
+    """The conversations with their secrets, all kinds in turn, so that an interrupted run has some of each."""
+    made = [cases(kind, config.conversations, model.tokenizer, config.seed) for kind in config.kinds]
+    named = [case for several in zip(*made, strict=True) for case in several]
+    return [
         draw(case, config.secrets, config.asked, model.tokenizer, np.random.default_rng([config.seed, number]))
         for number, case in enumerate(named)
     ]
 
-    def measured(number: int) -> pd.DataFrame:
-        return pd.DataFrame(measure(model, config, drawn[number], number)).assign(sample=named[number].id)
 
-    return table_of_parts(run, range(len(named)), "ways", measured, doing="Forgetting", unit="conversation")
-
-
-def measure(model: Model, config: Config, drawn: Drawn, number: int) -> Iterator[dict[str, Any]]:
+def measure(model: Model, config: Config, number: int) -> Iterator[dict[str, Any]]:
     """The rows of one conversation."""
+    drawn = drawn_cases(model, config)[number]
     rng = np.random.default_rng([config.seed, number, 1])
     every = ForgettingSession.of(model, drawn, config.steps)
     again = [every.read_otherwise(row) for row in drawn.asked]
@@ -132,6 +133,7 @@ def measure(model: Model, config: Config, drawn: Drawn, number: int) -> Iterator
             one, seconds = _timed(session.row(0), way)
         tokens, after = reread(session, way, one)
         yield {
+            "sample": drawn.case.id,
             "kind": drawn.case.kind,
             "way": way,
             **readings[read_in],
