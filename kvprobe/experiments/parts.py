@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from kvprobe.errors import UserError
@@ -99,70 +98,6 @@ class Parts(Generic[Config]):
         return list(parts)
 
 
-# OLD BEGIN
-def write_parts(
-    run: Run,
-    cases: Sequence[Case],
-    name: str,
-    write: Callable[[Case, Path], object],
-    *,
-    doing: str,
-    unit: str,
-    alone: bool = False,
-) -> list[Path]:
-    """The parts of all cases, in order; those that an earlier attempt wrote stay as they are.
-
-    Args:
-        name: of the files, with their suffix; each file's name begins with the case's place.
-        write: writes the part of a case. It may be called in another process, so all that it leaves is the file.
-        doing, unit: what the progress bar says.
-        alone: whether a case suffers from others that are worked on beside it, as a time does.
-    """
-    parts = {run.part(f"{place:05d}-{name}"): case for place, case in enumerate(cases)}
-    missing = [path for path in parts if not path.is_file()]
-    for path in sorted(parts.keys() - missing):
-        refuse_damaged(path)
-    with Bar(total=len(parts), initial=len(parts) - len(missing), desc=doing, unit=unit) as bar:
-        for _ in forked(
-            lambda path: run.write_part(path.name, lambda partial: write(parts[path], partial)),
-            missing,
-            1 if alone else run.processes,
-        ):
-            bar.update()
-    return list(parts)
-
-
-def tensor_parts(
-    run: Run, cases: Sequence[Case], name: str, measure: Callable[[Case], dict[str, Tensor]], *, doing: str, unit: str
-) -> list[Path]:
-    """Tensors of each case as a safetensors file; see `write_parts`."""
-    return write_parts(
-        run, cases, f"{name}.safetensors", lambda case, path: save_file(measure(case), path), doing=doing, unit=unit
-    )
-
-
-def table_of_parts(
-    run: Run,
-    cases: Sequence[Case],
-    name: str,
-    measure: Callable[[Case], pd.DataFrame],
-    *,
-    doing: str,
-    unit: str,
-    alone: bool = False,
-) -> pd.DataFrame:
-    """The tables of all cases, of which there must be one, in one; each kept as a parquet file; see `write_parts`."""
-    if not cases:
-        raise UserError(f"There is no {unit} to measure; ask for at least one.")
-
-    def write(case: Case, path: Path) -> None:
-        measure(case).to_parquet(path, index=False)
-
-    paths = write_parts(run, cases, f"{name}.parquet", write, doing=doing, unit=unit, alone=alone)
-    return pd.concat([read_table(path) for path in paths], ignore_index=True)
-
-
-# OLD END
 def tensor_of_parts(paths: Sequence[Path], name: str, *, stacked: bool = False) -> Tensor:
     """A tensor of all parts, one below the other; or each part's as one row.
 

@@ -46,7 +46,7 @@ def test_a_run_holds_every_cache_and_sound_ones_read_the_same(finished: Run):
     assert set(spot["blocks"]) <= {1, 2}  # the last block goes on to the last slot
     for column in ("layer", "block", "kind"):
         assert spot[f"diff_{column}"].tolist() == spot[column].tolist()
-    assert np.asarray(wrong["diff"]).min() > 10
+    assert np.asarray(wrong["diff"]).min() > 2
     assert np.asarray(wrong["canary"]).min() > np.median(sound["canary"])
     assert chosen(sound, {"bug": ("chunks", "batch", "eager", "bf16", "fp16")})["diff"].to_numpy().max() < 1
     loud = chosen(wrong, {"bug": "flash-attention-1745"})
