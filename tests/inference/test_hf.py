@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.floors import floor_of_dtype
+from kvprobe.inference.hf import FAR
 from kvprobe.inference.model import Model, load
 from kvprobe.text.tokens import Tokens
 from tests.models import WINDOW, llama, mixtral
@@ -147,14 +149,24 @@ def test_every_key_and_value_is_held_against_a_reading(name: str, request: pytes
 @pytest.mark.parametrize("name", ["tiny_llama", "half_mixtral"])
 def test_what_is_taken_over_is_off_by_no_more_than_caches_of_its_dtype(name: str, request: pytest.FixtureRequest):
     model: Model = request.getfixturevalue(name)
-    most = floor_of_dtype(model.lanes.dtype).newborn
-    for times, taken in ((0.6, True), (1.5, False)):
+    full, floor = model.lanes.dtype == torch.float32, floor_of_dtype(model.lanes.dtype)
+    every, most = slice(None), max(floor.newborn, floor.most_usual("V", 1.0))
+    limits = [(slice(5, 6), floor.newborn)] if full else [(slice(5, 6), FAR), (every, most)]
+    for (slots, limit), (times, taken) in product(limits, ((0.7, True), (1.3, False))):
         past = read_by_transformers(model, ids(0))
-        past.layers[-1].values[:, :, 5] *= 1 + times * most
+        past.layers[-1].values[:, :, slots] *= 1 + times * limit
         if taken:
             assert model.from_hf(past, Tokens.of(ids(0))).slots == COUNT
         else:
             refused(lambda past=past: model.from_hf(past, Tokens.of(ids(0))), "is not what the model reads")
+
+
+def test_other_kernels_in_half_precision_are_taken_over_though_routers_choose_otherwise(half_mixtral: Model):
+    plain = half_mixtral.lanes.plain
+    plain.set_attn_implementation("eager")
+    pasts = [read_by_transformers(half_mixtral, ids(seed, 60)) for seed in range(6)]
+    plain.set_attn_implementation("sdpa")
+    assert all(half_mixtral.from_hf(past, Tokens.of(ids(seed, 60))).slots == 60 for seed, past in enumerate(pasts))
 
 
 def test_caches_whose_layers_were_cropped_are_right_or_refused(tiny_llama: Model, tiny_gemma: Model):
