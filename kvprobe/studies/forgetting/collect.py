@@ -95,24 +95,23 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     the same positions, `restarted` and `moved` (KL from a restart without a gap, and from everything in view); `apart`
     (how far the batch is from the way done by itself). See `holds` for ways that are read in the slots of others.
     """
-    # Before anything is measured, so that a tokenizer that does not fit is refused at once.
-    numbers = range(len(drawn_cases(model, config)))
+    numbers = range(len(config.kinds) * config.conversations)
+    for number in numbers:  # before anything is measured, so that a tokenizer that does not fit is refused at once
+        drawn_case(model, config, number)
     return Parts(model, config, run).table(measure, numbers, "ways", doing="Forgetting", unit="conversation")
 
 
-def drawn_cases(model: Model, config: Config) -> list[Drawn]:
-    """The conversations with their secrets, all kinds in turn, so that an interrupted run has some of each."""
-    made = [cases(kind, config.conversations, model.tokenizer, config.seed) for kind in config.kinds]
-    named = [case for several in zip(*made, strict=True) for case in several]
-    return [
-        draw(case, config.secrets, config.asked, model.tokenizer, np.random.default_rng([config.seed, number]))
-        for number, case in enumerate(named)
-    ]
+def drawn_case(model: Model, config: Config, number: int) -> Drawn:
+    """A conversation with its secrets. All kinds come in turn, so that an interrupted run has some of each."""
+    of_kind, kind = divmod(number, len(config.kinds))
+    case = cases(config.kinds[kind], of_kind + 1, model.tokenizer, config.seed)[-1]
+    rng = np.random.default_rng([config.seed, number])
+    return draw(case, config.secrets, config.asked, model.tokenizer, rng)
 
 
 def measure(model: Model, config: Config, number: int) -> Iterator[dict[str, Any]]:
     """The rows of one conversation."""
-    drawn = drawn_cases(model, config)[number]
+    drawn = drawn_case(model, config, number)
     rng = np.random.default_rng([config.seed, number, 1])
     every = ForgettingSession.of(model, drawn, config.steps)
     again = [every.read_otherwise(row) for row in drawn.asked]
