@@ -173,11 +173,14 @@ def _healed(
 def _newborn(
     present: Sequence[int], differing: Mapping[int, Tensor], compared: Sequence[Tensor]
 ) -> dict[int, Bool[Tensor, "rows slots"]]:
-    """Slots that differ in a layer and in none before it; in the first layer none counts."""
+    """Slots that differ in a layer and in none before it; in the first layer none counts, nor where half of them begin
+    to differ in the same layer, as two kernels do."""
     before = torch.ones_like(differing[present[0]])
     born: dict[int, Tensor] = {}
     for place, number in enumerate(present):
-        born[number] = differing[number] & ~before
+        young = differing[number] & ~before
+        most = 2 * young.sum(1, keepdim=True) > compared[number].sum(1, keepdim=True)
+        born[number] = young & ~most
         before = (before & (place > 0)) | differing[number] | ~compared[number]
     return born
 
