@@ -104,13 +104,9 @@ def asked_of(model: Model, config: Config, tokens: Tokens, start: KVCache, numbe
 
 def recipe(texts: int) -> CleanRecipe:
     """What an audit learns from so many texts: fewer set its limits than by default, since `conclude` sets one, too."""
-    tailed, calibrated = texts // 4, max(1, texts // 6)
+    third = texts // 3
     return replace(
-        CleanRecipe(),
-        fitted=texts - tailed - calibrated,
-        tailed=tailed,
-        calibrated=calibrated,
-        rate=max(0.01, 1 / (calibrated + 1)),
+        CleanRecipe(), fitted=texts - 2 * third, tailed=third, calibrated=third, rate=max(0.01, 1 / (third + 1))
     )
 
 
