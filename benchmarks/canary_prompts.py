@@ -79,21 +79,26 @@ def measured(model: Model, name: str, asked: QuestionedCaches, number: int) -> l
 
 
 def report(table: pd.DataFrame, layers: int) -> None:
-    for name, of_kind in table.groupby("kind", sort=False):
-        noise = float(of_kind[of_kind["bug"] == "benign"]["moved"].max())
-        wrong = of_kind[of_kind["bug"] != "benign"].assign(times=lambda rows, noise=noise: rows["moved"] / noise)
+    for name in KINDS:
+        of_kind = table[table["kind"] == name]
+        moved = of_kind["moved"].to_numpy(float)
+        size, bug, layer = (of_kind[column].to_numpy() for column in ("size", "bug", "layer"))
+        noise = float(moved[bug == "benign"].max())
         print(f"{name}: benign up to {noise:.3g} nats")
-        for size, some in wrong.groupby("size", sort=False):
-            seen = binomial(int((some["times"] > 1).sum()), len(some))
-            thirds = some.groupby(np.minimum(2, 3 * some["layer"] // layers))["times"]
-            by_depth = ", ".join(f"{100 * float((times > 1).mean()):.0f} %" for _, times in thirds)
+        for one in ("spot", "block"):
+            times = moved[size == one] / noise
+            third = np.minimum(2, 3 * layer[size == one].astype(int) // layers)
+            by_depth = ", ".join(
+                f"{100 * float((times[third == part] > 1).mean()):.0f} %" for part in sorted(set(third.tolist()))
+            )
+            seen = binomial(int((times > 1).sum()), len(times))
             share = f"{100 * seen.mean:.0f} [{100 * seen.low:.0f}, {100 * seen.high:.0f}] %"
             print(
-                f"  {size:6} seen {share} of {len(some)}, "
-                f"median {some['times'].median():.2g} times the benign one; by depth {by_depth}"
+                f"  {one:6} seen {share} of {len(times)}, median {float(np.median(times)):.2g} times the benign one; "
+                f"by depth {by_depth}"
             )
-        missed = wrong[wrong["size"] == "block"].groupby("bug", sort=False)["times"].median()
-        print("  by bug, median times: " + ", ".join(f"{bug} {times:.2g}" for bug, times in missed.items()), flush=True)
+        by_bug = [(each, float(np.median(moved[(bug == each) & (size == "block")])) / noise) for each in BUGS]
+        print("  by bug, median times: " + ", ".join(f"{each} {times:.2g}" for each, times in by_bug), flush=True)
 
 
 if __name__ == "__main__":
