@@ -45,18 +45,13 @@ BODY = 0.9
 """The share of clean places below which a score is not unusual; beyond it the tail is taken to be exponential."""
 NARROWEST = 0.05
 """A tail is taken to be at least so wide, so that what never varied in clean caches does not alarm by a rounding."""
-FEW = 20
-"""So many places beyond the body of a check in a head say as much of its tail as all other heads and layers."""
 RIDGE = 1e-4
 EXACT = ("finite", "zeros", "copies")
 """Checks of what no clean cache was seen to hold; their limits are just beyond what clean caches had."""
 TOGETHER = 4
 """Texts that are read in one batch, and of one length."""
-_LARGEST, _LEAST = 4, 5.0
+_LARGEST, _LEAST_LIMIT = 4, 5.0
 """How many of the most unusual clean caches a check is measured by, and the least limit in nats."""
-_HEAVY = {"computed anew": 20.0, "step": 8.0}
-"""The same for checks of which few texts do not show how far they go: all errors of one text come together, or jumps
-between its parts. On SmolLM2 every other check stays below 9 nats in 116 clean caches, and these reach 33 and 12."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +60,16 @@ class CleanRecipe:
 
     Attributes:
         fitted: texts for means, covariances and predictions, all of the greatest length.
-        tailed: texts for the tails of scores, likewise.
-        calibrated: texts for the limits, of many lengths.
+        tailed: texts for the tails of scores.
+        calibrated: texts for the limits.
         longest: tokens of the longest text.
         rate: share of clean caches that may be called suspicious.
     """
 
-    fitted: AtLeastOne = 24
-    tailed: AtLeastOne = 16
+    fitted: AtLeastOne = 20
+    tailed: AtLeastOne = 20
     calibrated: AtLeastOne = 100
-    longest: AtLeastOne = 128
+    longest: AtLeastOne = 192
     rate: float = 0.01
     seed: AtLeastZero = 0
 
@@ -108,20 +103,17 @@ class Clean(Brief):
 
     def surprise(self, score: Score) -> Float[Tensor, "heads places"]:
         """How improbable each place would be in a clean cache, in nats, less the logarithm of the number of places."""
-        return _surprise(score.values, *self._tail(score), math.log(score.values.shape[1]))
+        return self._surprise(score, score.values)
 
-    def largest(self, scores: Iterable[Score]) -> dict[str, float]:
-        """The largest surprise of each check."""
-        some = [score for score in scores if score.values.numel()]
-        begins, wide = torch.cat([self.tails[score.key] for score in some]).unbind(-1)
-        heads = torch.tensor([len(score.values) for score in some])
-        places = torch.tensor([math.log(score.values.shape[1]) for score in some]).repeat_interleave(heads)
-        values = torch.cat([score.values.amax(1) for score in some])
-        surprise = _surprise(values.to(begins), begins, wide, places).tolist()
-        worst: dict[str, float] = {}
-        for score, last in zip(some, heads.cumsum(0).tolist(), strict=True):
-            worst[score.check] = max(worst.get(score.check, 0.0), *surprise[last - len(score.values) : last])
-        return worst
+    def largest_surprise(self, score: Score) -> float:
+        """Of all places."""
+        return float(self._surprise(score, score.values.amax(1, keepdim=True)).max())
+
+    def _surprise(self, score: Score, values: Float[Tensor, "heads _"]) -> Float[Tensor, "heads _"]:
+        begins, wide = self._tail(score)
+        surprise = (values - begins) / wide - math.log(1 - BODY) - math.log(score.values.shape[1])
+        # What is not a number is as unusual as can be.
+        return surprise.where(~(values <= begins), torch.zeros_like(surprise)).nan_to_num(math.inf, math.inf)
 
     def excess(self, score: Score) -> Float[Tensor, "heads places"]:
         """The surprise of each place as a multiple of its limit: above 1 it is suspicious."""
@@ -157,7 +149,7 @@ def learn_clean(model: Model, recipe: CleanRecipe) -> Clean:
     generator = np.random.default_rng(recipe.seed)
     longest = recipe.longest
     fitted = clean_texts(model, recipe.fitted, longest, generator, shortest=longest)
-    tailed = clean_texts(model, recipe.tailed, longest, generator, shortest=longest, together=TOGETHER)
+    tailed = clean_texts(model, recipe.tailed, longest, generator, together=TOGETHER)
     calibrated = clean_texts(model, recipe.calibrated, longest, generator, together=TOGETHER)
     sums: dict[tuple[int, str], dict[str, Tensor]] = {}
     for text in Bar(fitted, desc="Learning what clean caches hold", unit="text"):
@@ -173,20 +165,20 @@ def learn_clean(model: Model, recipe: CleanRecipe) -> Clean:
     by_key: dict[str, list[Score]] = {}
     for score in chain(*scored):
         by_key.setdefault(score.key, []).append(score)
-    clean = Clean(parts, _tails(by_key), {}, recipe)
+    clean = Clean(parts, {key: _tails(same) for key, same in by_key.items()}, {}, recipe)
     # Checks differ in how far their tails are from exponential, so each is measured by its own most unusual caches.
-    worst = [clean.largest(scores) for scores in scored]
-    usual = {check: _usual(check, [of_text.get(check, 0.0) for of_text in worst]) for check in sorted({*chain(*worst)})}
+    worst = [_worst(clean, scores) for scores in scored]
+    usual = {check: _usual([of_text.get(check, 0.0) for of_text in worst]) for check in sorted({*chain(*worst)})}
     times: list[float] = []
     never = {check: max(of_text.get(check, 0.0) for of_text in worst) for check in EXACT}
     for scores in _scored(model, calibrated, parts, "Setting limits"):
-        found = clean.largest(scores)
+        found = _worst(clean, scores)
         never = {check: max(before, found.get(check, 0.0)) for check, before in never.items()}
         times.append(max((value / usual[check] for check, value in found.items() if check not in EXACT), default=0.0))
     allowed = max(1.0, sorted(times)[conformal_rank(len(times), recipe.rate) - 1])
     limits = {check: allowed * value for check, value in usual.items()}
     # What never happens in a clean cache is no matter of degree.
-    return replace(clean, limits=limits | {check: max(_LEAST, 1 + never[check]) for check in EXACT})
+    return replace(clean, limits=limits | {check: max(_LEAST_LIMIT, 1 + never[check]) for check in EXACT})
 
 
 def _scored(
@@ -200,17 +192,18 @@ def _scored(
         yield from scores_of(model, cache, parts)
 
 
-def _surprise(values: Tensor, begins: Tensor, wide: Tensor, places: Tensor | float) -> Tensor:
-    """By the tail from `begins` on; `places` is the logarithm of their number."""
-    surprise = (values - begins) / wide - math.log(1 - BODY) - places
-    # What is not a number is as unusual as can be.
-    return surprise.where(~(values <= begins), torch.zeros_like(surprise)).nan_to_num(math.inf, math.inf)
+def _worst(clean: Clean, scores: Iterable[Score]) -> dict[str, float]:
+    """The largest surprise of each check in one cache."""
+    worst: dict[str, float] = {}
+    for score in scores:
+        worst[score.check] = max(worst.get(score.check, 0.0), clean.largest_surprise(score))
+    return worst
 
 
-def _usual(check: str, surprises: list[float]) -> float:
+def _usual(surprises: list[float]) -> float:
     """The mean of the largest surprises of a check over caches."""
     most = sorted(surprises)[-_LARGEST:]
-    return max(_HEAVY.get(check, _LEAST), sum(most) / len(most))
+    return max(_LEAST_LIMIT, sum(most) / len(most))
 
 
 def _add(sums: dict[tuple[int, str], dict[str, Tensor]], read: LayerRead) -> None:
@@ -272,28 +265,13 @@ def _whitening(covariance: Float[Tensor, "heads d d"], shrinkage: Tensor) -> Flo
     return vectors * values.clamp_min(1e-6 * values[:, -1:]).rsqrt()[:, None]
 
 
-def _tails(by_key: Mapping[str, Sequence[Score]]) -> dict[str, Float[Tensor, "heads 2"]]:
-    """Where the tail of each check begins in a head, and how wide it is; a width that rests on few places is drawn
-    towards the mean of its check over layers, parts and heads."""
-    begins: dict[str, Tensor] = {}
-    over: dict[str, Tensor] = {}
-    count: dict[str, Tensor] = {}
-    checks: dict[str, list[str]] = {}
-    for key, scores in by_key.items():
-        values = torch.cat([score.values for score in scores], 1)
-        begins[key] = values.quantile(BODY, 1)
-        beyond = values > begins[key][:, None]
-        over[key] = ((values - begins[key][:, None]) * beyond).sum(1)
-        count[key] = beyond.sum(1)
-        checks.setdefault(scores[0].check, []).append(key)
-    tails: dict[str, Tensor] = {}
-    for keys in checks.values():
-        total = sum(float(count[key].sum()) for key in keys)
-        usual = sum(float(over[key].sum()) for key in keys) / max(1.0, total)
-        for key in keys:
-            wide = (over[key] + FEW * usual) / (count[key] + FEW)
-            tails[key] = torch.stack([begins[key], wide.clamp_min(NARROWEST)], 1)
-    return tails
+def _tails(scores: list[Score]) -> Float[Tensor, "heads 2"]:
+    """Where the tail begins and how wide it is."""
+    values = torch.cat([score.values for score in scores], 1)
+    begins = values.quantile(BODY, 1, keepdim=True)
+    over = values > begins
+    excess = ((values - begins) * over).sum(1) / over.sum(1).clamp_min(1)
+    return torch.stack([begins[:, 0], excess.clamp_min(NARROWEST)], 1)
 
 
 def save_clean(clean: Clean, path: Path) -> None:
