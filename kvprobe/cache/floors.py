@@ -193,6 +193,11 @@ class NoiseFloor:
         return self.usual(part, depth, first) * self.times(slots, place=place, rate=rate)
 
     @property
+    def longest(self) -> int:
+        """Slots of the longest text that was measured."""
+        return min(one.slots[1] for one in self.measured)
+
+    @property
     def name(self) -> str:
         """How the two were computed."""
         return f"{self.one} and {self.other}"

@@ -19,7 +19,9 @@ from kvprobe.cache.floors import NoiseFloor
 
 SLOT_LIMIT, BLOCK_LIMIT = 30.0, 5.0
 """How many times the noise of its layer and head a slot may be off, and the median of the slots of a block, at least:
-where more was measured of such pairs, that. Of benign pairs in float32 none was off by more than 13 and 3 times."""
+where more was measured of such pairs, that."""
+SLOT_LOST, BLOCK_LOST = 0.6, 0.3
+"""How far off, relative to what it holds, a slot and the median of a block are no numerics, whatever the noise."""
 STATES = 3.0
 """By how much a slot's limits are raised where layers keep states by the delta rule, which hands a slot on that was
 rounded badly: of 26 benign pairs of models with random weights two were called different without it."""
@@ -100,7 +102,8 @@ def damage_of(distances: Distances, floor: NoiseFloor, block: int) -> DamagedPla
     differing = {number: _any(distances.parts[number]) for number in present}
     healed = _healed(present, differing, distances.compared)
     newborn = _newborn(present, differing, distances.compared)
-    slots = max(len(where[0]) for where in distances.compared)
+    # What was measured is not carried on to longer caches: limits that grow with their length would hide lost blocks.
+    slots = min(max(1, *(len(where[0]) for where in distances.compared)), floor.longest)
     slot_limit = max(SLOT_LIMIT, floor.times(slots, place="outlier"))
     block_limit = max(BLOCK_LIMIT, floor.times(slots, place="block"))
     own = {
@@ -129,10 +132,10 @@ def damage_of(distances: Distances, floor: NoiseFloor, block: int) -> DamagedPla
             limit = torch.where(young, torch.full_like(limit, newborn_limit), limit)
             if raised > 1:
                 limit = limit.clamp(min=newborn_limit)
-            over = off / limit.clamp(min=1e-12)
+            over = off / limit.clamp(1e-12, SLOT_LOST)
             over = torch.where(healed[number][:, None], torch.maximum(over, off / floor.single), over)
-            by_block = _block_medians(off, block) / (block_limit * noise[part][None, :, None]).clamp(min=1e-12)
-            by_block = torch.where(young | (off <= block_limit * noise[part][None, :, None]), 0.0, by_block)
+            of_block = (block_limit * noise[part][None, :, None]).clamp(1e-12, BLOCK_LOST)
+            by_block = torch.where(young | (off <= of_block), 0.0, _block_medians(off, block) / of_block)
             excess[part] = torch.maximum(over, by_block).nan_to_num(torch.inf, torch.inf)
         places.append({part: over > 1 for part, over in excess.items()})
         excesses.append(excess)

@@ -22,11 +22,11 @@ from kvprobe.arguments import AtLeastOne, Within, check_fields
 from kvprobe.errors import UserError
 from kvprobe.experiments.settings import Settings
 from kvprobe.experiments.work import Work
-from kvprobe.inference.model import load
+from kvprobe.inference.model import Model, load
 from kvprobe.progress import silence
 
-TRIES = 3
-"""Times that a case is begun anew after the worker that measured it was lost."""
+TRIES, RESTARTS = 3, 10
+"""Times that a case is begun anew after the worker that measured it was lost, and that a worker is."""
 STORE = 200 * 2**20
 """Bytes of shared memory for what travels between the processes of one machine."""
 
@@ -51,25 +51,32 @@ class Cluster:
         check_fields(self)
 
     @contextmanager
-    def started(self, config: Settings, fingerprint: str) -> Generator["Workers"]:
-        """Workers with the model of a config, until the run ends.
+    def started(self, config: Settings, model: Model) -> Generator["Workers"]:
+        """Workers that hold the model of a config, until the run ends.
 
         Raises:
-            UserError: Ray is not installed or not reached, the cluster is too small, or its workers hold another model.
+            UserError: Ray is not installed or not reached, the cluster is too small, or a worker cannot hold the model,
+                or holds another one.
         """
         ray = _ray()
         threads = self.threads or max(1, torch.get_num_threads() // self.workers)
+        if model.lanes.device.type == "cuda" and not self.gpus:
+            raise UserError("The model is on a GPU; say how many GPUs each worker takes, or which part of one: gpus=1.")
         mine = not ray.is_initialized()
         if mine:
             _begin(ray, self.address, self.workers * threads)
         try:
-            _refuse_too_small(ray, {"CPU": self.workers * threads, "GPU": self.workers * self.gpus})
+            _refuse_too_small(ray, self.workers, threads, self.gpus)
             worker = ray.remote(
-                num_cpus=threads, num_gpus=self.gpus, max_restarts=-1, max_task_retries=TRIES
+                num_cpus=threads, num_gpus=self.gpus, max_restarts=RESTARTS, max_task_retries=TRIES
             )(_Worker)  # fmt: skip
-            actors = [worker.remote(config, fingerprint, threads, os.getcwd()) for _ in range(self.workers)]
+            same = (model.fingerprint, model.lanes.device.type, str(model.dtype))
+            actors = [worker.remote(config, same, threads, os.getcwd()) for _ in range(self.workers)]
             try:
-                yield Workers(ray, actors, config)
+                workers = Workers(ray, actors, config)
+                for ready in [actor.ready.remote() for actor in actors]:
+                    workers.got(ready)
+                yield workers
             finally:
                 for actor in actors:
                     ray.kill(actor)
@@ -86,18 +93,15 @@ class Workers:
     actors: list[Any]
     config: Settings
 
-    def parts(self, work: Work, cases: Mapping[Path, object], alone: bool = False) -> Iterator[tuple[Path, bytes]]:
+    def parts(self, work: Work, cases: Mapping[Path, object]) -> Iterator[tuple[Path, bytes]]:
         """The part of each case, as workers are done with it; each has one case at a time.
-
-        Args:
-            alone: whether one worker does them all, one after the other.
 
         Raises:
             UserError: a worker was lost again and again, or refuses the case.
         """
         _send_code_of(work, self.config)
         given = self.ray.put((work, self.config))
-        waiting, free = deque(cases.items()), deque(self.actors[:1] if alone else self.actors)
+        waiting, free = deque(cases.items()), deque(self.actors)
         pending: dict[Any, tuple[Any, Path]] = {}
         while waiting or pending:
             while waiting and free:
@@ -106,9 +110,14 @@ class Workers:
             (done,), _ = self.ray.wait(list(pending))
             actor, path = pending.pop(done)
             free.append(actor)
-            yield path, self._got(done)
+            yield path, self.got(done)
 
-    def _got(self, done: Any) -> bytes:
+    def got(self, done: Any) -> Any:
+        """What a worker gave.
+
+        Raises:
+            UserError: it refused, or was lost.
+        """
         errors = self.ray.exceptions
         try:
             return self.ray.get(done)
@@ -116,29 +125,40 @@ class Workers:
             cause = error.cause
             raise (UserError(str(cause)) if isinstance(cause, UserError) else cause) from error
         except errors.RayError as error:
-            reason = getattr(error, "error_msg", "") or str(error)
-            if "UserError: " in reason:
-                raise UserError(reason.rpartition("UserError: ")[2].splitlines()[0]) from error
+            reason = [line for line in str(error).splitlines() if line.strip()]
+            refusal = next((line for line in reason if "UserError: " in line), None)
+            if refusal is not None:
+                raise UserError(refusal.partition("UserError: ")[2]) from error
             raise UserError(
-                f"A worker was lost {TRIES + 1} times on the same case, probably because memory ran out; give fewer "
-                "workers a machine, and start the run again: it resumes."
+                f"A worker was lost again and again; Ray says: {reason[-1].strip()} If memory ran out, give a machine "
+                "fewer workers; then start the run again, and it resumes."
             ) from error
 
 
 class _Worker:
     """In a process of its own, with the model of the run."""
 
-    def __init__(self, config: Settings, fingerprint: str, threads: int, folder: str):
+    def __init__(self, config: Settings, same: tuple[str, str, str], threads: int, folder: str):
         if Path(folder).is_dir():  # on the machine of the run, where its settings may name files
             os.chdir(folder)
         torch.set_num_threads(threads)
         silence()
         self.model = load(config.model, device=config.device, dtype=config.dtype)
+        fingerprint, *computed = same
+        own = [self.model.lanes.device.type, str(self.model.dtype)]
+        if own != computed:
+            raise UserError(
+                f"A worker computes on {' in '.join(own)}, and the run on {' in '.join(computed)}; give device and "
+                "dtype."
+            )
         if self.model.fingerprint != fingerprint:
             raise UserError(
                 f"The model {config.model} of a worker on {os.uname().nodename} is not that of the run; give all "
                 "machines the same files."
             )
+
+    def ready(self) -> None:
+        """Answered once the model is loaded."""
 
     def part(self, given: tuple[Work, Settings], case: object) -> bytes:
         work, config = given
@@ -170,15 +190,23 @@ def _begin(ray: Any, address: str | None, cpus: int) -> None:
         raise UserError(f"No Ray cluster is reached at {address}: {str(error).splitlines()[0]}") from None
 
 
-def _refuse_too_small(ray: Any, needed: Mapping[str, int | float]) -> None:
-    """Refuse what would wait for ever."""
-    there = ray.cluster_resources()
-    for kind, number in needed.items():
-        if number > there.get(kind, 0):
-            raise UserError(
-                f"The workers need {number:g} {kind}s, and the cluster has {there.get(kind, 0):g}; give fewer workers, "
-                "or less to each."
-            )
+def _refuse_too_small(ray: Any, workers: int, threads: int, gpus: float) -> None:
+    """Refuse what would wait for ever: a worker is on one machine, and parts of a GPU are of one GPU."""
+    places = 0
+    for node in ray.nodes():
+        if node["Alive"]:
+            there = node["Resources"]
+            fitting = int(there.get("CPU", 0) // threads)
+            if gpus:
+                cards = int(there.get("GPU", 0))
+                fitting = min(fitting, cards * int(1 / gpus) if gpus < 1 else int(cards // gpus))
+            places += fitting
+    if places < workers:
+        each = f"{threads} CPUs" + f" and {gpus:g} GPUs" * bool(gpus)
+        raise UserError(
+            f"The cluster has room for {places} workers with {each} each, not for {workers}; give fewer workers, or "
+            "less to each."
+        )
 
 
 def _send_code_of(work: Work, config: Settings) -> None:

@@ -88,10 +88,10 @@ class Parts(Generic[Config]):
             run.write_part(path.name, lambda partial: work.write(self.model, self.config, parts[path], partial))
 
         def come(workers: Workers) -> Iterator[Path]:
-            for path, content in workers.parts(work, {path: parts[path] for path in missing}, alone):
+            for path, content in workers.parts(work, {path: parts[path] for path in missing}):
                 yield run.write_part(path.name, lambda partial: partial.write_bytes(content))  # noqa: B023, called now
 
-        done = come(run.workers) if run.workers else forked(write, missing, 1 if alone else run.processes)
+        done = come(run.workers) if run.workers and not alone else forked(write, missing, 1 if alone else run.processes)
         with Bar(total=len(parts), initial=len(parts) - len(missing), desc=doing, unit=unit) as bar:
             for _ in done:
                 bar.update()

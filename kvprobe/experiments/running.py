@@ -16,6 +16,7 @@ from kvprobe.experiments.page import write_page
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings, digest_of, folder_of
 from kvprobe.experiments.study import Study
+from kvprobe.experiments.work import forget_kept
 from kvprobe.files import folder_claimed
 from kvprobe.inference.model import Model, load
 from kvprobe.processes import check_processes, peak_bytes
@@ -59,14 +60,17 @@ def run_study(
     with (
         watched(measured and measured.timing) as clock,
         begin(study.name, config, root, name, inputs, model) as (model, run),
-        cluster.started(config, model.fingerprint) if cluster and not run.finished else nullcontext() as workers,
+        cluster.started(config, model) if cluster and not run.finished else nullcontext() as workers,
     ):
         check_processes(processes, model.lanes.device)
         run = replace(run, processes=processes, workers=workers)
         # What a user's study concludes may have changed since it was measured.
         if not run.finished or not study.ships:
             resumed = (run.path / "parts").is_dir()
-            rows = run.tables() if run.finished else study.collect(model, config, run)
+            try:
+                rows = run.tables() if run.finished else study.collect(model, config, run)
+            finally:
+                forget_kept()
             if not study.ships and not isinstance(rows, pd.DataFrame) and set(rows) == {"samples"}:
                 raise UserError(f"The study {study.name!r} gives its only table by name; let it return the table.")
             if not run.finished:
@@ -74,7 +78,7 @@ def run_study(
                     run.save_table(name, table)
             conclusion = study.conclude(rows, config, model)
             draw(study, conclusion.findings, model.name, run.path / "figures")
-            if not (run.finished or resumed):
+            if not (run.finished or resumed or cluster):
                 Duration(study.name, "", machine(), peak_bytes(), clock.timing).write(run.path)
             run.finish(conclusion.record())
         write_page(study, run)

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pandas as pd
 from safetensors.torch import save_file
@@ -14,8 +15,24 @@ from kvprobe.errors import UserError
 from kvprobe.experiments.settings import Settings
 from kvprobe.inference.model import Model
 
+Kept = TypeVar("Kept")
+_kept: list[Callable[[], None]] = []
 TABLE, TENSORS = ".parquet", ".safetensors"
 """Of the files of parts."""
+
+
+def kept(make: Callable[..., Kept]) -> Callable[..., Kept]:
+    """A function whose last result is kept until the run ends: for what many cases need, and must not be made for
+    each, as another model."""
+    last = lru_cache(maxsize=1)(make)
+    _kept.append(last.cache_clear)
+    return last
+
+
+def forget_kept() -> None:
+    """Weights and files may have changed when the next run begins."""
+    for clear in _kept:
+        clear()
 
 
 class Labelled(NamedTuple):

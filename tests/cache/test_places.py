@@ -18,3 +18,25 @@ def test_a_slot_that_deeper_layers_dropped_is_not_taken_to_be_equal_there(droppe
     compared[2:, :, 3] = not dropped
     distances = Distances(tuple({"V": layer} for layer in off), tuple(compared))
     assert bool(damage_of(distances, FLOOR, 16).layers) == differs
+
+
+@pytest.mark.parametrize("slots", [64, 512, 4096])
+@pytest.mark.parametrize("noise", [0.02, 0.035])
+def test_what_is_lost_is_no_numerics_however_long_and_coarse_the_cache(slots: int, noise: float):
+    """A block of which nothing is left, from one layer on, or one slot that is off by more than it holds."""
+    floor = floor_between("bfloat16", "bfloat16")
+    for struck, by in ((slice(16, 32), 1.0), (slice(20, 21), 1.4)):
+        off = torch.rand(8, 1, 2, slots, generator=torch.Generator().manual_seed(0)) * noise + noise / 2
+        off[0] /= 50  # there K and V are functions of the token
+        compared = torch.ones(8, 1, slots, dtype=torch.bool)
+        assert not damage_of(Distances(tuple({"V": layer} for layer in off), tuple(compared)), floor, 16).layers
+        off[3:, ..., struck] = by
+        damage = damage_of(Distances(tuple({"V": layer} for layer in off), tuple(compared)), floor, 16)
+        assert damage.layers == [3, 4, 5, 6, 7]
+
+
+def test_texts_that_differ_from_the_first_token_on_have_no_place_in_common():
+    nothing = Distances(
+        tuple({"V": torch.zeros(1, 2, 0)} for _ in range(2)), tuple(torch.ones(2, 1, 0, dtype=torch.bool))
+    )
+    assert not damage_of(nothing, FLOOR, 16).layers

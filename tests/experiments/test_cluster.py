@@ -40,7 +40,7 @@ def model(smol_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Mode
 @pytest.fixture(scope="module")
 def workers(model: Model) -> Iterator[Workers]:
     config = Settings(model=model.name)
-    with Cluster(workers=2, threads=torch.get_num_threads()).started(config, model.fingerprint) as workers:
+    with Cluster(workers=2, threads=torch.get_num_threads()).started(config, model) as workers:
         yield workers
 
 
@@ -94,13 +94,16 @@ def test_a_worker_that_is_killed_costs_its_case_alone(model: Model, workers: Wor
 
 def test_what_workers_cannot_hold_is_refused_in_a_sentence(model: Model, workers: Workers, tmp_path: Path):
     def started(cluster: Cluster) -> None:
-        with cluster.started(workers.config, model.fingerprint):
+        with cluster.started(workers.config, model):
             pytest.fail("it is large enough")
 
-    refused(lambda: started(Cluster(workers=3)), "need 3 CPUs, and the cluster has 2", "fewer workers")
-    refused(lambda: started(Cluster(gpus=0.5)), "need 0.5 GPUs, and the cluster has 0")
+    refused(lambda: started(Cluster(workers=3, threads=1)), "room for 2 workers with 1 CPUs each, not for 3")
+    refused(lambda: started(Cluster(threads=3)), "room for 0 workers")
+    refused(lambda: started(Cluster(gpus=0.5)), "room for 0 workers with 1 CPUs and 0.5 GPUs each")
     refused(lambda: Cluster(workers=0), "workers", "at least 1")
     refused(lambda: Cluster(gpus=-1.0), "gpus", "at least 0")
-    refused(lambda: _Worker(workers.config, "0" * 16 + "-0-0", 1, str(tmp_path)), "is not that of the run")
+    other, half = ("0" * 16 + "-0-0", "cpu", "float32"), (model.fingerprint, "cuda", "bfloat16")
+    refused(lambda: _Worker(workers.config, other, 1, str(tmp_path)), "is not that of the run")
+    refused(lambda: _Worker(workers.config, half, 1, str(tmp_path)), "computes on cpu in float32, and the run on cuda")
     config = robustness.Config()
     refused(lambda: find("robustness").run(config, tmp_path, model=model, cluster=Cluster()), "by its name")

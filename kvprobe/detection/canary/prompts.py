@@ -10,8 +10,8 @@ from kvprobe.detection.canary.target import Prompt
 from kvprobe.shipped import shipped_entries
 
 CUE = 4
-"""Words of the list that are repeated as a question; what follows them in the list is the answer. Chosen by
-`benchmarks/canary_prompts.py`, which plants the zoo in caches of other kinds of prompts, too."""
+"""Words of the list that are repeated as a question; what follows them in the list is the answer. Of
+other kinds and numbers nothing was compared yet; `benchmarks/canary_prompts.py` plants the zoo in their caches."""
 
 
 @runtime_checkable

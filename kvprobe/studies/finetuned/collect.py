@@ -9,7 +9,6 @@ conversation is read.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -23,6 +22,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
+from kvprobe.experiments.work import kept
 from kvprobe.files import expanded
 from kvprobe.inference.forced import asked_logits
 from kvprobe.inference.model import Model
@@ -141,7 +141,7 @@ def measure(model: Model, config: Config, case: tuple[Behaviour, int]) -> pd.Dat
     return rows.assign(sample=number, behaviour=behaviour)
 
 
-@lru_cache(maxsize=1)
+@kept
 def finetune(model: Model, config: Config, behaviour: Behaviour) -> FineTune:
     """The models of one behaviour, which share their weights where they agree."""
     plain = model.lanes.plain

@@ -5,7 +5,7 @@ slots are evicted, which no guard can know.
 """
 
 from collections.abc import Iterator, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvprobe.cache.entries import entries
 from kvprobe.errors import UserError
 from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
+from kvprobe.experiments.work import kept
 from kvprobe.faults import BitFlips, Fault, Scope
 from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.faults.precision import Fp8Scale
@@ -84,7 +85,7 @@ def measure(model: Model, config: Config, asked: tuple[str, int]) -> Iterator[di
     yield from ({"text": text, "sample": number} | row for row in rows)
 
 
-@lru_cache(maxsize=1)
+@kept
 def guards_of(model: Model, config: Config) -> dict[str, Guard]:
     """What each guard learns from texts that are not asked about."""
     items = find_task(config.task).items(config.samples + config.learnt, config.seed)

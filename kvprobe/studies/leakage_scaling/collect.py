@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvprobe.experiments.parts import Parts, tensor_of_parts
 from kvprobe.experiments.runs import Run
+from kvprobe.experiments.work import kept
 from kvprobe.inference.model import Model
 from kvprobe.probing.controls import random_model
 from kvprobe.studies.leakage_scaling import Config, Reader
@@ -133,7 +134,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     return {name: pd.concat(some, ignore_index=True) if some else pd.DataFrame() for name, some in named.items()}
 
 
-@lru_cache(maxsize=1)
+@kept
 def reads_in(model: Model, config: Config, world: str) -> Model:
     """The model that reads a world's conversations."""
     return random_model(model, config.seed) if world == UNTRAINED else model

@@ -1,7 +1,5 @@
 """Each model reads blocks, is asked for their digits under every arm, and probes read its mementos."""
 
-from functools import lru_cache
-
 import numpy as np
 import pandas as pd
 import torch
@@ -11,6 +9,7 @@ from torch import Tensor
 from kvprobe.errors import UserError
 from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
+from kvprobe.experiments.work import kept
 from kvprobe.inference.model import Model, load
 from kvprobe.progress import Bar
 from kvprobe.studies.layer_readers import read_layers
@@ -41,7 +40,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     return {name: chosen(rows, {"table": name}).dropna(axis=1, how="all") for name in TABLES}
 
 
-@lru_cache(maxsize=1)
+@kept
 def loaded(model: Model, config: Config, name: str) -> Model:
     """The model of this name, which may be the main one."""
     return model if name == config.model else load(name, device=config.device, dtype=config.dtype)

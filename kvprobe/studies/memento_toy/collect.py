@@ -3,7 +3,6 @@ weights are read beside it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import pandas as pd
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
+from kvprobe.experiments.work import kept
 from kvprobe.files import read_table
 from kvprobe.inference.model import Model, load
 from kvprobe.probing.controls import random_model
@@ -49,7 +49,7 @@ def models_of(config: Config) -> list[Read]:
     return [Read(MAIN, MAIN), *read, *([Read(UNTRAINED, UNTRAINED)] if config.untrained else [])]
 
 
-@lru_cache(maxsize=1)
+@kept
 def loaded(model: Model, config: Config, read: Read) -> Model:
     """The model that is read, beside the main one."""
     if read.role == MAIN:
