@@ -27,7 +27,7 @@ LEFT_OUT = {
     "files.py": "the functions that all others write with",
     "cli/entry.py": "the traceback of a defect, in a temporary file",
     "experiments/parts.py": "is given to Run.write_part, which names the file",
-    "studies/compaction/collect.py": "the same",
+    "experiments/work.py": "the same",
     "studies/memento_toy/collect.py": "the same",
     "inference/measured.py": "silences the standard error of a library",
 }

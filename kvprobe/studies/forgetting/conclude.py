@@ -69,7 +69,8 @@ def concluded(table: Rows, config: Config, chat: Any, ask: str) -> Conclusion:
     )
     partial = tuple(way for way in ways(config) if way not in (*CLEAN, NOTHING))
     findings = measure(rows, estimands(partial))
-    facts: dict[str, Any] = {"chat": chat, "ask": ask, "ways": list(ways(config)), "partial": list(partial)}
+    facts: dict[str, Any] = {"chat": chat, "ask": ask, "ways": list(ways(config))}
+    facts["partial"] = [place for place, way in enumerate(findings.values("use", "way")) if way in partial]
     facts["kinds"] = list(config.kinds)
     return Conclusion(
         findings,
