@@ -139,6 +139,7 @@ def test_flags_show_the_presets_own_defaults():
         (["run", "bands", "--timing", "frsh"], "fresh"),
         (["run", "bands", "--parts", "q"], "kv"),
         (["run", "bands", "--rates", "1,2"], "--rates"),
+        (["run", "bands", "--gpus", "1"], "add --executor ray"),
         (["run", "bands", "--rates", "1", "200"], "expected percents"),
         (["run", "bands", "--rates"], "'rates'"),
         (["run", "policies", "--budgets", "20", "50.5"], "--budgets"),

@@ -5,6 +5,7 @@ Ray is Apache-2.0, https://docs.ray.io.
 """
 
 import os
+import platform
 import sys
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
@@ -153,7 +154,7 @@ class _Worker:
             )
         if self.model.fingerprint != fingerprint:
             raise UserError(
-                f"The model {config.model} of a worker on {os.uname().nodename} is not that of the run; give all "
+                f"The model {config.model} of a worker on {platform.node()} is not that of the run; give all "
                 "machines the same files."
             )
 
@@ -187,7 +188,8 @@ def _begin(ray: Any, address: str | None, cpus: int) -> None:
     try:
         ray.init(address=address or "local", **settings)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise UserError(f"No Ray cluster is reached at {address}: {str(error).splitlines()[0]}") from None
+        place = "on this machine" if address is None else f"at {address}"
+        raise UserError(f"No Ray cluster is reached {place}: {str(error).splitlines()[0]}") from None
 
 
 def _refuse_too_small(ray: Any, workers: int, threads: int, gpus: float) -> None:

@@ -36,6 +36,8 @@ class SecretReading:
         whole: share of the secrets of which every digit was.
         bits: read of each digit, of 3.32; below zero where the probe misleads.
         site: layer and part that most folds chose.
+        held: bits of each place for one who knows how often each word stands there, as the probe does: the most that
+            can be read.
         control: what the same probes read of the segments themselves with everything in view; None where they were not
             asked.
         classes: that each place can be of; of other words than digits, these are what `digits` counts.
@@ -45,6 +47,7 @@ class SecretReading:
     whole: Estimate
     bits: Estimate
     site: tuple[int, str]
+    held: float
     control: Estimate | None = None
     classes: int = CLASSES
 
@@ -125,7 +128,8 @@ def read_by_probes(
     shares = (right[:, asked].mean(0), right[:, asked].amin(0))
     digits, whole = (estimate(share.double().numpy(), within=SHARE) for share in shares)
     site = list(numbers)[max(tested, key=tested.count)]
-    return SecretReading(digits, whole, estimate(bits[:, asked].mean(0).double().numpy()), site, classes=classes)
+    held = float(results.base_bits[:, asked].mean())
+    return SecretReading(digits, whole, estimate(bits[:, asked].mean(0).double().numpy()), site, held, classes=classes)
 
 
 def reading_from_others(

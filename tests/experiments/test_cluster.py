@@ -18,6 +18,7 @@ from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
 from kvprobe.experiments.skeleton import write_skeleton
+from kvprobe.experiments.work import Work
 from kvprobe.inference.model import Model, load
 from kvprobe.studies import compaction, dangling, find, robustness
 from tests.models import llama
@@ -63,7 +64,9 @@ def test_tables_are_those_of_this_process_row_for_row(
     for study, config in [*((find(name), config) for name, config in STUDIES.items()), (own, own.config(prompts=3))]:
         asked = replace(config, model=model.name)
         here = study.run(asked, tmp_path / "here")
-        there = study.run(asked, tmp_path / "there", cluster=Cluster(workers=2))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Work, "write", lambda *_: pytest.fail("a case was measured in this process"))
+            there = study.run(asked, tmp_path / "there", cluster=Cluster(workers=2))
         for table in here.path.glob("*.parquet"):
             pd.testing.assert_frame_equal(here.df(table.stem), there.df(table.stem), check_exact=True)
         assert here.metrics["findings"] == there.metrics["findings"]

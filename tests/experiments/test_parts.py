@@ -13,6 +13,7 @@ import torch
 from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
+from kvprobe.experiments.work import forget_kept, kept
 from kvprobe.inference.model import Model
 from tests.models import any_model
 from tests.refusals import refused
@@ -62,3 +63,11 @@ def test_a_stage_that_another_process_cannot_find_is_refused(tmp_path: Path):
             "The stage 'squares' is measured by", "define it at the top level",
         )  # fmt: skip
     assert not found
+
+
+def test_what_cases_share_is_made_once_a_run():
+    made: list[int] = []
+    shared = kept(lambda number: made.append(number) or number)
+    assert [shared(1), shared(1)] == [1, 1]
+    forget_kept()
+    assert [shared(1), *made] == [1, 1, 1]

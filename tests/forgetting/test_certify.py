@@ -13,7 +13,7 @@ import torch
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.forgetting import HiddenSecret, certify
-from kvprobe.forgetting.readers import known_reading, reading_from_others
+from kvprobe.forgetting.readers import known_reading, read_by_probes, reading_from_others
 from kvprobe.forgetting.trace import INPUTS, STATE, Slots
 from kvprobe.forgetting.use import Answers, exchange, use_of
 from kvprobe.forgetting.ways import WAYS, forgotten
@@ -304,3 +304,13 @@ def test_a_cache_of_which_one_number_differs_is_another(model: Model):
     cache = with_number(1, "V", -1, 1e-4)(model.prefill(CHAT).mask("T1"))
     with pytest.raises(UserError, match="is not what 'mask' makes"):
         certified(model, "mask", cache=cache)
+
+
+def test_what_is_all_there_is_read_up_to_what_its_places_hold_and_no_further():
+    """Few secrets, of which some words are rare: their entropy is less than what one lacks who knows other secrets."""
+    labels = torch.randint(0, 10, (3, 120), generator=torch.Generator().manual_seed(0))
+    planted = torch.nn.functional.one_hot(labels, 10).float().transpose(0, 1).flatten(1)
+    reading = read_by_probes({(0, "v"): planted}, labels, torch.arange(120) % 5)
+    counts = torch.stack([torch.bincount(place, minlength=10) for place in labels]).double() / 120
+    entropy = float(-(counts * counts.clamp(min=1e-9).log2()).sum(1).mean())
+    assert entropy < reading.bits.mean <= reading.held

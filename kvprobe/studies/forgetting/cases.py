@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import log2, prod
+from math import prod
 
 import numpy as np
 import torch
@@ -94,11 +94,6 @@ class Drawn:
     def chance(self) -> float:
         """The share of the places that one guesses who has read nothing: in each, its most frequent word."""
         return sum(map(max, self.shares)) / len(self.shares)
-
-    @property
-    def bits(self) -> float:
-        """What a place holds, on average."""
-        return -sum(share * log2(share) for place in self.shares for share in place if share) / len(self.shares)
 
     def some(self, rows: Sequence[int]) -> "Drawn":
         """With these secrets alone, all of which are asked."""

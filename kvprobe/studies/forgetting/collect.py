@@ -197,7 +197,7 @@ def _left(model: Model, left: KVCache, again: Sequence[KVCache], drawn: Drawn, f
         "differs": 1.0,
         "spread": spread,
         "read": reading.digits.mean,
-        "bits": reading.bits.mean / drawn.bits,
+        "bits": reading.bits.mean / reading.held,
         "whole": reading.whole.mean,
         "tried": float((distances.argmin(1) == own).double().mean()),
     }
