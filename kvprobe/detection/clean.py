@@ -24,7 +24,7 @@ from torch import Tensor
 from kvprobe.arguments import AtLeastOne, AtLeastZero, check_fields
 from kvprobe.brief import Brief
 from kvprobe.detection.clean_texts import as_by_another_engine, clean_texts
-from kvprobe.detection.rows import RowReader, scores_of
+from kvprobe.detection.rows import RowsReader, scores_of
 from kvprobe.detection.scores import (
     LayerRead,
     Learnt,
@@ -152,9 +152,9 @@ def learn_clean(model: Model, recipe: CleanRecipe) -> Clean:
     tailed = clean_texts(model, recipe.tailed, longest, generator, together=TOGETHER)
     calibrated = clean_texts(model, recipe.calibrated, longest, generator, together=TOGETHER)
     sums: dict[tuple[int, str], dict[str, Tensor]] = {}
-    for text in Bar(fitted, desc="Learning what clean caches hold", unit="text"):
-        cache = as_by_another_engine(model, [text])
-        reader = RowReader(model, cache.ledger, 0)
+    for group in Bar(_groups(fitted), desc="Learning what clean caches hold", unit="group"):
+        cache = as_by_another_engine(model, group)
+        reader = RowsReader(model, cache.ledger, range(len(group)))
         for number, layer in enumerate(cache.layers):
             _add(sums, reader.read(number, layer))
     parts = tuple(
@@ -186,10 +186,13 @@ def _scored(
 ) -> Iterator[list[Score]]:
     """The scores of texts, which are read together where they are of one length: of three in four groups as by another
     engine, which is the more unusual, and of others by the model itself."""
-    groups = [texts[first : first + TOGETHER] for first in range(0, len(texts), TOGETHER)]
-    for number, group in enumerate(Bar(groups, desc=doing, unit="group")):
+    for number, group in enumerate(Bar(_groups(texts), desc=doing, unit="group")):
         cache = as_by_another_engine(model, group) if number % 4 else model.prefill([*group])
         yield from scores_of(model, cache, parts)
+
+
+def _groups(texts: Sequence[Tokens]) -> list[Sequence[Tokens]]:
+    return [texts[first : first + TOGETHER] for first in range(0, len(texts), TOGETHER)]
 
 
 def _worst(clean: Clean, scores: Iterable[Score]) -> dict[str, float]:
@@ -207,10 +210,10 @@ def _usual(surprises: list[float]) -> float:
 
 
 def _add(sums: dict[tuple[int, str], dict[str, Tensor]], read: LayerRead) -> None:
-    """Add a layer of a text to the sums of products."""
-    x = read.features.double()
+    """Add a layer of texts to the sums of products."""
+    x = read.features.double().flatten(0, 1)
     for name, part in read.unrotated.items():
-        y = part.double()
+        y = part.double().transpose(0, 1).flatten(1, 2)
         norms = y.norm(dim=-1)
         new = {
             "count": torch.tensor(float(y.shape[1])),

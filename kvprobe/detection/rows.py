@@ -1,4 +1,4 @@
-"""All scores of one row of a cache, which is read layer by layer, each layer once."""
+"""All scores of the rows of a cache, which is read layer by layer, each layer once."""
 
 from collections.abc import Mapping, Sequence
 
@@ -31,38 +31,54 @@ def judged_slots(ledger: Ledger, row: int) -> Bool[Tensor, "slots"]:
     return ledger.live[:, row].any(1).all(0) & ~ledger.padding[row]
 
 
-class RowReader:
-    """Reads a row of a cache for its scores, layer after layer from the first one."""
+class RowsReader:
+    """Reads rows of a cache for their scores, layer after layer from the first one.
 
-    def __init__(self, model: Model, ledger: Ledger, row: int) -> None:
-        self.row, self.rotaries = row, rotaries_by_part(model)
-        held = judged_slots(ledger, row).nonzero()[:, 0].cpu()
-        origins, tokens = ledger.origins[row].cpu(), ledger.tokens[row].cpu()
-        self.held, self.tokens = held, tokens[held]
+    They are read together, so they must hold the same slots, computed at the same positions.
+    """
+
+    def __init__(self, model: Model, ledger: Ledger, rows: Sequence[int]) -> None:
+        self.rows, self.rotaries = rows, rotaries_by_part(model)
+        held = judged_slots(ledger, rows[0]).nonzero()[:, 0].cpu()
+        origins, tokens = ledger.origins[rows[0]].cpu(), ledger.tokens[[*rows]].cpu()
+        self.held, self.tokens = held, tokens[:, held]
         self.later = origins[held] >= FIRST_SLOTS
         self.slots = held[self.later]
         self.positions = origins[self.slots]
-        self._lone: list[tuple[Tensor, ...]] = []
+        self._lone: list[list[Tensor]] = []
         self._before: Mapping[str, Tensor] = {}
         if computable(model.lanes) and len(self.slots):
             device = model.lanes.device
             at = self.positions if not model.lanes.can_reindex else torch.zeros_like(self.slots)
             alone = lone_columns(
-                model.lanes, tokens[self.slots].to(device), at.to(device), min(2, model.geometry.n_layers)
+                model.lanes,
+                tokens[:, self.slots].flatten().to(device),
+                at.repeat(len(rows)).to(device),
+                min(2, model.geometry.n_layers),
             )
-            self._lone = [tuple(part.cpu() for part in parts) for parts in alone]
+            by_row = (len(rows), len(self.slots))
+            self._lone = [[part.cpu().unflatten(1, by_row).transpose(0, 1) for part in parts] for parts in alone]
 
     def read(self, number: int, layer: Layer) -> LayerRead:
         """A layer as it is scored."""
-        stored = {name: part[self.row : self.row + 1].cpu()[:, :, self.held] for name, part in layer.items()}
+        stored = {name: part[[*self.rows]].cpu()[:, :, self.held] for name, part in layer.items()}
         finite = {name: part.nan_to_num(0.0, 0.0, 0.0)[:, :, self.later] for name, part in stored.items()}
         turned = unrotated(finite, self.rotaries[number], self.positions)
         lone = [part for parts in self._lone[: number + 1] for part in parts]
         known = dict(zip(map(str, range(len(lone))), lone, strict=True))
         predictors = known if number < len(self._lone) else self._before
-        features = features_of(predictors) if predictors else torch.zeros(len(self.slots), 0)
+        features = features_of(predictors) if predictors else torch.zeros(len(self.rows), len(self.slots), 0)
         self._before = turned or self._before
         return LayerRead(number, stored, self.held, self.tokens, turned, features, self.slots, self.positions)
+
+
+def readers_of(model: Model, ledger: Ledger) -> list[RowsReader]:
+    """A reader for each set of rows that can be read together."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for row in range(ledger.batch):
+        where = ledger.origins[row].where(judged_slots(ledger, row), -1)
+        alike.setdefault(tuple(where.tolist()), []).append(row)
+    return [RowsReader(model, ledger, rows) for rows in alike.values()]
 
 
 def scores_of(model: Model, cache: AnyCache, parts: tuple[Mapping[str, Learnt], ...]) -> list[list[Score]]:
@@ -72,7 +88,7 @@ def scores_of(model: Model, cache: AnyCache, parts: tuple[Mapping[str, Learnt], 
         UserError: a layer is not of the model's shape.
     """
     rows = range(cache.ledger.batch)
-    readers = [RowReader(model, cache.ledger, row) for row in rows]
+    readers = readers_of(model, cache.ledger)
     known = computable(model.lanes)
     chosen = [spots_of(unedited(cache.ledger, row)) if known else [] for row in rows]
     spots = [(row, slot) for row in rows for slot in chosen[row]]
@@ -84,14 +100,16 @@ def scores_of(model: Model, cache: AnyCache, parts: tuple[Mapping[str, Learnt], 
         layer = cache.layers[number]
         refuse_other_shape(model, number, layer)
         done.append(number)
-        for row, reader in enumerate(readers):
+        for reader in readers:
             read = reader.read(number, layer)
             new = list(plain_scores(read)) if len(read.held) else []
             if len(read.slots):
                 new += learnt_scores(read, parts[number], reader.rotaries[number])
-            scores[row].extend(new)
-            if any(score.check == "finite" and bool(score.values.any()) for score in new):
-                broken.add(row)
+            for place, row in enumerate(reader.rows):
+                of_row = [score.of_row(place) for score in new]
+                scores[row].extend(of_row)
+                if any(score.check == "finite" and bool(score.values.any()) for score in of_row):
+                    broken.add(row)
         places = [place for place, (row, _) in enumerate(spots) if row not in broken]
         for (name, part), right in zip(layer.items(), anew, strict=False):
             stored = part.transpose(1, 2)[tuple(torch.tensor(spots).T)].transpose(0, 1).to(right.device).float()

@@ -1,11 +1,11 @@
 """How unusual each place of a cache is, layer by layer: raw scores, before anything is said about what is too much."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from einops import einsum
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvprobe.cache.layer import Layer
@@ -30,30 +30,34 @@ Learnt = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Score:
-    """Scores of one check at all places of a part of a layer; higher is more unusual.
+    """Scores of one check at all places of a part of a layer, of one row or of several; higher is more unusual.
 
     Attributes:
         slots: the first slot of each place.
         length: slots in a place.
-        shift: for the check of positions, gives the shift that explains a place best, by its head and its number.
+        shift: for the check of positions, gives the shift that explains a place best, by its row, head and number.
     """
 
     check: str
     layer: int
     part: str
-    values: Float[Tensor, "heads places"]
+    values: Float[Tensor, "*rows heads places"]
     slots: Int[Tensor, "places"]
     length: int = 1
-    shift: Callable[[int, int], int] | None = None
+    shift: Callable[..., int] | None = None
 
     @property
     def key(self) -> str:
         return f"{self.check}.{self.layer}.{self.part}"
 
+    def of_row(self, row: int) -> "Score":
+        """Of one row of several."""
+        return replace(self, values=self.values[row], shift=self.shift and partial(self.shift, row))
+
 
 @dataclass(frozen=True)
 class LayerRead:
-    """A layer of one row as it is scored.
+    """A layer as it is scored, of rows that hold the same slots, computed at the same positions.
 
     Attributes:
         stored: its parts as they are in the cache, of the slots that are live.
@@ -66,41 +70,41 @@ class LayerRead:
     number: int
     stored: Layer
     held: Int[Tensor, "held"]
-    tokens: Int[Tensor, "held"]
-    unrotated: Mapping[str, Float[Tensor, "_ others _"]]
-    features: Float[Tensor, "others features"]
+    tokens: Int[Tensor, "rows held"]
+    unrotated: Mapping[str, Float[Tensor, "rows _ others _"]]
+    features: Float[Tensor, "rows others features"]
     slots: Int[Tensor, "others"]
     positions: Int[Tensor, "others"]
 
 
 def unrotated(
     layer: Layer, rotaries: Mapping[str, Rotary | None], positions: Int[Tensor, "slots"]
-) -> dict[str, Float[Tensor, "heads slots d"]]:
-    """The parts of one row in fp32, keys rotated to position 0."""
+) -> dict[str, Float[Tensor, "rows heads slots d"]]:
+    """The parts in fp32, keys rotated to position 0."""
 
     def turned(name: str, part: Tensor) -> Tensor:
         rotary = rotaries.get(name)
         if rotary is None:
-            return part[0].float()
-        return Rotation.between(rotary, positions[None], torch.zeros_like(positions[None])).of(part.float())[0]
+            return part.float()
+        return Rotation.between(rotary, positions[None], torch.zeros_like(positions[None])).of(part.float())
 
     return {name: turned(name, part) for name, part in layer.items()}
 
 
-def features_of(parts: Mapping[str, Tensor]) -> Float[Tensor, "slots features"]:
-    """The numbers of each slot in a row; of more than `MOST_FEATURES` so many random mixtures, always the same."""
-    joined = torch.cat([part.transpose(0, 1).flatten(1) for part in parts.values()], 1)
-    if joined.shape[1] <= MOST_FEATURES:
+def features_of(parts: Mapping[str, Tensor]) -> Float[Tensor, "rows slots features"]:
+    """The numbers of each slot side by side; of more than `MOST_FEATURES` so many random mixtures, always the same."""
+    joined = torch.cat([part.transpose(1, 2).flatten(2) for part in parts.values()], -1)
+    numbers = joined.shape[-1]
+    if numbers <= MOST_FEATURES:
         return joined
-    generator = torch.Generator().manual_seed(joined.shape[1])
-    mixing = torch.randn(joined.shape[1], MOST_FEATURES, generator=generator) / joined.shape[1] ** 0.5
+    generator = torch.Generator().manual_seed(numbers)
+    mixing = torch.randn(numbers, MOST_FEATURES, generator=generator) / numbers**0.5
     return joined @ mixing.to(joined.device)
 
 
 def plain_scores(read: LayerRead) -> Iterator[Score]:
     """What needs no statistics of the model: numbers that are not finite, zeros, copies, coarse grids."""
-    for part, tensor in read.stored.items():
-        rows = tensor[0]
+    for part, rows in read.stored.items():
         empty = (rows == 0).all(-1)
         yield Score("finite", read.number, part, (~rows.isfinite().all(-1)).float(), read.held)
         yield Score("zeros", read.number, part, empty.float(), read.held)
@@ -133,41 +137,41 @@ def learnt_scores(
         for check, values in (("distance of a block", far), (f"{predicted}, of a block", off)):
             yield Score(check, read.number, part, _means(values, starts), read.slots[starts], BLOCK)
         if len(edges := starts[(starts >= _STEP) & (starts + _STEP <= len(read.slots))]):
-            sides = _means(white.movedim(-1, 1), edges, _STEP) - _means(white.movedim(-1, 1), edges - _STEP, _STEP)
-            yield Score("step", read.number, part, _log_mean(sides.movedim(1, -1)), read.slots[edges])
+            sides = _means(white.mT, edges, _STEP) - _means(white.mT, edges - _STEP, _STEP)
+            yield Score("step", read.number, part, _log_mean(sides.mT), read.slots[edges])
         if (rotary := rotaries.get(part)) is not None:
             yield _positions(read, part, learnt, rotary, starts)
 
 
-def prediction(features: Float[Tensor, "slots features"], learnt: Learnt) -> Float[Tensor, "heads slots d"]:
+def prediction(features: Float[Tensor, "rows slots features"], learnt: Learnt) -> Float[Tensor, "rows heads slots d"]:
     """What the features say of a part, from its mean on."""
     heads, d = learnt["mean"].shape
-    return ((features - learnt["centre"]) @ learnt["weights"]).unflatten(-1, (heads, d)).transpose(0, 1)
+    return ((features - learnt["centre"]) @ learnt["weights"]).unflatten(-1, (heads, d)).transpose(1, 2)
 
 
 def _positions(read: LayerRead, part: str, learnt: Learnt, rotary: Rotary, starts: Int[Tensor, "blocks"]) -> Score:
     """By how much another position explains a block of keys better than the claimed one."""
     slots = starts[:, None] + torch.arange(BLOCK, device=starts.device)
-    keys = read.unrotated[part][:, slots.flatten()]
-    expected = (learnt["mean"][:, None] + prediction(read.features, learnt))[:, slots.flatten()]
+    keys = read.unrotated[part][:, :, slots.flatten()]
+    expected = (learnt["mean"][:, None] + prediction(read.features, learnt))[:, :, slots.flatten()]
 
     def distances(keys: Tensor, expected: Tensor, rest: Tensor, shifts: Sequence[int]) -> Tensor:
-        """[shifts, heads, blocks]"""
+        """[shifts, rows, heads, blocks]"""
         parts: list[Tensor] = []
         for some in torch.tensor(shifts, device=keys.device)[:, None].split(max(1, _AT_ONCE // keys.numel())):
             turn = Rotation.between(rotary, some, torch.zeros_like(some))
-            off = turn.of(keys[None].expand(len(some), -1, -1, -1)) - expected
-            white = einsum(off, rest, "shift head slot d, head d e -> shift head slot e")
-            parts.append(white.square().mean(-1).unflatten(2, (-1, BLOCK)).mean(-1))
+            turned = turn.of(keys.flatten(0, 1).expand(len(some), -1, -1, -1)).unflatten(1, keys.shape[:2])
+            white = (turned - expected) @ rest
+            parts.append(white.square().mean(-1).unflatten(-1, (-1, BLOCK)).mean(-1))
         return torch.cat(parts)
 
     apart = distances(keys, expected, learnt["rest"], [0, *SHIFTS]).clamp_min(_TINY).log()
     best = (apart[0] - apart[1:]).amax(0)
 
-    def nearest(head: int, block: int) -> int:
-        one, inside = slice(head, head + 1), slice(block * BLOCK, (block + 1) * BLOCK)
+    def nearest(row: int, head: int, block: int) -> int:
+        there = (slice(row, row + 1), slice(head, head + 1), slice(block * BLOCK, (block + 1) * BLOCK))
         every = [shift for shift in range(-FARTHEST_SHIFT, FARTHEST_SHIFT + 1) if shift]
-        return every[int(distances(keys[one, inside], expected[one, inside], learnt["rest"][one], every).argmin())]
+        return every[int(distances(keys[there], expected[there], learnt["rest"][there[1]], every).argmin())]
 
     return Score("position", read.number, part, best, read.slots[starts], BLOCK, nearest)
 
@@ -187,13 +191,15 @@ def _log_mean(white: Float[Tensor, "*places d"]) -> Float[Tensor, "*places"]:
     return white.square().mean(-1).clamp_min(_TINY).log()
 
 
-def _copies(rows: Float[Tensor, "heads slots d"], tokens: Int[Tensor, "slots"]) -> Tensor:
+def _copies(
+    stored: Float[Tensor, "rows heads slots d"], tokens: Int[Tensor, "rows slots"]
+) -> Bool[Tensor, "rows heads slots"]:
     """Slots that hold the very numbers of a slot of another token; a token repeated from the first slot on has the same
     V each time."""
     generator = torch.Generator().manual_seed(0)
-    mixing = torch.randn(rows.shape[-1], generator=generator, dtype=torch.float64).to(rows.device)
-    hashes, order = (rows.double() @ mixing).sort(stable=True)
-    of = tokens.to(order.device)[order]
-    same = (hashes[:, 1:] == hashes[:, :-1]) & (of[:, 1:] != of[:, :-1])
-    result = torch.zeros(rows.shape[:2], dtype=torch.bool, device=rows.device)
-    return result.scatter(1, order[:, 1:], same)
+    mixing = torch.randn(stored.shape[-1], generator=generator, dtype=torch.float64).to(stored.device)
+    hashes, order = (stored.double() @ mixing).sort(stable=True)
+    of = tokens.to(order.device)[:, None].expand_as(order).gather(-1, order)
+    same = (hashes[..., 1:] == hashes[..., :-1]) & (of[..., 1:] != of[..., :-1])
+    result = torch.zeros(hashes.shape, dtype=torch.bool, device=stored.device)
+    return result.scatter(-1, order[..., 1:], same)

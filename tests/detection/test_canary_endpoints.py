@@ -118,23 +118,28 @@ class VllmHandler(Handler):
     """vLLM 0.32 with kvprobe's connector, which dumps and loads as its own code says."""
 
     folder: Path
-    caching = "False"
+    caching, connected = "False", True
+    loaded = 0
 
     def do_GET(self) -> None:
         if self.path != "/metrics":
             super().do_GET()
             return
         labels = f'block_size="{BLOCK}",cache_dtype="auto",enable_prefix_caching="{self.caching}",engine="0"'
-        self._send(200, f"# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{{{labels}}} 1.0\n".encode())
+        info = f"# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{{{labels}}} 1.0\n"
+        hits = f'vllm:external_prefix_cache_hits_total{{engine="0"}} {float(self.loaded)}\n'
+        self._send(200, (info + hits).encode())
 
     def _completion(self, asked: dict[str, Any]) -> object:
         transfer, prompt = asked.pop("kv_transfer_params", {}), tuple(asked["prompt"])
+        transfer = transfer if self.connected else {}
         with self.lock:
             self.engine.pool.clear()
             self.engine.order.clear()
             if (name := transfer.get("load")) is not None:
                 cache = open_plain(self.folder / name)
                 known = prompt[: loadable(cache, prompt, BLOCK)]
+                type(self).loaded += len(known)
                 self.engine.saved = (
                     known,
                     [part[0, 0].double().numpy() for layer in cache.layers for part in layer.values()],
@@ -176,10 +181,13 @@ def test_vllm_with_the_connector_fails_by_what_it_makes_of_a_loaded_cache(
     bug: str, failed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(VllmHandler, "folder", tmp_path, raising=False)
+    monkeypatch.setattr(VllmHandler, "loaded", 0)
     with endpoint(PagedEngine(bug), VllmHandler) as url:
         target = vllm_endpoint(f"{url}/v1")
         assert ScriptSizes.of(target).block == BLOCK
         result = canary(target, sizes=SIZES)
+        monkeypatch.setattr(VllmHandler, "connected", False)
+        refused(lambda: canary(target, sizes=SIZES), "start it with kvprobe's connector")
         monkeypatch.setattr(VllmHandler, "caching", "True")
         refused(lambda: vllm_endpoint(url), "start it with --no-enable-prefix-caching")
     assert result.failed == failed

@@ -4,7 +4,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -20,6 +20,8 @@ _PIECES = re.compile(r"\s?\d|\s?[^\W\d]+|\s|\S")
 _SAVED, _DUMP = "kvprobe-canary.bin", "kvprobe-canary.json"
 _SETTINGS = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _SETTING = re.compile(r'(\w+)="([^"]*)"')
+_LOADED = re.compile(r"^vllm:external_prefix_cache_hits_total\{.*\} (\S+)$", re.MULTILINE)
+"""Tokens that came from a connector, a line for each engine."""
 
 
 @checked_arguments
@@ -239,13 +241,28 @@ class _Vllm(_OpenAI):
         if not (reuse and self._to_load):
             return super().ask(prompts, new, reuse)
         self._to_load = False
-        # The connector ends the engine if it is to load a cache of other tokens.
+        return [self._gone_on(prompt, new) for prompt in prompts]
+
+    def _gone_on(self, prompt: Prompt, new: int) -> EngineAnswer:
+        """An answer from the dump where it is of the prompt's first blocks; of other tokens it would end the engine."""
         size = len(self._saved)
-        whole = [prompt[:size] == self._saved and len(prompt) > size for prompt in prompts]
-        return [
-            self._complete(prompt, new, True, {"load": _DUMP} if loads else None)
-            for prompt, loads in zip(prompts, whole, strict=True)
-        ]
+        if prompt[:size] != self._saved or len(prompt) == size:
+            return self._complete(prompt, new, True)
+        before = self._loaded()
+        answer = self._complete(prompt, new, True, {"load": _DUMP})
+        after = self._loaded()
+        loaded = answer.reused if before is None or after is None else int(after - before)
+        if loaded is not None and loaded < size:
+            raise UserError(
+                f"{self.name} was to put a dump of {size} tokens in place and took {loaded}; start it with kvprobe's "
+                "connector, or test it with --api openai."
+            )
+        return replace(answer, reused=loaded)
+
+    def _loaded(self) -> float | None:
+        """Tokens that came from connectors since the server started; None where it does not count them."""
+        counts = _LOADED.findall(self.server.text_at("/metrics"))
+        return sum(map(float, counts)) if counts else None
 
 
 def _token(name: str) -> Token:
