@@ -102,6 +102,20 @@ def _tasks() -> Entries:
     return [{"name": name, "about": _first_sentence(about)} for name, about in (*named, files)]
 
 
+def _engines() -> Entries:
+    from kvprobe.engines.formats import FORMATS, installed
+
+    return [
+        {"name": kind.name, **vars(kind), "packages": list(kind.packages), "installed": installed(kind.packages)}
+        for kind in FORMATS
+    ]
+
+
+def _engine(kind: Mapping[str, Any]) -> str:
+    here = f"; {kind['installed'] or 'not installed: ' + kind['install']}" if kind["packages"] else ""
+    return f"{kind['content']}{here}; written by {kind['written_by']}"
+
+
 def runs_in(root: Path) -> Entries:
     """The runs in a folder."""
     folders = sorted(path.parent for path in root.glob("*/config.yaml"))
@@ -141,6 +155,7 @@ KINDS = {
         _zoo,
         lambda bug: f"{bug['kind']}{' (benign)' if bug['benign'] else ''}; {bug['address']}; {bug['happened']}",
     ),
+    "engines": NameKind("formats of caches: kv.open_cache(FILE)", _engines, _engine),
     "tasks": NameKind("kvprobe run robustness --tasks NAME", _tasks, lambda task: task["about"]),
     "runs": NameKind(
         "kvprobe report NAME",

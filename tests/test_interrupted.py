@@ -25,7 +25,7 @@ from kvprobe.cli import main
 from kvprobe.experiments.settings import folder_of
 from kvprobe.studies import Entry
 
-def interrupted(self, config, root, name, processes=1):
+def interrupted(self, config, root, name, processes=1, share=None):
     parts = folder_of(self.name, config, root, name) / "parts"
     parts.mkdir(parents=True)
     (parts / "00000-kl.parquet").touch()

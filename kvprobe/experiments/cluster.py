@@ -22,6 +22,7 @@ import torch
 from kvprobe.arguments import AtLeastOne, Within, check_fields
 from kvprobe.errors import UserError
 from kvprobe.experiments.settings import Settings
+from kvprobe.experiments.stages import noted
 from kvprobe.experiments.work import Work
 from kvprobe.inference.model import Model, load
 from kvprobe.progress import silence
@@ -111,7 +112,9 @@ class Workers:
             (done,), _ = self.ray.wait(list(pending))
             actor, path = pending.pop(done)
             free.append(actor)
-            yield path, self.got(done)
+            with noted(path):
+                content = self.got(done)
+            yield path, content
 
     def got(self, done: Any) -> Any:
         """What a worker gave.

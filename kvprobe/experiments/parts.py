@@ -16,6 +16,7 @@ from kvprobe.errors import UserError
 from kvprobe.experiments.cluster import Workers
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
+from kvprobe.experiments.stages import BegunStage, note_begun, noted
 from kvprobe.experiments.work import TABLE, TENSORS, Labelled, Work
 from kvprobe.files import read_table, refuse_damaged
 from kvprobe.inference.model import Model
@@ -27,6 +28,12 @@ from kvprobe.tasks.designs import Target
 
 Case = TypeVar("Case")
 Config = TypeVar("Config", bound=Settings)
+
+
+class ShareMeasured(UserError):
+    """The share of a stage that was asked for is there; what follows needs all of it."""
+
+
 LACKS = "{path} has no {name!r}; the part is not of this study, so delete it and start again."
 
 
@@ -78,23 +85,34 @@ class Parts(Generic[Config]):
         return self._written(Work(name, measure, given, TENSORS), cases, doing, unit)
 
     def _written(self, work: Work, cases: Sequence[object], doing: str, unit: str, alone: bool = False) -> list[Path]:
-        run = self.run
+        run, (number, shares) = self.run, self.run.share
         parts = {run.part(f"{place:05d}-{work.name}{work.suffix}"): case for place, case in enumerate(cases)}
         missing = [path for path in parts if not path.is_file()]
+        asked = [path for place, path in enumerate(parts) if place % shares == number - 1 and path in missing]
         for path in sorted(parts.keys() - missing):
             refuse_damaged(path)
+        there = len(parts) - len(missing)
+        if missing:
+            note_begun(run.part(""), BegunStage(work.name, work.suffix, doing, unit, len(parts)), there)
 
         def write(path: Path) -> None:
-            run.write_part(path.name, lambda partial: work.write(self.model, self.config, parts[path], partial))
+            with noted(path):
+                run.write_part(path.name, lambda partial: work.write(self.model, self.config, parts[path], partial))
 
         def come(workers: Workers) -> Iterator[Path]:
-            for path, content in workers.parts(work, {path: parts[path] for path in missing}):
-                yield run.write_part(path.name, lambda partial: partial.write_bytes(content))  # noqa: B023, called now
+            for path, content in workers.parts(work, {path: parts[path] for path in asked}):
+                with noted(path):
+                    yield run.write_part(path.name, lambda partial: partial.write_bytes(content))  # noqa: B023, called now
 
-        done = come(run.workers) if run.workers and not alone else forked(write, missing, 1 if alone else run.processes)
-        with Bar(total=len(parts), initial=len(parts) - len(missing), desc=doing, unit=unit) as bar:
+        done = come(run.workers) if run.workers and not alone else forked(write, asked, 1 if alone else run.processes)
+        with Bar(total=len(parts), initial=there, desc=doing, unit=unit) as bar:
             for _ in done:
                 bar.update()
+        if len(asked) < len(missing):
+            raise ShareMeasured(
+                f"Share {number}/{shares} of the stage {work.name!r} is measured, {there + len(asked)} of {len(parts)} "
+                f"cases of it are in {run.path}; join them with the others by `kvprobe merge`, and go on."
+            )
         return list(parts)
 
 

@@ -35,6 +35,7 @@ def run_study(
     model: Model | None = None,
     processes: int = 1,
     cluster: Cluster | None = None,
+    share: tuple[int, int] = (1, 1),
 ) -> Run:
     """Run a study (or resume, or find it finished), write its report, and return the run.
 
@@ -45,11 +46,17 @@ def run_study(
         processes: parts that are worked on side by side, each in a forked process. Numbers are the same but for
             rounding, as with another number of threads.
         cluster: where parts are worked on instead, by workers that load the model that the config names.
+        share: which of how many shares of each stage's cases is measured here, (1, 2) the first half. Others are
+            measured elsewhere with the same command, and `kvprobe.experiments.merging.merge` joins them.
 
     Raises:
+        ShareMeasured: the share that was asked for is there, and what follows needs the others.
         UserError: a setting that does not fit the model, a directory that holds another run, or processes where none
             can be forked.
     """
+    number, shares = share
+    if not 1 <= number <= shares:
+        raise UserError(f"Share {number}/{shares} is none; give the number of a share and how many there are, as 1/2.")
     if model is not None:
         if cluster is not None:
             raise UserError("Workers of a cluster load their model by its name; give it as the setting 'model'.")
@@ -63,7 +70,7 @@ def run_study(
         cluster.started(config, model) if cluster and not run.finished else nullcontext() as workers,
     ):
         check_processes(processes, model.lanes.device)
-        run = replace(run, processes=processes, workers=workers)
+        run = replace(run, processes=processes, workers=workers, share=share)
         # What a user's study concludes may have changed since it was measured.
         if not run.finished or not study.ships:
             resumed = (run.path / "parts").is_dir()

@@ -16,7 +16,9 @@ from kvprobe.environment import environment
 from kvprobe.errors import UserError
 from kvprobe.experiments.cluster import Workers
 from kvprobe.experiments.settings import Settings, as_mapping, folder_of, folder_with_run
+from kvprobe.experiments.stages import FAILED, STAGES
 from kvprobe.files import (
+    HOLDER,
     LOCK,
     PARTIAL,
     read_json,
@@ -48,12 +50,14 @@ class Run:
         begun: the environment that it was opened with; None for a run that is only read.
         processes: parts that are worked on side by side, each in a process of its own; see `kvprobe.processes`.
         workers: of a cluster, which work on parts instead.
+        share: which of how many shares of the cases is measured here; others elsewhere, and `merge` joins them.
     """
 
     path: Path
     begun: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     processes: int = field(default=1, compare=False, repr=False)
     workers: Workers | None = field(default=None, compare=False, repr=False)
+    share: tuple[int, int] = field(default=(1, 1), compare=False, repr=False)
 
     @classmethod
     def open(
@@ -89,9 +93,10 @@ class Run:
             texts = {"env.json": json.dumps(begun, indent=2), "config.yaml": yaml.safe_dump(settings, sort_keys=False)}
             wrong = f"{run.path} is not empty and not a run; choose another --out."
             if (run.path / "config.yaml").is_file():
-                wrong = run._mismatch(settings, begun)
-                if wrong is None:
+                difference = run.difference(settings, begun)
+                if difference is None:
                     return cls(run.path, run.environment)
+                wrong = f"{run.path} {difference}; delete it to start afresh, or choose another --name or --out."
             if run._has_content():
                 raise UserError(wrong)
             (run.path / "figures").mkdir(parents=True, exist_ok=True)
@@ -195,30 +200,30 @@ class Run:
         if (folder := self.path / "parts").is_dir():
             shutil.rmtree(folder)
 
-    def _mismatch(self, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> str | None:
-        """Why the run that is here is not the one that was asked for; None if it is."""
+    def difference(self, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> str | None:
+        """How this run was begun differently; None if nothing that decides its numbers is different."""
         if self.config != settings:
-            return f"{self.path} holds a run with other settings; choose another --out."
-        before, way_out = self.environment, "delete it to start afresh, or choose another --name."
-        if before.get("format") != FORMAT:
-            return f"{self.path} was begun by another version of kvprobe, whose runs are of another format; {way_out}"
+            return "holds a run with other settings"
+        before = self.environment
+        if before.get("format") != FORMAT or environment.get("format") != FORMAT:
+            return "was begun by another version of kvprobe, whose runs are of another format"
         if before["model"] != environment["model"]:
-            difference = differing(before["model"], environment["model"])
-            return f"{self.path} was begun with another model (it differs in {difference}); {way_out}"
+            return f"was begun with another model (it differs in {differing(before['model'], environment['model'])})"
         if before.get("inputs") != environment["inputs"]:
-            changed = " and ".join(environment["inputs"])
-            return f"{self.path} was begun when its {changed} held something else; {way_out}"
+            return f"was begun when its {' and '.join(environment['inputs'])} held something else"
         # A finished run of another version is still that version's answer.
         for key in ("device",) if self.finished else ("device", "versions", "commit"):
             if before[key] != environment[key]:
-                return f"{self.path} was begun with another {key} ({before[key]}, now {environment[key]}); {way_out}"
+                return f"was begun with another {key} ({before[key]}, now {environment[key]})"
         return None
 
     def _has_content(self) -> bool:
         """Whether there is more than the record of a start."""
-        record = {"config.yaml", "env.json", LOCK}
+        record = {"config.yaml", "env.json", LOCK, HOLDER, STAGES}
         return any(
-            path.name not in record and path.suffix != PARTIAL for path in self.path.rglob("*") if not path.is_dir()
+            path.name not in record and path.suffix not in (PARTIAL, FAILED)
+            for path in self.path.rglob("*")
+            if not path.is_dir()
         )
 
     def _json(self, name: str) -> dict[str, Any]:

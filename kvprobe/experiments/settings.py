@@ -96,8 +96,13 @@ def as_mapping(config: Settings) -> dict[str, Any]:
 
 def digest_of(study: str, config: Settings) -> str:
     """Eight hexadecimal digits that tell these settings of a study from others."""
-    settings = {"study": study, "settings": as_mapping(config)}
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    return digest_of_settings(study, as_mapping(config))
+
+
+def digest_of_settings(study: str, settings: Mapping[str, Any]) -> str:
+    """The same of settings as YAML holds them."""
+    settings = {"study": study, "settings": settings}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
 def folder_of(study: str, config: Settings, root: Path, name: str | None) -> Path:
