@@ -6,7 +6,7 @@ queries. On the hooked lane TransformerLens computes whole patterns, and the cho
 long text is read in chunks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -20,8 +20,10 @@ from kvprobe.brief import Brief, Table, show_page
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.layer import named
 from kvprobe.cache.parts import attends, recurrent
+from kvprobe.cache.slot_table import slots_table
 from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.errors import UserError
+from kvprobe.exported import Exported
 from kvprobe.inference.forward import cache_of, forward_pass, new_slots, one_row_each, taps
 from kvprobe.inference.model import Model, Readable
 from kvprobe.models.attending import Attending
@@ -31,13 +33,15 @@ from kvprobe.names import head_name, unknown
 from kvprobe.text.tokens import Decoder, Tokens, token_texts
 from kvprobe.tidy import crossed
 
+WEIGHT_DECIMALS = 6
+"""Of a weight in JSON."""
 CHUNK = 256
 """Tokens read at a time: enough to fill a matrix product, and few enough that a pass takes little memory."""
 
 
 @checked_arguments
 @dataclass(frozen=True, repr=False)
-class Patterns(Brief):
+class Patterns(Brief, Exported):
     """Attention of some queries of one row to all slots.
 
     Attributes:
@@ -59,6 +63,11 @@ class Patterns(Brief):
     tokenizer: Decoder | None = field(default=None, compare=False, repr=False)
     sources: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
     norms: Float[Tensor, "layers heads slots"] | None = field(default=None, compare=False, repr=False)
+
+    def _plain(self) -> Mapping[str, object]:
+        weights = self.weights.double().cpu().numpy().round(WEIGHT_DECIMALS)
+        slots = slots_table(self.cache.ledger, self.tokenizer)
+        return {"layers": self.layers, "queries": self.queries, "slots": slots, "weights": weights}
 
     def _table(self) -> Table:
         """Attention to each segment, the mean over heads and queries, layer by layer."""

@@ -5,25 +5,23 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import pandas as pd
-import torch
 
 from kvprobe.arguments import AtLeastOne, checked_arguments
 from kvprobe.attention import attend, dangling
 from kvprobe.brief import Brief, brief
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.entries import entries
 from kvprobe.checks import names_of
+from kvprobe.comparison.reply import Reply, replies_under
 from kvprobe.errors import UserError
-from kvprobe.inference.generate import generate
+from kvprobe.exported import Exported
 from kvprobe.inference.model import Model
-from kvprobe.inference.outcomes import divergence, surprise
 from kvprobe.inference.rows import needs_question, with_question
 from kvprobe.names import head_name
 from kvprobe.policies.policy import Policy
 from kvprobe.policies.written import policies_of
 from kvprobe.probing.read_features import When
 from kvprobe.text.prefix import CommonPrefix, common_prefix
-from kvprobe.text.tokens import Tokens, token_texts
+from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
 from kvprobe.text.turns import Turns
 
@@ -45,33 +43,7 @@ WHEN: Mapping[When, str] = {
 
 
 @dataclass(frozen=True, repr=False)
-class Reply(Brief):
-    """What the model makes of the question with one cache.
-
-    Attributes:
-        arm: see `ARMS`.
-        text: its own reply, the most probable token at each step.
-        logprobs: in nats, of each token of the reply that it gives with everything in view.
-        kl: mean over these tokens of how far its next-token distribution is from the one with everything in view, nats.
-        slots: tokens that the question can attend to; under a policy, the mean over heads.
-        nbytes: of the cache before the question; under a policy, of what each head keeps.
-    """
-
-    arm: str
-    text: str
-    logprobs: tuple[float, ...] = field(repr=False)
-    kl: float
-    slots: int
-    nbytes: int
-
-    @property
-    def logprob(self) -> float:
-        """Mean over tokens."""
-        return sum(self.logprobs) / len(self.logprobs)
-
-
-@dataclass(frozen=True, repr=False)
-class Comparison(Brief):
+class Comparison(Brief, Exported):
     """Replies to one question, side by side.
 
     Attributes:
@@ -99,6 +71,15 @@ class Comparison(Brief):
     left_out: str = ""
     reused: CommonPrefix | None = None
     when: When = "after"
+
+    def _plain(self) -> Mapping[str, object]:
+        chat = [
+            {"segment": message.segment, "role": message.role, "text": message.said} for message in self.chat.messages
+        ]
+        reused = None if self.reused is None else self.reused.tokens
+        own = {name: getattr(self, name) for name in ("model", "hidden", "question", "tokens", "attention", "left_out")}
+        replies = [{**vars(reply), "logprob": reply.logprob} for reply in self.replies.values()]
+        return {**own, "messages": chat, "replies": replies, "reach": self.reach, "reused": reused, "when": self.when}
 
     def _facts(self) -> Iterable[str]:
         yield f"{self.model}, hidden: {', '.join(self.hidden)}, asked {brief(self.question)}"
@@ -201,33 +182,13 @@ def compare(
     hiding, left_out, reused = _hiding(model, chat, full, hide, when, read) if hide else ({}, "", None)
     caches = {"full": full, **hiding, **_under_policies(model, history, full, acting)}
 
-    rows = KVCache.join(list(caches.values()))
-    prompts = [question.shifted(position) for position in entries(rows.ledger.following, int)]
-    given = generate(model.lanes, prompts, rows, max_new_tokens=max_new_tokens)
-    expected = given.tokens[0]
-    asked = [prompt.answered(expected) for prompt in prompts]
-    _, logits = model.extend(rows, asked, logits=len(expected))
-    kl, _ = divergence(logits[:1].expand_as(logits), logits)
-    replies = {
-        arm: Reply(
-            arm,
-            given.texts[row],
-            tuple((-surprise(logits[row], expected)).tolist()),
-            float(kl[row].mean()),
-            round(float(cache.ledger.live.sum(-1, dtype=torch.float).mean()))
-            if arm in acting
-            else int(cache.ledger.live_somewhere.sum()),
-            cache.footprint if arm in acting else cache.nbytes,
-        )
-        for row, (arm, cache) in enumerate(caches.items())
-    }
-    tokens = token_texts(expected, model.tokenizer)
+    first, replies = replies_under(model, caches, question, max_new_tokens=max_new_tokens, priced=acting)
     unseen = _why_unseen(model) if hide else ""
     attention = pd.DataFrame()
     if hide and not unseen:
-        attention, unseen = _attention(model, caches, asked[0], hide)
+        attention, unseen = _attention(model, caches, question.answered(first.ids), hide)
     left_out = f"{left_out} {unseen}".strip()
-    return Comparison(model.name, chat, hide, ask, tokens, replies, attention, left_out, reused, when)
+    return Comparison(model.name, chat, hide, ask, first.tokens, replies, attention, left_out, reused, when)
 
 
 def _hiding(

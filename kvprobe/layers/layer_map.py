@@ -17,6 +17,7 @@ from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
+from kvprobe.exported import Exported
 from kvprobe.inference.forward import one_row_each
 from kvprobe.inference.model import Model
 from kvprobe.layers.suffix import Component, Outputs, Replacement, Suffix
@@ -29,7 +30,7 @@ from kvprobe.text.tokens import Tokens
 
 
 @dataclass(frozen=True, repr=False)
-class LayerMap(Brief):
+class LayerMap(Brief, Exported):
     """How damage changes on its way through the layers.
 
     Attributes:
@@ -47,6 +48,9 @@ class LayerMap(Brief):
     restored: Float[np.ndarray, "rows"]
     noised: Float[np.ndarray, "rows"]
     states: pd.DataFrame
+
+    def _plain(self) -> Mapping[str, object]:
+        return {"damage": self.damage, "components": self.df(), "states": self.states}
 
     def _facts(self) -> Iterable[str]:
         yield f"{len(self.labels)} components and bands"

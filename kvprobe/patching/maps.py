@@ -11,7 +11,9 @@ from jaxtyping import Float
 
 from kvprobe.brief import Brief, Table, brief, frame_table
 from kvprobe.cache.ledger import Ledger
+from kvprobe.cache.slot_table import slots_table
 from kvprobe.errors import UserError
+from kvprobe.exported import Exported
 from kvprobe.models.geometry import felt
 from kvprobe.names import unknown
 from kvprobe.patching.grid import Cell
@@ -24,7 +26,7 @@ VALUES = ("normalised", "effect", "value")
 
 
 @dataclass(frozen=True, repr=False)
-class PatchMap(Brief):
+class PatchMap(Brief, Exported):
     """A metric with each cell patched.
 
     Attributes:
@@ -47,6 +49,10 @@ class PatchMap(Brief):
     reads: str
     tokenizer: Decoder | None = field(default=None, compare=False, repr=False)
     readers: Mapping[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    def _plain(self) -> Mapping[str, object]:
+        slots = slots_table(self.ledger, self.tokenizer)
+        return {"base": self.base, "donor": self.donor, "reads": self.reads, "slots": slots, "cells": self.df()}
 
     def _facts(self) -> Iterable[str]:
         parts = dict.fromkeys(cell.part for cell in self.cells)

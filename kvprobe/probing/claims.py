@@ -16,6 +16,7 @@ import pandas as pd
 from jaxtyping import Int
 
 from kvprobe.brief import Brief, table_html
+from kvprobe.exported import Exported
 from kvprobe.models.lens import Family
 from kvprobe.probing.features import Site
 from kvprobe.probing.intervals import LEVEL, held_out
@@ -35,7 +36,7 @@ UNMEASURED = "Nothing was measured: retained and restart are the same numbers."
 
 
 @dataclass(frozen=True, repr=False)
-class Probing(Brief):
+class Probing(Brief, Exported):
     """What was read about a target, with its floors and controls.
 
     Attributes:
@@ -77,6 +78,22 @@ class Probing(Brief):
     use: pd.DataFrame | None = None
     warnings: tuple[str, ...] = ()
     measured: bool = True
+
+    def _plain(self) -> Mapping[str, object]:
+        tables = ("table", "summary", "floors", "codelength", "sparse", "use")
+        return {
+            "target": self.target,
+            "chance": self.chance,
+            "measured": self.measured,
+            "warnings": self.warnings,
+            "claims": [claim(self, split) for split in self.picks] if self.measured else [UNMEASURED],
+            "picks": [
+                {"split": split, "fold": fold, "family": family, **site._asdict()}
+                for split, sites in self.picks.items()
+                for fold, (family, site) in enumerate(sites)
+            ],
+            **{name: getattr(self, name) for name in tables},
+        }
 
     def _facts(self) -> Iterable[str]:
         yield f"{self.target.name!r}, {len(self.table)} sites and splits, chance {self.chance:.3g}"
