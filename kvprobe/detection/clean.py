@@ -1,10 +1,11 @@
 """What clean caches of a model hold: statistics learnt once from texts of many kinds, and kept in a file.
 
 Three sets of texts are read. From the first come means, covariances and predictions; from the second the tails of each
-check. On the third the limits are set so that a clean cache passes them at most at the stated rate: of each cache the
-most unusual place of all checks counts, so that the rate is that of whole caches (conformal prediction; Vovk et al.
-2005). These caches are computed with rounded products and stored in 8 bits, as another engine would, so that what
-differs between engines raises no alarm; one in four of the second and third as the model itself would.
+check. On the third the limits are set so that a clean cache fails them at most at the stated rate: of each cache the
+most unusual place of all checks counts, so that the rate is that of whole caches (the jackknife+ of conformal
+prediction; Barber et al. 2021). These caches are computed with rounded products and stored in 8 bits, as another engine
+would, so that what differs between engines raises no alarm; one in four of the second and third as the model itself
+would.
 """
 
 import json
@@ -40,7 +41,7 @@ from kvprobe.progress import Bar
 from kvprobe.stats import conformal_rank
 from kvprobe.text.tokens import Tokens
 
-FORMAT = "kvprobe-clean-4"
+FORMAT = "kvprobe-clean-5"
 BODY = 0.9
 """The share of clean places below which a score is not unusual; beyond it the tail is taken to be exponential."""
 NARROWEST = 0.05
@@ -166,19 +167,31 @@ def learn_clean(model: Model, recipe: CleanRecipe) -> Clean:
     for score in chain(*scored):
         by_key.setdefault(score.key, []).append(score)
     clean = Clean(parts, {key: _tails(same) for key, same in by_key.items()}, {}, recipe)
-    # Checks differ in how far their tails are from exponential, so each is measured by its own most unusual caches.
-    worst = [_worst(clean, scores) for scores in scored]
-    usual = {check: _usual([of_text.get(check, 0.0) for of_text in worst]) for check in sorted({*chain(*worst)})}
+    calibrating = [_worst(clean, scores) for scores in _scored(model, calibrated, parts, "Setting limits")]
+    return replace(clean, limits=limits_of([_worst(clean, scores) for scores in scored], calibrating, recipe.rate))
+
+
+def limits_of(
+    others: Sequence[Mapping[str, float]], calibrating: Sequence[Mapping[str, float]], rate: float
+) -> dict[str, float]:
+    """Limits of each check which a clean cache fails at most at this rate.
+
+    Args:
+        others, calibrating: the largest surprise of each check in clean caches; those calibrated on are like the caches
+            that will be audited.
+    """
+    usual = _usual([*others, *calibrating])
     times: list[float] = []
-    never = {check: max(of_text.get(check, 0.0) for of_text in worst) for check in EXACT}
-    for scores in _scored(model, calibrated, parts, "Setting limits"):
-        found = _worst(clean, scores)
-        never = {check: max(before, found.get(check, 0.0)) for check, before in never.items()}
-        times.append(max((value / usual[check] for check, value in found.items() if check not in EXACT), default=0.0))
-    allowed = max(1.0, sorted(times)[conformal_rank(len(times), recipe.rate) - 1])
-    limits = {check: allowed * value for check, value in usual.items()}
+    for number, of_text in enumerate(calibrating):
+        # Beside all others, as the cache is that will be audited.
+        unit = _usual([*others, *calibrating[:number], *calibrating[number + 1 :]])
+        times.append(max((value / unit[check] for check, value in of_text.items() if check in unit), default=0.0))
+    allowed = max(1.0, sorted(times)[conformal_rank(len(times), rate) - 1])
     # What never happens in a clean cache is no matter of degree.
-    return replace(clean, limits=limits | {check: max(_LEAST_LIMIT, 1 + never[check]) for check in EXACT})
+    never = {check: max(of_text.get(check, 0.0) for of_text in (*others, *calibrating)) for check in EXACT}
+    return {check: allowed * value for check, value in usual.items()} | {
+        check: max(_LEAST_LIMIT, 1 + value) for check, value in never.items()
+    }
 
 
 def _scored(
@@ -203,10 +216,16 @@ def _worst(clean: Clean, scores: Iterable[Score]) -> dict[str, float]:
     return worst
 
 
-def _usual(surprises: list[float]) -> float:
-    """The mean of the largest surprises of a check over caches."""
-    most = sorted(surprises)[-_LARGEST:]
-    return max(_LEAST_LIMIT, sum(most) / len(most))
+def _usual(worst: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of the largest surprises of each check over caches.
+
+    Checks differ in how far their tails are from exponential, so each is measured by its own most unusual caches.
+    """
+    usual: dict[str, float] = {}
+    for check in sorted({*chain(*worst)}.difference(EXACT)):
+        most = sorted(of_text.get(check, 0.0) for of_text in worst)[-_LARGEST:]
+        usual[check] = max(_LEAST_LIMIT, sum(most) / len(most))
+    return usual
 
 
 def _add(sums: dict[tuple[int, str], dict[str, Tensor]], read: LayerRead) -> None:

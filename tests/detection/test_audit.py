@@ -17,7 +17,7 @@ from kvprobe.cache.stored import LazyLayers, StoredCache
 from kvprobe.detection import clean as learning
 from kvprobe.detection.audit import audit
 from kvprobe.detection.bits import in_q8
-from kvprobe.detection.clean import Clean, CleanRecipe, clean_of, learn_clean, load_clean, save_clean
+from kvprobe.detection.clean import Clean, CleanRecipe, clean_of, learn_clean, limits_of, load_clean, save_clean
 from kvprobe.detection.clean_texts import as_by_another_engine, clean_texts
 from kvprobe.detection.columns import lone_columns, read_at_spots
 from kvprobe.detection.scores import Score
@@ -93,6 +93,21 @@ def test_clean_caches_pass_also_by_another_engine(tiny: Model, clean: Clean):
     alarms = sum(audit(tiny, as_by_another_engine(tiny, [text]), clean).suspicious for text in texts)
     alarms += sum(audit(tiny, tiny.prefill(text), clean).suspicious for text in texts)
     assert alarms <= 2  # of 24, though the limits come from few texts
+
+
+def test_limits_hold_at_their_rate_also_where_the_tails_of_checks_differ():
+    rng, rate, alarms = np.random.default_rng(3), 0.05, 0
+
+    def caches(count: int) -> list[dict[str, float]]:
+        drawn = zip(
+            2 * rng.exponential(size=count), rng.pareto(1.5, count) + 4, 3 + rng.normal(size=count), strict=True
+        )
+        return [{"norm": light, "computed anew": heavy, "number": short} for light, heavy, short in drawn]
+
+    for _ in range(100):
+        limits = limits_of(caches(20), caches(40), rate)
+        alarms += sum(any(value > limits[check] for check, value in cache.items()) for cache in caches(40))
+    assert 0.01 < alarms / 4000 <= rate
 
 
 def test_slots_that_left_the_window_of_a_layer_are_judged_in_none(tiny: Model, clean: Clean, cache: KVCache):
