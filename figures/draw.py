@@ -52,7 +52,7 @@ FIGURES: dict[str, tuple[str, str | Figure]] = {
     "engines": ("engines", "distances"),
     "finetuned": ("finetuned", "whole"),
     "finetuned_bands": ("finetuned", "bands"),
-    "forgetting": ("forgetting-secrets", "frontier"),
+    "forgetting": ("forgetting", "frontier"),
     "detection": ("detection", "seen"),
     "detection_severity": ("detection", "severity"),
     "policies": ("policies", "quality_by_memory"),

@@ -227,7 +227,7 @@ def test_planted_numbers_are_found(tmp_path: Path):
     config, conclusion = example()
     findings = conclusion.findings
     assert findings.at("bits", way=MASK).mean == pytest.approx(0.6)
-    assert findings.at("used", way=EVICT).mean == pytest.approx(0.2)
+    assert findings.at("used", way=EVICT).mean == pytest.approx(0.2, abs=0.005)
     assert findings.at("cost", way=OTHER).mean == pytest.approx(1 / 3)
     said = answer_of(STUDY, config, conclusion, tmp_path)
     assert "Evicted: the model still leans to the secret" in said

@@ -41,7 +41,7 @@ def estimands(partial: Sequence[str]) -> tuple[Estimand, ...]:
         Mean(name="beyond", of="beyond", by=("way",), where={"way": others}, within=UNBOUNDED, together=()),
         Mean(name="use", of="use", by=("way",), unit="nats", together=()),
         Mean(name="use_by_kind", of="use", by=("kind", "way"), unit="nats"),
-        Ratio(name="used", of="use", over="full", by=("way",), within=UNBOUNDED),
+        Mean(name="used", of="used", by=("way",), within=UNBOUNDED),
         *(Mean(name=name, of=name, by=("way",), unit="nats") for name in ("kl", "restarted", "moved")),
         Mean(name="cosine", of="cosine", by=("way",), within=(-1.0, 1.0)),
         Mean(name="spread", of="spread", by=("way",), within=UNBOUNDED),
@@ -61,9 +61,11 @@ def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
 def concluded(table: Rows, config: Config, chat: Any, ask: str) -> Conclusion:
     """What `conclude` gives, without the model."""
     on = ("sample",)
+    full = beside(table, "use", {"way": NOTHING}, on)
     rows = table.assign(
         beyond=table["bits"] - beside(table, "bits", {"way": MASK}, on),
-        full=beside(table, "use", {"way": NOTHING}, on),
+        # Each conversation by its own measure: what one kind of secret is used by is ten times what another is.
+        used=table["use"] / full.where(full > 0),
         anew=beside(table, "tokens", {"way": RESTART}, on),
         flops=table["flops"] / 1e9,
     )
