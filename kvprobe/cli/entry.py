@@ -8,6 +8,7 @@ import traceback
 
 from cyclopts import App, CycloptsError
 
+from kvprobe.cli.app import serve
 from kvprobe.cli.caches import audit, canary, diff
 from kvprobe.cli.instruments import attend, budget, certify, compare, doctor, prefix, scan
 from kvprobe.cli.runs import add_run_commands, list_names, merge, new, publish, report, runs_app, status, view
@@ -18,6 +19,7 @@ from kvprobe.names import one_line
 
 app = App(
     name="kvprobe",
+    usage="",
     help="A microscope for the KV cache: what survives when context is masked, evicted, compacted or damaged.",
     version_flags=["--version"],
     suppress_keyboard_interrupt=False,  # cyclopts would end without a word
@@ -46,6 +48,7 @@ for command in (
     new,
 ):
     app.command(command)
+app.command(serve, name="app")
 app.register_install_completion_command(help="Let a shell complete commands, presets and flags.", show=False)
 
 

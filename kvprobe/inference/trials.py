@@ -10,6 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.faults import Draws, Fault, scaffold
@@ -17,6 +18,7 @@ from kvprobe.inference.generate import stop_tokens
 from kvprobe.inference.model import Model
 from kvprobe.inference.struck_rows import Outcome
 from kvprobe.inference.sweep import Question, Trial, first_divergence, prepare, sweep
+from kvprobe.inference.under_policy import tokens_at
 from kvprobe.tasks.passcode import contexts
 from kvprobe.tasks.task import Item, Task
 from kvprobe.text.chat_template import Tokenizer
@@ -133,13 +135,14 @@ def donors(model: Model, tokens: Tokens, number: int, wanted: Collection[str | N
     return caches
 
 
-def struck(model: Model, cache: KVCache, tokens: Tokens, fault: Fault, *, seed: int = 0, number: int = 0) -> KVCache:
+def struck(model: Model, cache: KVCache, fault: Fault, *, seed: int = 0, number: int = 0) -> KVCache:
     """A cache of one row under one fault, which strikes once, with all that the fault needs to know.
 
     Args:
-        tokens: of the cache.
         number: of the sample, which keeps its draws apart from those of others.
     """
+    cache = model.as_seen(cache) if cache.ledger.rotated else cache
+    tokens = tokens_at(cache.ledger, 0, torch.arange(cache.slots))
     context = prepare(model.lanes, cache, [fault], donors(model, tokens, number, {fault.lender}))
     return cache.corrupt(fault, draws=[Draws(seed=seed, sample=number)], contexts=[context])
 

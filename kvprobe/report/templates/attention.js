@@ -70,7 +70,8 @@ function attentionView({ tokens, segments, layers, heads, queries, masked, damag
   function pick(change) {
     show(change);
     const chosen = { layer: ordinal(layers[state.layer]), head: ordinal(heads[state.head]), show: state.view, weights: state.by, slot: `${queries[state.row]}` };
-    try { history.replaceState(null, "", `#${new URLSearchParams(chosen)}`); } catch { /* a page without an address */ }
+    const others = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+    try { history.replaceState(null, "", `#${new URLSearchParams({ ...others, ...chosen })}`); } catch { /* a page without an address */ }
     document.dispatchEvent(new CustomEvent("attention", { detail: { by: view, chosen } }));
   }
   function follow(chosen) {

@@ -27,7 +27,7 @@ function picture({ panels, rows, columns, bands, rowBreaks, signed: diverging, n
     const origin = [(panel % side) * (wide + GAP) + LEFT, Math.floor(panel / side) * high + TOP];
     const map = draw("g", { transform: `translate(${origin.join(" ")})`, class: "panel" }, svg);
     draw("text", { x: -LEFT + 4, y: 16 - TOP, "font-size": 13, "font-weight": 600 }, map, title);
-    draw("image", { width: across, height: down, preserveAspectRatio: "none", style: "image-rendering: pixelated", href: pixels(weights, columns.length) }, map);
+    draw("image", { width: across, height: down, preserveAspectRatio: "none", "image-rendering": "pixelated", href: pixels(weights, columns.length) }, map);
     for (const [from, to] of runs(gone)) {
       const first = weights.findIndex((row) => row.length > from);
       if (first >= 0) crossed({ x: from * cell, y: first * tall, width: (to - from) * cell, height: (rows.length - first) * tall }, map);

@@ -132,7 +132,7 @@ def damages(model: Model, config: Config, pair: FactPair, control: bool = False)
         if family == FALSE:
             other = model.prefill(false)
         else:
-            other = struck(model, clean, true, fault_of(family, percent), seed=config.seed, number=pair.number)
+            other = struck(model, clean, fault_of(family, percent), seed=config.seed, number=pair.number)
         damaged.append((family, clean, other))
     return damaged
 

@@ -133,7 +133,7 @@ def answered(model: Model, config: Config, number: int, guards: Mapping[str, Gua
     tokens = prompt(item, model.tokenizer)
     start = model.prefill([tokens[:-1]])
     cases = [(SOUND, 0.0), *product(config.faults, config.rates), (TENFOLD, max(config.rates))]
-    damage = partial(struck, model, start, tokens[:-1], seed=config.seed, number=number)
+    damage = partial(struck, model, start, seed=config.seed, number=number)
     caches = [start, *(damage(fault_of(name, rate, start)) for name, rate in cases[1:])]
     hit = torch.cat([struck_slots(start, cache) for cache in caches])
     damaged = KVCache.join(caches)

@@ -1,0 +1,118 @@
+"""What is measured on an edited cache: what each slot has become, where numbers changed, what later slots still hold of
+what was hidden, and memory."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvprobe.app.edited import EditedCache
+from kvprobe.cache.cache import KVCache
+from kvprobe.cache.differences import vectors_apart
+from kvprobe.cache.layer import Layer
+from kvprobe.cache.parts import KV, LATENT, ROTATED, WRITES
+from kvprobe.inference.model import Model
+from kvprobe.inference.under_policy import tokens_at
+
+DECIMALS = 4
+Rows = list[list[float | None]]
+"""[layers][slots of the conversation]; null where there is nothing to measure."""
+
+
+def slots_now(now: EditedCache, count: int) -> dict[str, list[object]]:
+    """Per slot of the conversation: its `position` (null where it is gone), the share of layers and KV heads that may
+    see it (`seen`), and whether it was `recomputed`, `damaged`, `quantised`."""
+    ledger, places = now.cache.ledger, now.places
+    seen = torch.zeros(count)
+    seen[places] = ledger.live[:, 0].float().mean((0, 1)).cpu()
+    position: list[int | None] = [None] * count
+    for place, at in zip(places.tolist(), ledger.positions[0].tolist(), strict=True):
+        position[place] = at
+
+    def marked(flags: Tensor) -> list[bool]:
+        marks = torch.zeros(count, dtype=torch.bool)
+        marks[places] = flags.cpu()
+        return marks.tolist()
+
+    return {
+        "position": [*position],
+        "seen": seen.double().round(decimals=DECIMALS).tolist(),
+        "recomputed": [*marked(ledger.recomputed[0])],
+        "quantised": [*marked(ledger.quantised[0] >= 0)],
+        "damaged": [slot in now.damaged for slot in range(count)],
+    }
+
+
+def change(full: KVCache, now: EditedCache) -> Rows:
+    """How far each slot that is left is from what the whole conversation gave it: ‖difference‖ / ‖before‖, the mean
+    over parts and heads; K alone does not count where it was computed at another position."""
+    places = now.places
+    moved = bool((full.ledger.origins[0, places] != now.cache.ledger.origins[0]).any())
+    return _rows([
+        _distance(mine, {name: part[:, :, places] for name, part in theirs.items()}, moved)
+        for mine, theirs in zip(now.cache.layers, full.layers, strict=True)
+    ], places, full.slots)  # fmt: skip
+
+
+def contamination(model: Model, full: KVCache, now: EditedCache) -> tuple[list[int], Rows] | None:
+    """What the later slots still hold of what no later query sees: how far they are from the same slots read without
+    it, at the same positions. Gives the hidden slots too; None where nothing is hidden, or what is left was computed
+    again.
+    """
+    seen = torch.zeros(full.slots, dtype=torch.bool, device=now.places.device)
+    seen[now.places] = now.cache.ledger.live_somewhere[0]
+    retained = seen.clone()
+    retained[now.places] &= ~now.cache.ledger.recomputed[0]
+    hidden = (~seen).nonzero()[:, 0]
+    later = retained & (torch.arange(full.slots, device=seen.device) > (int(hidden[0]) if len(hidden) else full.slots))
+    if not bool(later.any()):
+        return None
+    kept = seen.nonzero()[:, 0]
+    restart = model.prefill(tokens_at(full.ledger, 0, kept))
+    index, among = later.nonzero()[:, 0], later[kept]
+    distances = [
+        _distance(
+            {name: part[:, :, index] for name, part in mine.items()},
+            {name: part[:, :, among] for name, part in theirs.items()},
+        )
+        for mine, theirs in zip(full.layers, restart.layers, strict=True)
+    ]
+    return hidden.tolist(), _rows(distances, index, full.slots)
+
+
+def memory(model: Model, full: KVCache, now: EditedCache) -> dict[str, object]:
+    """Bytes by kind: of `slots` that are attended to, and of what recurrent layers keep (`state`); held now, and by the
+    whole conversation; and what the live slots alone take where each head stores its own (`live`)."""
+
+    def held(cache: KVCache) -> dict[str, int]:
+        parts = [(name, part.numel() * part.element_size()) for layer in cache.layers for name, part in layer.items()]
+        return {
+            "slots": sum(size for name, size in parts if name not in WRITES),
+            "state": sum(size for name, size in parts if name in WRITES),
+        }
+
+    attended = all(name in (*KV, *LATENT, "index") for layer in now.cache.layers for name in layer)
+    return {
+        "full": held(full),
+        "held": held(now.cache),
+        "live": now.cache.footprint if attended else None,
+        "slots": int(now.cache.ledger.live_somewhere.sum()),
+        "of": full.slots,
+    }
+
+
+def _distance(mine: Layer, theirs: Layer, moved: bool = False) -> Float[Tensor, "slots"] | None:
+    """Of each slot of a layer; None where it stores nothing that can be compared."""
+    parts = [name for name in mine if not (moved and name in ROTATED)]
+    distances = [vectors_apart(mine[name][0], theirs[name][0]).mean(0) for name in parts]
+    return torch.stack(distances).mean(0) if distances else None
+
+
+def _rows(layers: list[Tensor | None], places: Tensor, count: int) -> Rows:
+    rows: Rows = []
+    for layer in layers:
+        row: list[float | None] = [None] * count
+        if layer is not None:
+            for place, value in zip(places.tolist(), layer.double().round(decimals=DECIMALS).tolist(), strict=True):
+                row[place] = value if value != float("inf") else None
+        rows.append(row)
+    return rows

@@ -1,0 +1,204 @@
+"""From an address to its state, as plain data: everything that the page draws. Nothing here knows of the web.
+
+What edits share is computed once: the caches after each beginning of a list of edits are kept, the last ones used.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+
+from kvprobe.app.address import Address, Edit
+from kvprobe.app.edited import EditedCache, conversation_code, edited, script
+from kvprobe.app.measures import Rows, change, contamination, memory, slots_now
+from kvprobe.attention import Patterns, attend
+from kvprobe.cache.cache import KVCache
+from kvprobe.comparison import FirstReply, Reply, replies_under
+from kvprobe.errors import UserError
+from kvprobe.exported import Exported
+from kvprobe.inference.model import Model
+from kvprobe.report.document import AttentionView
+from kvprobe.report.views.patterns import patterns_view
+from kvprobe.text.tokens import Tokens, token_texts
+
+KEPT = 24
+"""Caches, replies and patterns that are kept at a time, of each kind."""
+MOST_SLOTS = 1024
+"""Of a conversation on a page."""
+MOST_QUERIES = 12
+"""Tokens of question and reply whose attention is shown: the last of the question, and the first of the reply."""
+
+Kept = TypeVar("Kept")
+OnStep = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class AppState(Exported):
+    """What the page shows of one address.
+
+    Attributes:
+        model: `name`, `layers`, `dtype`.
+        address: the conversation, the question, and what was done.
+        edits: in words.
+        slots: one entry per slot of the conversation under each name; see `kvprobe.app.measures.slots_now`.
+        expected: tokens of the reply with everything in view, as text.
+        replies: the one with everything in view, and that with the cache as it is now.
+        change: see `kvprobe.app.measures.change`.
+        contamination: see `kvprobe.app.measures.contamination`.
+        hidden: the slots that no later query sees.
+        memory: see `kvprobe.app.measures.memory`.
+        attention: the view of attention, before and after; None where it was not asked for or cannot be shown.
+        attention_left_out: why it cannot.
+        notes: warnings.
+        python: a script that makes the same cache and asks the same question.
+        seconds: that it took.
+    """
+
+    model: Mapping[str, object]
+    address: Address
+    edits: tuple[str, ...]
+    slots: Mapping[str, list[object]] = field(repr=False)
+    expected: tuple[str, ...]
+    replies: tuple[Reply, ...]
+    change: Rows = field(repr=False)
+    contamination: Rows | None = field(repr=False)
+    hidden: tuple[int, ...]
+    memory: Mapping[str, object]
+    attention: AttentionView | None = field(repr=False)
+    attention_left_out: str
+    notes: tuple[str, ...]
+    python: str = field(repr=False)
+    seconds: float
+
+
+class Microscope:
+    """A model, and what was computed for the last addresses."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self._kept: dict[str, OrderedDict[Hashable, Any]] = {}
+
+    def state(self, address: Address, *, attention: bool = False, step: OnStep = lambda what: None) -> AppState:
+        """What there is to see at an address.
+
+        Args:
+            attention: whether to show attention too, which takes longer.
+            step: is called with what is being done; an exception that it raises ends the work.
+
+        Raises:
+            UserError: the conversation cannot be read, or an edit does not fit.
+        """
+        began = time.perf_counter()
+        step("reading the conversation")
+        history, full = self._read(address)
+        now = full
+        for count, edit in enumerate(address.edits, 1):
+            step(str(edit))
+            now = self._after(address, count, history, now, edit)
+        step("answering with everything in view")
+        question, first, whole = self._first(address, full.cache)
+        replies = (whole,)
+        if address.edits:
+            step("answering")
+            replies = (whole, self._reply(address, question, first, now.cache))
+        step("measuring")
+        remembered = contamination(self.model, full.cache, now)
+        places = slots_now(now, full.cache.slots)
+        view, left_out = None, ""
+        if attention:
+            step("recording attention")
+            view, left_out = self._attention(address, question.answered(first.ids), full.cache, now.cache)
+        names, messages = address.names, [{"role": one.role, "content": one.content} for one in address.messages]
+        return AppState(
+            model={"name": self.model.name, "layers": full.cache.n_layers, "dtype": self.model.dtype},
+            address=address,
+            edits=tuple(map(str, address.edits)),
+            slots={"text": [*token_texts(history.ids, self.model.tokenizer)], "segment": [*history.segments], **places},
+            expected=first.tokens,
+            replies=replies,
+            change=change(full.cache, now),
+            contamination=None if remembered is None else remembered[1],
+            hidden=tuple(slot for slot, seen in enumerate(places["seen"]) if not seen),
+            memory=memory(self.model, full.cache, now),
+            attention=view,
+            attention_left_out=left_out,
+            notes=now.notes,
+            python=script(self.model.name, conversation_code(messages, names), now.code, address.ask, address.new),
+            seconds=round(time.perf_counter() - began, 3),
+        )
+
+    def _read(self, address: Address) -> tuple[Tokens, EditedCache]:
+        """The tokens of the conversation, and the cache of all of it."""
+
+        def read() -> tuple[Tokens, EditedCache]:
+            history = self.model.tokens(address.chat)[0]
+            if len(history) > MOST_SLOTS:
+                raise UserError(
+                    f"The conversation has {len(history):,} tokens, and the page shows at most {MOST_SLOTS:,}; give a "
+                    "shorter one, or use Python."
+                )
+            cache = self.model.prefill(history)
+            return history, EditedCache(cache, torch.arange(cache.slots, device=cache.ledger.tokens.device))
+
+        return self._once("read", address.messages, read)
+
+    def _after(self, address: Address, count: int, history: Tokens, before: EditedCache, edit: Edit) -> EditedCache:
+        """The cache after the first edits of an address."""
+        key = (address.messages, address.edits[:count])
+        return self._once("edited", key, lambda: edited(self.model, before, edit, history))
+
+    def _first(self, address: Address, full: KVCache) -> tuple[Tokens, FirstReply, Reply]:
+        """The question, and the reply to it with everything in view."""
+
+        def answer() -> tuple[Tokens, FirstReply, Reply]:
+            question = self.model.prompts(full, address.ask)[0]
+            first, replies = replies_under(self.model, {"full": full}, question, max_new_tokens=address.new)
+            return question, first, replies["full"]
+
+        return self._once("first", replace(address, edits=()), answer)
+
+    def _reply(self, address: Address, question: Tokens, first: FirstReply, cache: KVCache) -> Reply:
+        by_head = not cache.ledger.uniform or cache.ledger.quantisation is not None
+
+        def answer() -> Reply:
+            counted = ("now",) if by_head else ()
+            _, replies = replies_under(
+                self.model, {"now": cache}, question, first, max_new_tokens=address.new, priced=counted
+            )
+            return replies["now"]
+
+        return self._once("reply", address, answer)
+
+    def _attention(
+        self, address: Address, asked: Tokens, full: KVCache, now: KVCache
+    ) -> tuple[AttentionView | None, str]:
+        """Attention of the question's last tokens and the reply, before and after; or why it cannot be shown."""
+        rows = range(len(asked))[-MOST_QUERIES:]
+
+        def before() -> Patterns:
+            return attend(self.model, asked, full, queries=rows)
+
+        try:
+            _ = self.model.lanes.attention_proved
+            patterns = self._once("attention", replace(address, edits=()), before)
+            following = int(now.ledger.following[0])
+            after = attend(self.model, asked.shifted(following), now, queries=rows) if address.edits else None
+            return patterns_view(patterns, after, chat=address.chat, caption=_CAPTION), ""
+        except UserError as error:
+            return None, str(error)
+
+    def _once(self, kind: str, key: Hashable, make: Callable[[], Kept]) -> Kept:
+        """What was made for this key before, or is made now."""
+        kept = self._kept.setdefault(kind, OrderedDict())
+        if key not in kept:
+            kept[key] = make()
+        kept.move_to_end(key)
+        while len(kept) > KEPT:
+            kept.popitem(last=False)
+        return kept[key]
+
+
+_CAPTION = "Attention of the last tokens of question and reply."

@@ -1,0 +1,199 @@
+// The page: it draws the state at its address, and asks the server for those that are not known yet.
+import { addressOf, fragmentOf, keyOf, known, parentOf, remember, tidy } from "./state.js";
+import { compute, opened, shared } from "./server.js";
+import { choice, drawStrip } from "./strip.js";
+import { drawReplies } from "./replies.js";
+import { drawAttention, drawChange, drawMemory, drawRemembered } from "./maps.js";
+
+const at = (id) => document.getElementById(id);
+const LEGEND = [["hidden", "hidden or evicted"], ["partly", "hidden from some heads"], ["damaged", "damaged"], ["recomputed", "computed again"], ["quantised", "quantised"]];
+const page = { live: false, address: null, state: null, strip: null, stop: null };
+
+function say(text, wrong = false) {
+  at("status").textContent = text;
+  at("status").classList.toggle("wrong", wrong);
+}
+
+// Goes to an address, as a link would.
+function go(address) {
+  const fragment = fragmentOf(address);
+  if (fragment === location.hash) show();
+  else location.hash = fragment;
+}
+
+async function show(attention = false) {
+  page.stop?.abort();
+  let address = null;
+  try { address = addressOf(location.hash); } catch (error) { say(error.message, true); return; }
+  page.address = address;
+  const found = known.states.get(keyOf(address));
+  if (found && !(attention && !found.attention && !found.attention_left_out)) { draw(found); return; }
+  if (!page.live) { say("This state is not in this file.", true); return; }
+  const stop = new AbortController();
+  page.stop = stop;
+  document.body.setAttribute("aria-busy", "true");
+  at("cancel").hidden = false;
+  try {
+    const state = await compute(address, attention, (step) => page.stop === stop && say(`${step} …`), stop.signal);
+    if (state) remember(state);
+    if (page.stop !== stop) return;
+    if (state) draw(state);
+    else say("Cancelled.");
+  } catch (error) {
+    if (page.stop === stop) say(error.message, true);
+  } finally {
+    if (page.stop === stop) {
+      page.stop = null;
+      at("cancel").hidden = true;
+      document.body.removeAttribute("aria-busy");
+    }
+  }
+}
+
+function draw(state) {
+  page.state = state;
+  at("model").textContent = `${state.model.name} · ${state.model.layers} layers · ${state.model.dtype}`;
+  at("ask").value = state.address.ask;
+  at("undo").disabled = !state.edits.length;
+  page.strip = drawStrip(at("strip"), state, chosen);
+  const layer = at("layer");
+  layer.max = `${state.model.layers - 1}`;
+  at("layer-choice").hidden = !state.contamination;
+  ofLayer();
+  drawReplies(at("replies"), state);
+  at("notes").replaceChildren(...state.notes.map((note) => make("p", "note", null, note)));
+  drawMemory(at("memory"), state);
+  drawRemembered(at("remembered").lastElementChild, state);
+  drawChange(at("changed").lastElementChild, state);
+  drawAttention(at("attention").lastElementChild, state, page.live ? () => show(true) : null);
+  at("python").textContent = state.python;
+  drawStates();
+  const reply = state.replies.at(-1);
+  say(`${state.edits.at(-1) ?? "Everything in view"}. The model says: ${reply.text}`);
+}
+
+function ofLayer() {
+  const layer = Number(at("layer").value);
+  at("layer-name").textContent = layer < 0 ? "all layers" : `layer ${layer}`;
+  page.strip?.remembered(layer);
+}
+
+// The states of this conversation and question as a tree: each beneath the one that it was made from.
+function drawStates() {
+  const here = keyOf(page.address);
+  const origin = JSON.stringify([tidy(page.address).messages, page.address.ask]);
+  const states = [...known.states.values()].filter(({ address }) => JSON.stringify([tidy(address).messages, address.ask]) === origin).map((state) => ({ state, path: tidy(state.address).edits.map((edit) => JSON.stringify(edit)) }));
+  const sorted = states.sort((one, other) => (`${one.path}` < `${other.path}` ? -1 : 1));
+  at("states").replaceChildren(...sorted.map(({ state, path }) => {
+    const item = make("li", "");
+    item.style.setProperty("--depth", path.length);
+    const link = make("a", "", item, state.edits.at(-1) ?? "everything in view");
+    link.href = fragmentOf(state.address);
+    if (keyOf(state.address) === here) link.setAttribute("aria-current", "page");
+    make("span", "soft", item, ` ${state.replies.at(-1).text}`);
+    return item;
+  }));
+}
+
+function chosen() {
+  const { segments, slots } = choice;
+  const words = segments.length ? segments.join(", ") : slots.length ? (slots[1] - slots[0] === 1 ? `slot ${slots[0]}` : `slots ${slots[0]} to ${slots[1] - 1}`) : "";
+  at("chosen").textContent = words ? `Chosen: ${words}.` : "Nothing is chosen; damage, quantisation and policies then act on the whole cache.";
+  for (const button of document.querySelectorAll("[data-edit]")) {
+    const needs = ["mask", "evict", "re-index", "restart"].includes(button.dataset.edit);
+    button.disabled = !page.live || (needs && !words) || (button.dataset.edit === "restart" && !segments.length);
+  }
+}
+
+function edit(kind) {
+  const where = ["quantise", "policy"].includes(kind) ? {} : choice.segments.length ? { segments: choice.segments } : choice.slots.length ? { slots: choice.slots } : {};
+  const how = {
+    damage: () => ({ fault: at("fault").value, rate: Number(at("rate").value) / 100, seed: Number(at("seed").value) }),
+    quantise: () => ({ bits: Number(at("bits").value) }),
+    policy: () => ({ policy: at("policy").value }),
+  }[kind]?.() ?? {};
+  choice.segments = [];
+  choice.slots = [];
+  go(tidy({ ...page.address, edits: [...page.address.edits, { kind, ...where, ...how }] }));
+}
+
+// Messages from JSON, or from lines that begin with a role.
+function messagesOf(text) {
+  if (text.trim().startsWith("[")) return JSON.parse(text).map(({ role, content }) => ({ role: String(role), content: String(content) }));
+  const messages = [];
+  for (const line of text.split("\n")) {
+    const [, role, content] = line.match(/^\s*(system|user|assistant)\s*:\s*(.*)$/) ?? [];
+    if (role) messages.push({ role, content });
+    else if (line.trim() && messages.length) messages.at(-1).content += `\n${line}`;
+  }
+  return messages;
+}
+
+function undo() {
+  if (page.address?.edits.length) go(parentOf(page.address));
+}
+
+function wire() {
+  for (const [name, label] of Object.entries(JSON.parse(at("faults").textContent))) make("option", "", at("fault"), label).value = name;
+  at("fault").value = "zeros";
+  for (const [mark, words] of LEGEND) at("legend").append(make("span", `slot ${mark}`, null, words), " ");
+  for (const button of document.querySelectorAll("[data-edit]")) button.addEventListener("click", () => edit(button.dataset.edit));
+  at("tools").addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (page.live) go(tidy({ ...page.address, ask: at("ask").value }));
+  });
+  at("undo").addEventListener("click", undo);
+  addEventListener("keydown", (event) => {
+    if (!(event.key === "z" && (event.ctrlKey || event.metaKey)) || event.target.matches("input, textarea")) return;
+    event.preventDefault();
+    undo();
+  });
+  at("cancel").addEventListener("click", () => page.stop?.abort());
+  at("layer").addEventListener("input", ofLayer);
+  at("read").addEventListener("click", () => {
+    try {
+      const messages = messagesOf(at("said").value);
+      if (!messages.length) throw new Error("There is no message; write lines such as “user: My name is Ada.”");
+      go(tidy({ ...page.address, messages, edits: [] }));
+    } catch (error) { say(error.message, true); }
+  });
+  at("copy").addEventListener("click", async () => {
+    getSelection().selectAllChildren(at("python"));
+    try { await navigator.clipboard.writeText(at("python").textContent); say("Copied."); } catch { say("The code is marked; copy it with the keyboard."); }
+  });
+  at("share").addEventListener("click", async () => {
+    try {
+      const file = await shared({ start: known.start, states: [...known.states.values()], at: page.address });
+      const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(file), download: "kvprobe.html" });
+      link.click();
+      setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+      say("Saved: the file opens without kvprobe and without a network.");
+    } catch (error) { say(error.message, true); }
+  });
+  addEventListener("hashchange", () => show());
+  let width = innerWidth;
+  addEventListener("resize", () => {
+    if (innerWidth === width) return;
+    width = innerWidth;
+    ofLayer();
+  });
+}
+
+async function open() {
+  const held = JSON.parse(at("session").textContent);
+  page.live = held === null;
+  const session = held ?? (await opened());
+  known.start = tidy(session.start);
+  for (const state of session.states) remember(state);
+  wire();
+  if (!page.live) {
+    document.body.classList.add("offline");
+    for (const id of ["share", "other", "ask-button"]) at(id).hidden = true;
+    at("ask").readOnly = true;
+    at("hint").textContent = "This file holds the states below; it computes none. `kvprobe app` does.";
+  }
+  if (!new URLSearchParams(location.hash.slice(1)).has("at") && session.at) history.replaceState(null, "", fragmentOf(session.at));
+  show();
+}
+
+open().catch((error) => say(error.message, true));

@@ -1,0 +1,75 @@
+// Layer × slot maps, attention and memory, drawn as reports draw them.
+
+const MIB = 2 ** 20;
+
+function mapOf(place, state, values, caption) {
+  const { text, segment } = state.slots;
+  const columns = text.map((token, slot) => `${slot} ${token.replaceAll("\n", "↵")} (${segment[slot]})`);
+  const rows = values.map((_, layer) => `${layer}`);
+  const map = heatMap({ rows, columns, values, unit: "of its size", rowAxis: "layer", columnAxis: "slot", upward: true, tallest: 240 }, caption);
+  const view = make("div", "view drawn");
+  view.append(map);
+  place.replaceChildren(make("p", "soft", null, caption), view);
+}
+
+export function drawRemembered(place, state) {
+  if (!state.contamination) {
+    place.replaceChildren(make("p", "soft", null, state.hidden.length ? "Nothing: what is left was computed again, or stands before what is hidden." : "Nothing is hidden."));
+    return;
+  }
+  mapOf(place, state, state.contamination, "Slots that were computed while the hidden ones were in view: how far each is, layer by layer, from what it holds when it is read without them (‖difference‖ / ‖value‖, mean of parts and heads). Grey: hidden, or before it.");
+}
+
+export function drawChange(place, state) {
+  const values = state.change.flat().filter((value) => value !== null);
+  if (!values.some((value) => value > 0)) {
+    place.replaceChildren(make("p", "soft", null, state.edits.length ? "No slot that is left holds other numbers." : "Nothing was done yet."));
+    return;
+  }
+  mapOf(place, state, state.change, "How far what each slot holds is from what it held with everything in view (‖difference‖ / ‖before‖, mean of parts and heads). Keys do not count where they were computed at other positions. Grey: evicted.");
+}
+
+export function drawMemory(place, { memory: { full, held, live, slots, of } }) {
+  const list = make("dl", "memory");
+  const bar = (name, bytes, total) => {
+    make("dt", "", list, name);
+    const value = make("dd", "", list, `${(bytes / MIB).toFixed(2)} MiB`);
+    value.style.setProperty("--share", Math.min(1, bytes / total));
+  };
+  const total = full.slots + full.state;
+  bar("with everything", total, total);
+  bar("held now", held.slots + held.state, total);
+  if (live !== null) bar("what later queries may read", live, total);
+  if (full.state) {
+    bar("of it slots", held.slots, total);
+    bar("of it states of recurrent layers", held.state, total);
+  }
+  place.replaceChildren(list, make("p", "soft", null, `${slots} of ${of} slots in view. A mask hides slots and frees nothing; an eviction frees them.`));
+}
+
+// Gives whether it was drawn, so that the page can ask for it.
+export function drawAttention(place, state, ask) {
+  if (state.attention) {
+    const { caption, layers, heads, tokens, segments, queries, masked, damaged, index, index_name: indexName, weights, values, after, values_after: valuesAfter } = state.attention;
+    const given = { weights, values, after, valuesAfter };
+    const readings = Object.keys(given).filter((name) => name === "weights" || given[name].length);
+    const packed = readings.flatMap((name) => given[name].map((textContent) => ({ textContent })));
+    const view = make("div", "view drawn");
+    place.replaceChildren(make("p", "soft", null, caption), view);
+    view.append(attentionView({ tokens, segments, layers, heads, queries, masked, damaged, index, indexName, readings }, packed, caption, "attention"));
+    return;
+  }
+  if (state.attention_left_out) {
+    place.replaceChildren(make("p", "soft", null, `Attention is not shown: ${state.attention_left_out}`));
+    return;
+  }
+  if (!ask) {
+    place.replaceChildren(make("p", "soft", null, "Attention was not recorded for this state."));
+    return;
+  }
+  const button = make("button", "", null, "Show attention");
+  button.type = "button";
+  button.id = "show-attention";
+  button.addEventListener("click", ask);
+  place.replaceChildren(button);
+}

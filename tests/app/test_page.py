@@ -1,0 +1,158 @@
+"""The page in a real browser: with the mouse, with keys alone, wide and narrow, shared, and with hostile text."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvprobe.inference.model import Model
+from tests.app.made_up import HOSTILE, START, serving
+from tests.browser import needs_browser
+from tests.devtools import Browser, Tab, browsing
+
+pytestmark = needs_browser
+READY = "document.querySelector('.slot') && !document.body.hasAttribute('aria-busy')"
+REPLY = "document.querySelector('[data-arm=now] .reply-text')?.textContent ?? ''"
+STATUS = "document.querySelector('#status').textContent"
+
+
+@pytest.fixture(scope="module")
+def address(tiny_llama: Model) -> Iterator[str]:
+    with serving(tiny_llama) as (address, _):
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browsing(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+def opened(browser: Browser, address: str, width: int = 1280) -> Tab:
+    tab = browser.tab(address, width)
+    tab.until(READY)
+    return tab
+
+
+def settled(tab: Tab, words: str) -> None:
+    tab.until(f"{READY} && {STATUS}.includes({json.dumps(words)})")
+
+
+def click(tab: Tab, selector: str) -> None:
+    tab.do(f"document.querySelector({json.dumps(selector)}).click()")
+
+
+def turn(name: str) -> str:
+    number = START.names.index(name)
+    return f"[...document.querySelectorAll('.turn-name:not([disabled])')][{number}]"
+
+
+def edits(tab: Tab) -> list[dict[str, object]]:
+    at = tab.do("new URLSearchParams(location.hash.slice(1)).get('at')")
+    return json.loads(at or "{}").get("edits", [])
+
+
+def test_a_turn_is_hidden_and_damaged_and_undone_and_the_session_opens_offline(
+    browser: Browser, address: str, tiny_llama: Model, tmp_path: Path
+):
+    tab = opened(browser, address)
+    tab.do(f"{turn('m1')}.click()")
+    click(tab, "[data-edit=mask]")
+    settled(tab, "mask m1")
+    cache = tiny_llama.prefill(START.chat).mask("m1")
+    masked = tiny_llama.generate(cache, START.ask, max_new_tokens=START.new).text
+    assert tab.do(REPLY) == masked
+    assert "cache = cache.mask('m1')" in tab.do("document.querySelector('#python').textContent")
+    assert tab.do("document.querySelectorAll('#remembered canvas').length") == 1
+    assert tab.do("document.querySelectorAll('.arcs path').length") >= 1
+
+    tab.drag("#slot-4", "#slot-9")
+    assert tab.do("document.querySelector('#chosen').textContent") == "Chosen: slots 4 to 9."
+    click(tab, "[data-edit=damage]")
+    settled(tab, "damage zeros at 30 % slots 4–9")
+    assert edits(tab) == [{"kind": "mask", "segments": ["m1"]},
+                          {"kind": "damage", "slots": [4, 10], "fault": "zeros", "rate": 0.3}]  # fmt: skip
+    damaged = tab.do("[...document.querySelectorAll('.slots .damaged')].map(({ id }) => Number(id.slice(5)))")
+    assert damaged
+    assert set(damaged) <= set(range(4, 10))
+    click(tab, "#undo")
+    settled(tab, "mask m1")
+    assert len(edits(tab)) == 1
+    assert tab.do("document.querySelectorAll('#states li').length") == 3
+    click(tab, "#show-attention")
+    tab.until("document.querySelector('#attention .heads-pattern svg')")
+
+    browser.downloads(tmp_path)
+    click(tab, "#share")
+    settled(tab, "Saved")
+    tab.until("true")
+    shared = tmp_path / "kvprobe.html"
+    while not shared.exists():
+        tab.do("new Promise((done) => setTimeout(done, 20))")
+    offline = opened(browser, shared.as_uri())
+    assert offline.do(REPLY) == masked
+    offline.until("document.querySelector('#attention .heads-pattern svg')")
+    link = "[...document.querySelectorAll('#states a')].find(({ textContent }) => textContent.includes('damage'))"
+    offline.do(f"{link}.click()")
+    settled(offline, "damage zeros")
+    assert offline.do("document.querySelectorAll('[data-edit]:not([disabled])').length") == 0
+    assert not browser.complaints
+
+
+def test_keys_alone_hide_a_run_of_slots_and_ask_again(browser: Browser, address: str):
+    tab = opened(browser, address)
+    tab.until("document.activeElement === document.body")
+    for _ in range(3):  # the first turn that can be chosen, then its slots
+        tab.press("Tab")
+        if tab.do("document.activeElement.classList.contains('slots')"):
+            break
+    tab.press("ArrowRight", 2)
+    tab.press("ArrowRight", 3, shift=True)
+    assert tab.do("document.querySelectorAll('[aria-selected=true]').length") == 4
+    for _ in range(30):
+        tab.press("Tab")
+        if tab.do("document.activeElement.dataset.edit === 'evict'"):
+            break
+    tab.press("Enter")
+    settled(tab, "evict slots")
+    assert edits(tab)[0]["kind"] == "evict"
+    tab.do("document.activeElement.blur()")
+    tab.press("z", ctrl=True)
+    settled(tab, "Everything in view")
+    assert edits(tab) == []
+    assert not browser.complaints
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_hostile_text_is_shown_and_runs_nothing_and_nothing_is_wider_than_the_page(
+    browser: Browser, address: str, width: int
+):
+    tab = opened(browser, address + "#at=" + "%7B%22edits%22%3A%5B%7B%22kind%22%3A%22mask%22%2C%22segments%22%3A%5B"
+                 "%22m0%22%5D%7D%5D%7D", width)  # fmt: skip
+    settled(tab, "mask m0")
+    assert HOSTILE in tab.do("document.querySelector('#python').textContent")
+    assert tab.do("document.querySelectorAll('img, main script').length") == 0
+    assert tab.do("document.documentElement.scrollWidth") <= width
+    assert not browser.complaints
+
+
+def test_two_tabs_do_not_mix_and_an_address_that_is_none_is_refused(browser: Browser, address: str):
+    one, two = opened(browser, address), opened(browser, address)
+    for tab, name in ((one, "m1"), (two, "m0")):
+        tab.do(f"{turn(name)}.click()")
+        click(tab, "[data-edit=evict]")
+    settled(one, "evict m1")
+    settled(two, "evict m0")
+    for tab, name in ((one, "m1"), (two, "m0")):
+        named = "slot.closest('.turn').querySelector('button').firstChild.textContent"
+        gone = f"new Set([...document.querySelectorAll('.slots .gone')].map((slot) => {named}))"
+        assert tab.do(f"[...{gone}]") == [name]
+    for wrong in ("[]", "{", '{"messages": "all"}', '{"edits": [{"kind": "exec"}]}', '{"edits": 3}'):
+        one.do(f"location.hash = '#' + new URLSearchParams({{ at: {json.dumps(wrong)} }})")
+        one.until("document.querySelector('#status').classList.contains('wrong')")
+        one.do("location.hash = ''")
+        settled(one, "Everything in view")
+    refused = [complaint for complaint in browser.complaints if "400 (Bad Request)" in complaint]
+    assert browser.complaints == refused  # the browser's own lines for what the server refuses
+    browser.complaints.clear()

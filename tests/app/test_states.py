@@ -1,0 +1,185 @@
+"""States of addresses: what the library's own calls give, whatever was computed before."""
+
+import json
+from dataclasses import replace
+
+import jsonschema
+import pytest
+import torch
+
+import kvprobe as kv
+from kvprobe.app.address import Address, Edit, SaidMessage, address_of
+from kvprobe.app.microscope import AppState, Microscope
+from kvprobe.errors import UserError
+from kvprobe.exported import json_schema
+from kvprobe.inference.model import Model
+from kvprobe.inference.trials import struck
+from tests.app.made_up import HOSTILE, START
+from tests.refusals import refused
+
+EDITS: dict[str, tuple[Edit, ...]] = {
+    "nothing": (),
+    "mask": (Edit("mask", ("m1",)),),
+    "evict a run, then mask": (Edit("evict", slots=(3, 9)), Edit("mask", slots=(5, 20))),
+    "re-index, then damage": (
+        Edit("re-index", ("m1",)),
+        Edit("damage", ("m2",), fault="zeros", rate=0.5),
+    ),
+    "restart after damage": (Edit("damage", fault="gaussian", rate=0.3, seed=2), Edit("restart", ("m1",))),
+    "donor": (Edit("mask", ("m1",)), Edit("damage", fault="distractor", rate=0.5)),
+    "quantise": (Edit("quantise", bits=2), Edit("evict", ("m1",))),
+    "policy": (Edit("policy", policy="SinkWindow(2, 30)"), Edit("mask", ("m2",))),
+    "policy that observes": (Edit("policy", policy="SnapKV(50%, window=2)"), Edit("damage", fault="zeros", rate=0.2)),
+}
+
+
+@pytest.fixture(scope="module")
+def microscope(tiny_llama: Model) -> Microscope:
+    return Microscope(tiny_llama)
+
+
+def at(*edits: Edit) -> Address:
+    return replace(START, edits=edits)
+
+
+def without_time(state: AppState) -> dict[str, object]:
+    return {name: value for name, value in state.to_plain().items() if name != "seconds"}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_state_is_that_of_its_edits_from_scratch_and_of_its_python(
+    tiny_llama: Model, microscope: Microscope, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    edits = EDITS[name]
+    for count in range(len(edits)):  # so that the last state begins at one that was kept
+        microscope.state(at(*edits[:count]))
+    state = microscope.state(at(*edits))
+    assert without_time(state) == without_time(Microscope(tiny_llama).state(at(*edits)))
+    jsonschema.validate(json.loads(state.to_json()), json_schema())
+
+    printed: list[str] = []
+    monkeypatch.setattr("kvprobe.inference.model.load", lambda *_, **__: tiny_llama)
+    monkeypatch.setattr(kv, "load", lambda name: tiny_llama, raising=False)
+    exec(state.python, {"print": printed.append})
+    assert printed == [state.replies[-1].text]
+
+
+def test_slots_say_what_was_done_to_them(tiny_llama: Model, microscope: Microscope):
+    edits = (Edit("evict", ("m0",)), Edit("mask", slots=(30, 33)), Edit("damage", ("m2",), fault="zeros", rate=1.0))
+    state = microscope.state(at(*edits))
+    slots = state.slots
+    of_m0 = [slot for slot, name in enumerate(slots["segment"]) if name == "m0"]
+    assert [slot for slot, position in enumerate(slots["position"]) if position is None] == of_m0
+    assert set(state.hidden) == {*of_m0, 30, 31, 32}
+    assert all(damaged == (name == "m2") for damaged, name in zip(slots["damaged"], slots["segment"], strict=True))
+    assert not any(slots["recomputed"])
+    assert (state.memory["slots"], state.memory["of"]) == (len(slots["text"]) - len(state.hidden), len(slots["text"]))
+    for layer in state.change:
+        for slot, value in enumerate(layer):
+            struck_here = slots["segment"][slot] == "m2"
+            # A vector that is shorter than most counts as long as most.
+            assert value is None if slot in of_m0 else 0.2 < value <= 1.001 if struck_here else value == 0
+
+
+def test_what_later_slots_hold_is_measured_against_the_same_text_read_without_it(
+    tiny_llama: Model, microscope: Microscope
+):
+    masked = microscope.state(at(Edit("mask", ("m0",))))
+    assert masked.contamination is not None
+    chat = START.chat
+    full, restart = tiny_llama.prefill(chat), tiny_llama.prefill(chat.without("m0"))
+    first = full.slots - restart.slots
+    for layer, row in enumerate(masked.contamination):
+        assert row[:first] == [None] * first
+        for part in ("K", "V"):
+            apart = (full.part(part)[layer][0, :, first:] - restart.part(part)[layer][0]).abs().amax((0, 2))
+            changed = [value > 1e-3 for value in row[first:] if value is not None]
+            assert layer == 0 or sum(changed) > 0.9 * len(changed)
+            assert (layer == 0) == (not any(changed)) == bool((apart < 1e-5).all())
+    assert microscope.state(at(Edit("restart", ("m0",)))).contamination is None
+    assert microscope.state(at()).contamination is None
+
+
+def test_a_restart_forgets_what_a_mask_remembers(tiny_llama: Model, microscope: Microscope):
+    restarted = microscope.state(at(Edit("restart", ("m1",))))
+    cache = tiny_llama.prefill(START.chat.without("m1", mode="contiguous"))
+    assert restarted.replies[1].text == tiny_llama.generate(cache, START.ask, max_new_tokens=START.new).text
+    masked = microscope.state(at(Edit("mask", ("m1",))))
+    compared = kv.compare(tiny_llama, START.chat, "m1", START.ask, max_new_tokens=START.new)
+    for arm, state in (("masked", masked), ("restarted", restarted)):
+        assert state.replies[1].kl == pytest.approx(compared.replies[arm].kl, abs=1e-4)
+
+
+def test_attention_is_recorded_where_it_is_asked_for(microscope: Microscope):
+    state = microscope.state(at(Edit("evict", ("m1",))), attention=True)
+    assert state.attention is not None
+    assert state.attention.after
+    assert {"m1 · assistant"} == {state.attention.segments[slot] for slot in state.hidden}
+    jsonschema.validate(json.loads(state.to_json()), json_schema())
+    assert microscope.state(at(Edit("evict", ("m1",)))).attention is None
+
+
+def test_a_damage_is_the_one_of_the_library(tiny_llama: Model, microscope: Microscope):
+    state = microscope.state(at(Edit("damage", ("m1",), fault="zeros", rate=0.5, seed=3)))
+    fault = kv.faults.Zeros(scope=kv.faults.Scope(rate=0.5, segments="m1"))
+    full = tiny_llama.prefill(START.chat)
+    cache = struck(tiny_llama, full, fault, seed=3)
+    zeroed = (cache.values[0][0] == 0).all(0).all(-1)
+    assert state.slots["damaged"] == zeroed.tolist()
+    assert torch.equal(cache.ledger.live, full.ledger.live)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "must be a mapping"),
+        ({"messages": [], "ask": "so", "more": 1}, "no key of the address"),
+        ({"messages": [{"role": "user", "content": 3}], "ask": "so"}, "expected a str"),
+        ({"messages": [{"role": "user", "content": "x" * 30_000}], "ask": "so"}, "at most 20,000"),
+        ({"messages": [], "ask": " "}, "The question is empty"),
+        ({"messages": [], "ask": "so", "new": 10**9}, "give 1 to 64"),
+        ({"messages": [], "ask": "so", "edits": [{"kind": "exec"}]}, "expected one of 'mask'"),
+        ({"messages": [], "ask": "so", "edits": [{"kind": "mask"}]}, "needs segments"),
+        ({"messages": [], "ask": "so", "edits": [{"kind": "mask", "slots": [4, 2]}]}, "the one after the last"),
+        ({"messages": [], "ask": "so", "edits": [{"kind": "damage", "fault": "zeroes"}]}, "did you mean 'zeros'"),
+        ({"messages": [], "ask": "so", "edits": [{"kind": "damage", "fault": "zeros", "rate": 7}]}, "from 0 to 1"),
+        ({"messages": [], "ask": "so", "edits": [{"kind": "policy", "policy": "__import__('os')"}]}, "policy"),
+        ({"messages": [], "ask": "so", "edits": [{"kind": "quantise", "segments": ["m0"]}]}, "whole cache"),
+    ],
+)
+def test_an_address_that_is_none_is_refused(content: object, said: str):
+    refused(lambda: address_of(content), said)
+
+
+def test_an_edit_that_does_not_fit_is_refused_in_a_sentence(microscope: Microscope):
+    everything = tuple(START.names)
+    refused(lambda: microscope.state(at(Edit("mask", ("m9",)))), "m9")
+    refused(lambda: microscope.state(at(Edit("evict", everything))), "least one slot")
+    refused(lambda: microscope.state(at(Edit("restart", everything))), "at least one message")
+    gone = (Edit("evict", slots=(2, 5)), Edit("mask", slots=(2, 4)))
+    refused(lambda: microscope.state(at(*gone)), "no longer in the cache")
+    late = (Edit("mask", ("m1",)), Edit("policy", policy="H2O(50%)"))
+    refused(lambda: microscope.state(at(*late)), "make it the first edit")
+    long = Address((SaidMessage("user", "the mill " * 2000),), "so")
+    refused(lambda: microscope.state(long), "at most 1,024")
+
+
+def test_an_exception_of_a_step_ends_the_work_and_the_next_state_is_right(tiny_llama: Model, microscope: Microscope):
+    fresh, steps = Microscope(tiny_llama), []
+
+    def stop(what: str) -> None:
+        steps.append(what)
+        if what == "answering":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fresh.state(at(*EDITS["mask"]), step=stop)
+    assert "mask m1" in steps
+    assert without_time(fresh.state(at(*EDITS["mask"]))) == without_time(microscope.state(at(*EDITS["mask"])))
+
+
+def test_a_conversation_with_more_than_texts_is_not_for_the_page():
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    chat = kv.Transcript.from_messages([{"role": "user", "content": HOSTILE}, call])
+    with pytest.raises(UserError, match="calls of tools"):
+        Address.of_chat(chat, "so")
