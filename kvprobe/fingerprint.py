@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from kvprobe.errors import UserError
+from kvprobe.weights import pieces, state
 
 PARTS = ("weights", "config or modules", "tokenizer or chat template")
 """The parts of a fingerprint, in order; they are joined by hyphens."""
@@ -39,14 +40,17 @@ _PASSING = {
     "_is_hf_initialized",
     "all_tied_weights_keys",
     "gradient_checkpointing",
+    "hf_device_map",
     "max_seq_len_cached",
     "name_or_path",
+    *("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"),
 }
-"""Attributes that change no result, or that a model sets as it reads; and so are private ones of whole models."""
+"""Attributes that change no result, or that a model sets as it reads; and so are private ones of whole models.
+accelerate guards the methods that move a model by attributes."""
 
-_LIBRARIES = ("builtins", "kvprobe", "torch", "transformers", "transformer_lens")
+_LIBRARIES = ("accelerate", "builtins", "kvprobe", "torch", "transformers", "transformer_lens")
 """Whose objects in a module are no settings of it, or are looked at apart."""
-_OURS = ("kvprobe.", "transformer_lens.", "transformers.")
+_OURS = ("accelerate.", "kvprobe.", "transformer_lens.", "transformers.")
 """Hooks from here pass, or change no number."""
 
 _MOST_NUMBERS = 4096
@@ -181,7 +185,7 @@ class Maker:
 
 def _weights(plain: "Configured", rounded: torch.dtype | None) -> str:
     hasher = hashlib.blake2b(digest_size=8)
-    for name, tensor in sorted(plain.state_dict().items()):
+    for name, tensor in state(plain):
         hasher.update(name.encode())
         weights = tensor.detach().to(rounded) if rounded is not None and tensor.is_floating_point() else tensor.detach()
         hasher.update(_bytes(weights))
@@ -235,7 +239,8 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
     buffers = [tensor for name, tensor in module._buffers.items() if not _changing(module, name)]
     held = [*module._parameters.values(), *buffers]
     held += [value for value in vars(module).values() if type(value) is torch.Tensor]
-    return [tensor for tensor in held if tensor is not None and not tensor.is_meta and tensor.numel()]
+    held = [piece for tensor in held if tensor is not None and not tensor.is_meta for piece in pieces(tensor)]
+    return [tensor for tensor in held if tensor.numel()]
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

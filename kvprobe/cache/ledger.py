@@ -297,6 +297,11 @@ class Ledger(Brief):
         columns = {name: getattr(self, name)[:, slot:] for name in COLUMNS}
         return replace(self, **columns, live=self.live[..., slot:])
 
+    def until(self, slot: int) -> "Ledger":
+        """The ledger of the slots before this one; what follows them is what follows all."""
+        columns = {name: getattr(self, name)[:, :slot] for name in COLUMNS}
+        return replace(self, **columns, live=self.live[..., :slot])
+
     def padded(self, slots: int, *, at_end: bool = True) -> "Ledger":
         """The ledger with padding at its end, or its beginning, so that it has this many slots."""
 

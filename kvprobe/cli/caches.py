@@ -6,10 +6,10 @@ from typing import Annotated, Literal, NoReturn
 
 from cyclopts import Parameter
 
-from kvprobe.cli.flags import Adapter, Source, Whole
+from kvprobe.cli.flags import USUAL, Loading, Source, Whole
 from kvprobe.cli.judged import end
 from kvprobe.errors import UserError
-from kvprobe.models.catalogue import Dtype, check_source
+from kvprobe.models.catalogue import check_source
 from kvprobe.names import unknown
 
 
@@ -19,9 +19,7 @@ def audit(
     model: Source = "smollm2-135m",
     out: Annotated[Path | None, Parameter(help="Also write a page.")] = None,
     json: Annotated[bool, Parameter(help="Print JSON for a program.", negative="")] = False,
-    adapter: Adapter = None,
-    device: str = "auto",
-    dtype: Dtype = "auto",
+    loading: Loading = USUAL,
 ) -> None:
     """Say whether a cache is what a model could have written; exit code 1 if not.
 
@@ -33,9 +31,8 @@ def audit(
 
     open_cache(cache)  # what is no cache is refused before a model is loaded
     from kvprobe.detection.audit import audit as audited
-    from kvprobe.inference.model import load
 
-    loaded = load(model, adapter=adapter, device=device, dtype=dtype)
+    loaded = loading.model(model)
     found = audited(loaded, open_cache(cache, loaded))
     from kvprobe.report.views.audit import save_audit
 
@@ -52,9 +49,7 @@ def diff(
     block: Annotated[Whole | None, Parameter(help="Slots in a block; what the files say, or 16.")] = None,
     out: Annotated[Path | None, Parameter(help="Also write a page.")] = None,
     json: Annotated[bool, Parameter(help="Print JSON for a program.", negative="")] = False,
-    adapter: Adapter = None,
-    device: str = "auto",
-    dtype: Dtype = "auto",
+    loading: Loading = USUAL,
 ) -> None:
     """Say where two caches differ, and what happened; exit code 1 if they do.
 
@@ -70,15 +65,13 @@ def diff(
             open_cache(path)  # what is no cache is refused before a model is loaded
     if reference is None and model is None:
         raise UserError("Give a second cache to compare with, or --model, which reads the tokens again.")
-    if adapter is not None and model is None:
+    if loading.adapter is not None and model is None:
         raise UserError("An adapter is added to a model; give --model too.")
     from kvprobe.detection.diff import diff as compared
 
     loaded = None
     if model is not None:
-        from kvprobe.inference.model import load
-
-        loaded = load(model, adapter=adapter, device=device, dtype=dtype)
+        loaded = loading.model(model)
     right = loaded if reference is None else open_cache(reference, loaded)
     assert right is not None
     found = compared(open_cache(cache, loaded), right, model=loaded, block=block)

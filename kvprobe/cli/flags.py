@@ -1,13 +1,17 @@
 """Flags that several commands have."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter, Token
 
 from kvprobe.errors import UserError
-from kvprobe.models.catalogue import check_source
+from kvprobe.models.catalogue import Dtype, Quantization, check_source
+
+if TYPE_CHECKING:
+    from kvprobe.inference.model import Model
 
 
 def whole(_: object, tokens: Sequence[Token]) -> int:
@@ -44,3 +48,54 @@ StudyFile = Annotated[Path | None, Parameter(help="The Python file of a study of
 Chat = Annotated[Path, Parameter(help="A conversation in JSON or JSONL: OpenAI's messages, ShareGPT's, Anthropic's.")]
 Chosen = Annotated[str | None, Parameter(help="Which of several in the file: its number from 0, or its id.")]
 Hidden = Annotated[tuple[str, ...], several("Messages to hide: m0, m1, ….")]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """Where a model's weights lie, and in which numbers they are kept."""
+
+    device_map: Annotated[
+        str | None, Parameter(help="`auto` fills the GPUs, then memory, then the disk; in place of --device.")
+    ] = None
+    max_memory: Annotated[tuple[str, ...], several("How much of each it may fill: 0=20GiB cpu=8GiB.")] = ()
+    offload_folder: Annotated[
+        Path | None, Parameter(help="For weights on disk that the model's files have in another form.")
+    ] = None
+    quantization: Annotated[Quantization | None, Parameter(help="Round the weights as they are loaded.")] = None
+
+    def choices(self) -> dict[str, Any]:
+        """The arguments of `kvprobe.load`."""
+        shares = dict(_share(share) for share in self.max_memory)
+        return {
+            "device_map": self.device_map,
+            "max_memory": shares or None,
+            "offload_folder": self.offload_folder,
+            "quantization": self.quantization,
+        }
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Loading(Placed):
+    """How a model is loaded."""
+
+    adapter: Adapter = None
+    device: str = "auto"
+    dtype: Dtype = "auto"
+
+    def model(self, source: str) -> "Model":
+        """The model of this name, loaded so."""
+        from kvprobe.inference.model import load
+
+        return load(source, adapter=self.adapter, device=self.device, dtype=self.dtype, **self.choices())
+
+
+USUAL = Loading()
+
+
+def _share(text: str) -> tuple[int | str, str]:
+    device, equals, size = text.partition("=")
+    if not equals:
+        raise UserError(f"--max-memory has {text!r}; write a device and a size, such as 0=20GiB or cpu=8GiB.")
+    return int(device) if device.isdigit() else device, size

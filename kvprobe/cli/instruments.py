@@ -6,10 +6,9 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from kvprobe.cli.flags import Adapter, Chat, Chosen, Hidden, Source, Whole, several
+from kvprobe.cli.flags import USUAL, Chat, Chosen, Hidden, Loading, Source, Whole, several
 from kvprobe.cli.judged import end
 from kvprobe.errors import UserError
-from kvprobe.models.catalogue import Dtype
 
 
 def compare(
@@ -26,20 +25,17 @@ def compare(
     ] = "after",
     new: Annotated[Whole, Parameter(help="Tokens of a reply, at most.")] = 64,
     out: Annotated[Path, Parameter(help="The page.")] = Path("compare.html"),
-    adapter: Adapter = None,
-    device: str = "auto",
-    dtype: Dtype = "auto",
+    loading: Loading = USUAL,
 ) -> None:
     """Ask one question in full view, with messages hidden, or under policies."""
     from kvprobe.text.chat_file import read_chat
 
     read = read_chat(chat, conversation)
     from kvprobe.comparison import compare
-    from kvprobe.inference.model import load
     from kvprobe.report.views.compare import save_comparison
 
     compared = compare(
-        load(model, adapter=adapter, device=device, dtype=dtype),
+        loading.model(model),
         read,
         hide,
         ask,
@@ -75,9 +71,7 @@ def attend(
     hide: Annotated[tuple[str, ...], several("Messages to mask before the last one is read: m0, m1, ….")] = (),
     last: Annotated[Whole | None, Parameter(help="Only so many of the last tokens attend; all by default.")] = None,
     out: Annotated[Path, Parameter(help="The page.")] = Path("attention.html"),
-    adapter: Adapter = None,
-    device: str = "auto",
-    dtype: Dtype = "auto",
+    loading: Loading = USUAL,
 ) -> None:
     """Show what each head attends to, before and after messages are masked."""
     from kvprobe.text.chat_file import read_chat
@@ -85,10 +79,9 @@ def attend(
     read = text if chat is None else read_chat(chat, conversation)
     if read is None or None not in (text, chat):
         raise UserError("Give --text or --chat, and not both.")
-    from kvprobe.inference.model import load
     from kvprobe.report.views.attend import attend_page
 
-    print(attend_page(load(model, adapter=adapter, device=device, dtype=dtype), read, hide, last).save(out))
+    print(attend_page(loading.model(model), read, hide, last).save(out))
 
 
 def scan(
@@ -104,21 +97,18 @@ def scan(
         tuple[str, ...], several("Names or folders of probes; all published ones of the model by default.")
     ] = (),
     out: Annotated[Path, Parameter(help="The page.")] = Path("scan.html"),
-    adapter: Adapter = None,
-    device: str = "auto",
-    dtype: Dtype = "auto",
+    loading: Loading = USUAL,
 ) -> None:
     """Show what published probes can still read of hidden messages."""
     from kvprobe.text.chat_file import read_chat
 
     read = read_chat(chat, conversation)
-    from kvprobe.inference.model import load
     from kvprobe.probes.probe import Probe
     from kvprobe.probes.scan import scan
     from kvprobe.report.views.scan import save_scan, scan_lines
 
     chosen = [Probe.load(name) for name in probes] or None
-    readings = scan(load(model, adapter=adapter, device=device, dtype=dtype), read, hide, chosen, until=until)
+    readings = scan(loading.model(model), read, hide, chosen, until=until)
     print("\n".join(scan_lines(readings)))
     print(f"\nPage: {save_scan(readings, out)}")
 
@@ -140,9 +130,7 @@ def certify(
     seed: Annotated[int, Parameter(help="Of the secrets that are drawn.")] = 0,
     out: Annotated[Path | None, Parameter(help="Also write a page.")] = None,
     json: Annotated[bool, Parameter(help="Print JSON for a program.", negative="")] = False,
-    adapter: Adapter = None,
-    device: str = "auto",
-    dtype: Dtype = "auto",
+    loading: Loading = USUAL,
 ) -> None:
     """Say what a way to forget leaves of a secret; exit code 1 if anything."""
     from kvprobe.text.chat_file import read_chat
@@ -153,9 +141,8 @@ def certify(
     hidden = HiddenSecret(read, hide, secret)
     way_of(by)  # what is no way is refused before a model is loaded
     from kvprobe.engines.opened import open_cache
-    from kvprobe.inference.model import load
 
-    loaded = load(model, adapter=adapter, device=device, dtype=dtype)
+    loaded = loading.model(model)
     found = certify(
         loaded,
         hidden,
@@ -259,15 +246,12 @@ def budget(
         print(f"\nFigure: {bare}.png and .svg", file=sys.stderr)
 
 
-def doctor(
-    model: Source = "smollm2-135m", *, adapter: Adapter = None, device: str = "auto", dtype: Dtype = "auto"
-) -> None:
+def doctor(model: Source = "smollm2-135m", *, loading: Loading = USUAL) -> None:
     """Check that a model's lanes, hooks, masks and decoding agree."""
     from kvprobe.inference.doctor import examine, limits
-    from kvprobe.inference.model import load
 
-    loaded = load(model, adapter=adapter, device=device, dtype=dtype)
-    print(f"{loaded.name} on {loaded.lanes.device}, {str(loaded.lanes.dtype).removeprefix('torch.')}\n")
+    loaded = loading.model(model)
+    print(f"{loaded.name} on {loaded.computes}\n")
     print(f"{'check':48}{'found':>10}{'allowed':>10}")
     failed = 0
     for check in examine(loaded):

@@ -13,12 +13,12 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
 from kvprobe.cache.layer import Layer, slots_and_writes
 from kvprobe.cache.ledger import OWN, PADDING, Ledger
-from kvprobe.cache.parts import described
+from kvprobe.cache.parts import WRITES, described
 from kvprobe.cache.rotary import Rotation
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import differing
 from kvprobe.inference.readable import refuse_unreadable
-from kvprobe.models.hf_cache import CacheLayer, layers_of, past_key_values
+from kvprobe.models.hf_cache import BothLayer, CacheLayer, layers_of, past_key_values
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.recurrent import StateLayer
 from kvprobe.models.unproved import Lane
@@ -31,22 +31,26 @@ def extend(
     tokens: Sequence[Tokens],
     lane: Lane = "plain",
     logits: int = 1,
+    chunk: int | None = None,
 ) -> tuple[KVCache, Float[Tensor, "batch last vocab"]]:
     """Read one run of tokens per row after `past`, at the tokens' own positions.
 
     Rows of unequal length are padded on the right with slots that are not live. A `past` of one row is shared
     by all rows. Returns the longer cache and the logits after the last `logits` tokens of each row.
+
+    Args:
+        chunk: tokens of each row that are read at once, so that a pass takes memory for no more; all by default.
     """
     with lanes.looked_at():
         past = one_row_each(lanes, past, len(tokens))
         layers = taps(lanes, past)
-        ledger, scores = forward_pass(lanes, past, tokens, layers, lane, logits)
+        ledger, scores = forward_pass(lanes, past, tokens, layers, lane, logits, chunk)
         return cache_of(lanes, layers, ledger), scores
 
 
-def prefill(lanes: Lanes, tokens: Sequence[Tokens], lane: Lane = "plain") -> KVCache:
+def prefill(lanes: Lanes, tokens: Sequence[Tokens], lane: Lane = "plain", chunk: int | None = None) -> KVCache:
     """The cache of these tokens alone, one row each."""
-    return extend(lanes, None, tokens, lane)[0]
+    return extend(lanes, None, tokens, lane, chunk=chunk)[0]
 
 
 def prove_reading(lanes: Lanes, past: KVCache | None, tokens: Sequence[Tokens], lane: Lane = "plain") -> None:
@@ -119,6 +123,7 @@ class TapLayer(CacheLayer):
                 for number, (added, tensor) in enumerate(zip(new, grown, strict=True), first)
             )
             self.stored = (*self.stored[:first], *whole)
+            self._unrotated = {number: self.stored[number] for number in self._unrotated if number < len(self.stored)}
 
 
 class StateTap(StateLayer):
@@ -142,6 +147,12 @@ class StateTap(StateLayer):
     @property
     def stored(self) -> tuple[Tensor, ...] | None:
         return super().stored if self.store else None
+
+    def going_on(self, ledger: Ledger, number: int) -> "StateTap":
+        """A layer that starts from all that was written to this one, the layer of this number."""
+        writes = [name for name in WRITES if name in self.written]
+        live = ledger.live[number if len(ledger.live) > 1 else 0, :, 0]
+        return StateTap(dict(zip(writes, self.stored or (), strict=True)), live, ledger.padding)
 
 
 def taps(
@@ -222,15 +233,19 @@ def forward_pass(
     lanes: Lanes,
     past: KVCache | None,
     tokens: Sequence[Tokens],
-    layers: Sequence[Any],
+    layers: list[Any],
     lane: Lane,
     logits: int,
+    chunk: int | None = None,
 ) -> tuple[Ledger, Float[Tensor, "batch last vocab"]]:
     """Run the model over `tokens`, with `layers` as its cache, which grow in place.
 
+    Args:
+        chunk: see `extend`; with one, `layers` must store what they read.
+
     Returns the ledger after it, and the logits after the last `logits` tokens of each row.
     """
-    refuse_unreadable(lanes, past, tokens, lane)
+    refuse_unreadable(lanes, past, tokens, lane, chunk)
     new = new_slots(tokens, lanes.device)
     warn_of_taken_positions(past, new)
     ledger = new if past is None else past.ledger.append(new)
@@ -242,7 +257,7 @@ def forward_pass(
     wanted: Any = lengths[:, None] + torch.arange(-logits, 0, device=lanes.device)  # torch gives `unique` no type
     queries, where = wanted.unique(return_inverse=True)
     with torch.no_grad():
-        scores = lanes.forward(new.tokens, ledger, past_key_values(layers), lane, logits_to_keep=queries)
+        scores = _in_pieces(lanes, new.tokens, ledger, layers, lane, queries, chunk or new.slots)
     scores = scores[torch.arange(len(tokens), device=scores.device)[:, None], where]
     if bool(scores.isnan().any()):
         if past is not None:
@@ -252,6 +267,37 @@ def forward_pass(
             "load it in another dtype."
         )
     return ledger, scores
+
+
+def _in_pieces(
+    lanes: Lanes,
+    ids: Int[Tensor, "batch queries"],
+    ledger: Ledger,
+    layers: list[Any],
+    lane: Lane,
+    kept: Int[Tensor, "kept"],
+    chunk: int,
+) -> Float[Tensor, "batch kept vocab"]:
+    """The logits of some queries, of which `chunk` are read at a time.
+
+    Args:
+        ledger: of all slots, those of the queries included.
+    """
+    held, scores = ledger.slots - ids.shape[1], list[Tensor]()
+    for start in range(0, ids.shape[1], chunk):
+        piece = ids[:, start : start + chunk]
+        inside = kept[(kept >= start) & (kept < start + chunk)] - start
+        now = ledger.until(held + start + piece.shape[1])
+        wanted = inside if len(inside) else inside.new_zeros(1)
+        given = lanes.forward(piece, now, past_key_values(layers), lane, logits_to_keep=wanted)
+        if len(inside):
+            scores.append(given)
+        for number, layer in enumerate(layers if now.slots < ledger.slots else ()):
+            if isinstance(layer, BothLayer):
+                layer.of_state = layer.of_state.going_on(now, number)
+            elif isinstance(layer, StateTap):
+                layers[number] = layer.going_on(now, number)
+    return torch.cat(scores, 1)
 
 
 def new_slots(tokens: Sequence[Tokens], device: torch.device) -> Ledger:

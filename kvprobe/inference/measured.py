@@ -22,11 +22,11 @@ from kvprobe.brief import Brief
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.memory.budget import Budget
-from kvprobe.memory.units import both
 from kvprobe.models.attending import attention_named
 from kvprobe.models.hf_cache import CACHE, library_cache
 from kvprobe.models.loading import free_bytes
 from kvprobe.restoring import restoring
+from kvprobe.units import both
 
 
 @dataclass(frozen=True)

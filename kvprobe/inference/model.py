@@ -3,17 +3,16 @@
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, DynamicCache, PreTrainedTokenizerBase
 
 from kvprobe.arguments import AtLeastOne, AtLeastZero, Within, checked_arguments
 from kvprobe.brief import Brief, plain_dtype
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.device import pick_device
 from kvprobe.cache.entries import entries
 from kvprobe.cache.parts import described
 from kvprobe.errors import UserError
@@ -29,12 +28,12 @@ from kvprobe.inference.under_policy import apply, lane_for, read_for, read_in_ch
 from kvprobe.memory.forward import Kernel, Logits
 from kvprobe.memory.needs import EngineName
 from kvprobe.memory.vllm import BLOCK
-from kvprobe.models.adapters import base_of
-from kvprobe.models.files import refuse_not_finite
+from kvprobe.models.catalogue import Quantization
 from kvprobe.models.geometry import Geometry, felt
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.lens import Family
-from kvprobe.models.loading import adapted, load_folder, pick_dtype, resolve_folder
+from kvprobe.models.loading import adapted, opened
+from kvprobe.models.placing import Placing, numbers_of
 from kvprobe.models.unproved import Lane
 from kvprobe.policies.policy import Policy, Scene
 from kvprobe.policies.written import as_policy
@@ -54,6 +53,10 @@ def load(
     tokenizer: PreTrainedTokenizerBase | None = None,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
+    device_map: str | Mapping[str, Any] | None = None,
+    max_memory: Mapping[Any, int | str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    quantization: Quantization | None = None,
 ) -> "Model":
     """A model from a name that `kvprobe ls` shows, a hub id, a local folder, a `.gguf` file, or a loaded model.
 
@@ -63,34 +66,30 @@ def load(
             tokenizer is taken too. A kvprobe model is returned as it is.
         adapter: a LoRA adapter to be added to it; see `Model.adapted`.
         tokenizer: for a loaded model, or instead of the source's own.
-        device: `auto` is a GPU if there is one; the whole model is on it, so that there is no `device_map`.
+        device: `auto` is a GPU if there is one, and the whole model is on it.
         dtype: `auto` is float32 on the CPU and bfloat16 elsewhere.
+        device_map: instead, which parts are on which device, as transformers takes it; `auto` fills the GPUs, then
+            memory, then the disk, from which weights are read whenever they are needed.
+        max_memory: how much of each may be filled: `{0: "20GiB", "cpu": "8GiB"}`; the map is then `auto`.
+        offload_folder: for those weights on disk that do not lie in the model's own files as they are used.
+        quantization: round the weights to 8 or 4 bits as they are loaded, by quanto (`int8`, `int4`) or by
+            bitsandbytes (`bnb-int8`, `bnb-nf4`). A folder of weights that are quantised needs no argument.
 
     Raises:
-        UserError: an unknown name, files that are not a model, a failed download, or weights larger than free memory.
+        UserError: an unknown name, files that are not a model, a failed download, weights larger than free memory, or
+            a package that is not installed.
     """
-    if adapter is not None:
-        return load(source, tokenizer=tokenizer, device=device, dtype=dtype).adapted(adapter)
+    placing = Placing(device_map, max_memory, offload_folder, quantization)
+    if isinstance(source, Model | torch.nn.Module) and (
+        placing != Placing() or (isinstance(source, Model) and (tokenizer, device, dtype) != (None, "auto", "auto"))
+    ):
+        raise UserError("This model is loaded already; load it again from its name to change how.")
     if isinstance(source, Model):
-        if (tokenizer, device, dtype) != (None, "auto", "auto"):
-            raise UserError("This model is loaded already; load it again from its name to change how.")
-        return source
-    if isinstance(inner := getattr(source, "_module", None), PreTrainedModel):  # nnsight, by what it has
-        source, tokenizer = inner, tokenizer or getattr(source, "tokenizer", None)
-        if inner.device.type == "meta":
-            raise UserError("nnsight has not loaded the weights of this model yet; make it with dispatch=True.")
-    if isinstance(source, torch.nn.Module):
-        source = base_of(source)
-        require_type("The model", source, PreTrainedModel, "a causal language model of transformers")
-        refuse_not_finite(type(source).__name__, source.named_parameters())
-        return Model(Lanes(cast(PreTrainedModel, source.eval()), tokenizer), type(source).__name__)
-    require_type("The model", source, (str, os.PathLike), "a name, a folder, or a model of transformers")
-    given: str | os.PathLike[str] = source
-    name = os.fspath(given)
-    where = pick_device(device)
-    plain, own_tokenizer = load_folder(resolve_folder(given), where, pick_dtype(dtype, where))
-    refuse_not_finite(name, plain.named_parameters())
-    return Model(Lanes(plain, tokenizer or own_tokenizer), name)
+        model = source
+    else:
+        plain, own, name = opened(source, device, dtype, placing)
+        model = Model(Lanes(plain, tokenizer or own), name)
+    return model if adapter is None else model.adapted(adapter)
 
 
 @checked_arguments
@@ -115,7 +114,7 @@ class Model(Brief):
         yield type(self.lanes.plain).__name__
         yield f"{shape.n_layers} layers of {shape.n_heads} heads over {described(shape.layers)}"
         yield from felt(shape.readers)
-        yield f"{self.dtype} on {self.lanes.device}"
+        yield self.computes
 
     @property
     def tokenizer(self) -> Any:
@@ -129,6 +128,12 @@ class Model(Brief):
     def dtype(self) -> str:
         """In which it computes and its caches are held, such as `float32`."""
         return plain_dtype(self.lanes.dtype)
+
+    @property
+    def computes(self) -> str:
+        """Where, in which numbers, and with weights kept in which: "cpu, float32, weights in int8 by quanto"."""
+        kept = numbers_of(self.lanes.plain.config)
+        return f"{self.lanes.device}, {self.dtype}{f', weights in {kept}' if kept else ''}"
 
     @property
     def round_off(self) -> float:
@@ -191,14 +196,13 @@ class Model(Brief):
 
         Args:
             policy: or its text, such as "SnapKV(50%)"; acts after everything was read, or after every `chunk` tokens.
+            chunk: tokens of each row that are read at once: a long prompt then takes memory for little but its cache.
             samples: numbers of the rows' samples, for policies that draw; 0, 1, … by default.
             lane: `auto` is plain, unless the policy needs attention scores that only the hooked lane shows.
         """
         tokens = self.tokens(text)
         if policy is None:
-            if chunk is not None:
-                raise UserError("`chunk` says how often a policy acts; give a policy, or leave it out.")
-            return prefill(self.lanes, tokens, lane_for(self.lanes, lane))
+            return prefill(self.lanes, tokens, lane_for(self.lanes, lane), chunk)
         policy = as_policy(policy)
         numbers = sample_numbers(samples)
         if chunk is not None:
@@ -225,7 +229,13 @@ class Model(Brief):
         return apply(self.lanes, policy, Scene(start) if isinstance(start, KVCache) else start).cache
 
     def extend(
-        self, cache: KVCache | None, text: Readable, *, lane: Lane = "plain", logits: int = 1
+        self,
+        cache: KVCache | None,
+        text: Readable,
+        *,
+        lane: Lane = "plain",
+        logits: int = 1,
+        chunk: AtLeastOne | None = None,
     ) -> tuple[KVCache, Float[Tensor, "batch last vocab"]]:
         """Read after `cache`: texts at the positions that follow it, tokens at their own positions.
 
@@ -233,7 +243,7 @@ class Model(Brief):
 
         Returns the longer cache and the logits after the last `logits` tokens of each row.
         """
-        return extend(self.lanes, cache, self.tokens_after(cache, text), lane, logits)
+        return extend(self.lanes, cache, self.tokens_after(cache, text), lane, logits, chunk)
 
     def generate(
         self,
@@ -373,17 +383,7 @@ class Model(Brief):
             arguments: of the chat template, which a cache does not know; those of a conversation are its own.
         """
         if isinstance(start, KVCache):
-            if ask is None:
-                raise UserError(
-                    "A cache alone cannot be continued, as it holds no logits; give `ask`, the user's next message."
-                )
-            closing, turn = user_turn(ask, self._tokenizer(), arguments)
-            return [
-                (closing + turn if unfinished else turn).shifted(position)
-                for unfinished, position in zip(
-                    entries(start.ledger.unfinished, bool), entries(start.ledger.following, int), strict=True
-                )
-            ]
+            return turns_after(start.ledger, ask, self._tokenizer(), arguments)
         if ask is None:
             return rows_of(start, self._tokenizer, answered=True)
         if isinstance(start, Transcript) and needs_question(start, self._tokenizer()):

@@ -15,7 +15,9 @@ NOTICED = 2**28
 """Bytes below which free memory is not checked, since the check takes time."""
 
 
-def refuse_unreadable(lanes: Lanes, past: KVCache | None, tokens: Sequence[Tokens], lane: Lane) -> None:
+def refuse_unreadable(
+    lanes: Lanes, past: KVCache | None, tokens: Sequence[Tokens], lane: Lane, chunk: int | None = None
+) -> None:
     """Refuse tokens that the model has no embedding for, or that do not fit into memory.
 
     Raises:

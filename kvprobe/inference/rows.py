@@ -8,7 +8,8 @@ from typing import Annotated, Any, cast
 import numpy as np
 from torch import Tensor
 
-from kvprobe.cache.ledger import SINK_HIDDEN
+from kvprobe.cache.entries import entries
+from kvprobe.cache.ledger import SINK_HIDDEN, Ledger
 from kvprobe.checks import is_mapping, is_text, is_whole, whole_numbers
 from kvprobe.errors import UserError
 from kvprobe.text.chat_template import Tokenizer
@@ -26,6 +27,26 @@ Readable = Annotated[
 ]
 """What a model reads: a text, a conversation (a transcript, or `{"role": …, "content": …}` messages), tokens, ids (a
 list, an array or a tensor), or a batch of them."""
+
+
+def turns_after(
+    ledger: Ledger, ask: str | None, tokenizer: Tokenizer, arguments: Mapping[str, object] | None
+) -> list[Tokens]:
+    """A user's next message after each row of a cache, at the positions that follow it.
+
+    Raises:
+        UserError: there is no message.
+    """
+    if ask is None:
+        raise UserError(
+            "A cache alone cannot be continued, as it holds no logits; give `ask`, the user's next message."
+        )
+    closing, turn = user_turn(ask, tokenizer, arguments)
+    unfinished, following = entries(ledger.unfinished, bool), entries(ledger.following, int)
+    return [
+        (closing + turn if open_answer else turn).shifted(position)
+        for open_answer, position in zip(unfinished, following, strict=True)
+    ]
 
 
 def rows_of(text: object, tokenizer: Callable[[], Tokenizer], answered: bool) -> list[Tokens]:

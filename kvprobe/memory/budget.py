@@ -17,9 +17,9 @@ from kvprobe.memory.numbers import numbers_named, plain_named
 from kvprobe.memory.request import Request
 from kvprobe.memory.sources import config_of
 from kvprobe.memory.table import lines
-from kvprobe.memory.units import both, bytes_in
 from kvprobe.memory.widths import widths_of
 from kvprobe.memory.written import plan_of
+from kvprobe.units import both, bytes_in
 
 if TYPE_CHECKING:
     from kvprobe.policies import Policy

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from kvprobe.memory.needs import Needs
-from kvprobe.memory.units import both, short
 from kvprobe.names import number_ranges
+from kvprobe.units import both, short
 
 ENGINES = {"hf": "transformers", "vllm": "vLLM", "logical": "logical view"}
 """The engines' names in prose."""

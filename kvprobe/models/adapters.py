@@ -1,16 +1,18 @@
 """Adapters of PEFT: those around a loaded model, and LoRA in a folder, which is added to the weights of its base.
 
-Added, an adapter is part of the weights: both lanes compute with it, and a model's fingerprint holds it.
+Added, an adapter is part of the weights: both lanes compute with it, and a model's fingerprint holds it. Beside weights
+that are quantised or on disk it stays by itself, and what it computes is added to what they do.
 """
 
 import copy
 import math
 import re
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -19,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from kvprobe.errors import UserError
 from kvprobe.files import read_json
 from kvprobe.models.files import MAX_JSON_BYTES
+from kvprobe.weights import device_of, hooks_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -63,11 +66,31 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def sharing(plain: PreTrainedModel) -> PreTrainedModel:
     """A model of the same tensors, of which some can be put in other places without changing the first."""
-    return copy.deepcopy(plain, {id(tensor): tensor for tensor in [*plain.parameters(), *plain.buffers()]})
+    shared: list[Any] = [*plain.parameters(), *plain.buffers()]
+    for module in plain.modules():  # of accelerate, which reads weights from disk or moves them between devices
+        for hook in hooks_of(module):
+            shared += [getattr(hook, name, None) for name in ("weights_map", "tied_params_map")]
+    return copy.deepcopy(plain, {id(one): one for one in shared if one is not None})
 
 
-Changes = dict[str, Tensor]
-"""What is added to the weight of each linear layer, by its name."""
+class LowRank(nn.Module):
+    """What a LoRA adapter adds to a linear layer: the product of two matrices.
+
+    Attributes:
+        down: the first, `[rank, inner]`.
+        up: the second, `[outer, rank]`, with the adapter's scale.
+    """
+
+    def __init__(self, down: Float[Tensor, "rank inner"], up: Float[Tensor, "outer rank"]) -> None:
+        super().__init__()
+        self.down, self.up = (nn.Parameter(matrix, requires_grad=False) for matrix in (down, up))
+
+    def forward(self, x: Float[Tensor, "*rows inner"]) -> Float[Tensor, "*rows outer"]:
+        return nn.functional.linear(nn.functional.linear(x, self.down), self.up)
+
+
+Changes = dict[str, LowRank]
+"""What is added to what each linear layer computes, by its name."""
 
 
 def changes_of(plain: PreTrainedModel, folder: Path) -> Changes:
@@ -98,40 +121,52 @@ def changes_of(plain: PreTrainedModel, folder: Path) -> Changes:
     changes: Changes = {}
     for name, pair in pairs.items():
         module = modules.get(name)
-        if not isinstance(module, nn.Linear | Conv1D) or pair.keys() != {"A", "B"}:
+        if not (isinstance(module, Conv1D) or hasattr(module, "in_features")) or pair.keys() != {"A", "B"}:
             raise UserError(
                 f"The adapter in {folder} does not fit {name[:80]} of {type(plain).__name__}; give its base."
             )
-        if module.weight is embedded:
+        if getattr(module, "weight", None) is embedded:
             raise UserError(f"The adapter in {folder} changes {name}, whose weight is that of the embeddings too.")
         rank = pair["A"].shape[0]
         scale = settings["lora_alpha"] / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-        try:
-            change = scale * (pair["B"] @ pair["A"])
-        except RuntimeError as error:
-            raise UserError(f"The two matrices of {name[:80]} in {folder} do not fit; fetch them again.") from error
-        changes[name] = change.T if isinstance(module, Conv1D) else change
-        if changes[name].shape != module.weight.shape:
+        if pair["B"].shape[1:] != (rank,):
+            raise UserError(f"The two matrices of {name[:80]} in {folder} do not fit; fetch them again.")
+        shape = module.weight.T.shape if isinstance(module, Conv1D) else (module.out_features, module.in_features)
+        if (pair["B"].shape[0], *pair["A"].shape[1:]) != tuple(shape):
             raise UserError(f"The adapter in {folder} is of another shape than {name[:80]}; give its base.")
+        changes[name] = LowRank(pair["A"], scale * pair["B"])
     return changes
 
 
-def add_changes(plain: PreTrainedModel, changes: Mapping[str, Tensor]) -> None:
-    """Put weights with these changes added in the place of a model's own, which stay as they are."""
+def add_changes(plain: PreTrainedModel, changes: Changes) -> None:
+    """Put weights with these changes added in the place of a model's own, which stay as they are. Where they are no
+    floats in memory, the changes stand beside them."""
+    dtype = next(plain.parameters()).dtype
     for name, change in changes.items():
         module: Any = plain.get_submodule(name)
-        added = module.weight.detach() + change.to(module.weight)
-        module.weight = nn.Parameter(added, module.weight.requires_grad)
+        weight = getattr(module, "weight", None)
+        if type(weight) is nn.Parameter and not weight.is_meta and weight.is_floating_point():
+            product = change.up @ change.down
+            added = weight.detach() + (product.T if isinstance(module, Conv1D) else product).to(weight)
+            module.weight = nn.Parameter(added, weight.requires_grad)
+            continue
+        beside = f"adapter_{sum(isinstance(part, LowRank) for part in module.children())}"
+        held: Any = module
+        module.add_module(beside, change.to(device=device_of(held), dtype=dtype))
+        module.register_forward_hook(partial(_added, beside))
+
+
+def _added(beside: str, module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+    """What a linear layer computes, and what an adapter beside it does."""
+    return output + module.get_submodule(beside)(args[0])
 
 
 def base_of(source: nn.Module) -> nn.Module:
     """The model within a PeftModel, whose modules hold the adapter; other modules as they are.
 
     Raises:
-        UserError: the PeftModel does more than the model within it, or it is on several devices.
+        UserError: the PeftModel does more than the model within it.
     """
-    if len({*map(str, getattr(source, "hf_device_map", {}).values())}) > 1:
-        raise UserError("This model is spread over several devices; load it on one, with device_map={'': 'cuda:0'}.")
     for settings in dict(getattr(source, "peft_config", None) or {}).values():
         for name in _SOMEWHERE:
             if getattr(settings, name, None):
@@ -143,7 +178,7 @@ def base_of(source: nn.Module) -> nn.Module:
     if inside is None:
         return source
     base: Any = inside()
-    ids = torch.arange(3, device=next(base.parameters()).device)[None]
+    ids = torch.arange(3, device=device_of(base))[None]
     source.eval()
     with torch.no_grad():
         whole, alone = (model(input_ids=ids, use_cache=False).logits for model in (source, base))

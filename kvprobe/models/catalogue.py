@@ -22,6 +22,8 @@ from kvprobe.names import unknown
 from kvprobe.progress import Bar
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["int8", "int4", "bnb-int8", "bnb-nf4"]
+"""What weights are rounded to as they are loaded: int8 and int4 by quanto, the others by bitsandbytes (on a GPU)."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from kvprobe.checks import is_list, is_mapping
 from kvprobe.errors import UserError
 from kvprobe.files import read_json
+from kvprobe.models.placing import require_package
 from kvprobe.restoring import restoring
 
 MAX_JSON_BYTES = 2**24
@@ -38,7 +39,8 @@ def check_folder(folder: Path) -> Path:
     """The folder, unless it cannot be read as a model without running or unpickling anything of its own.
 
     Raises:
-        UserError: it has no config, is an adapter, or holds damaged JSON; or its config is quantised or names code.
+        UserError: it has no config, is an adapter, or holds damaged JSON; its config names code; or its weights are
+            quantised by what is not installed, or not read.
     """
     if not (folder / "config.json").exists():
         raise UserError(f"The folder {folder} has no config.json; it is not a Hugging Face model.")
@@ -58,16 +60,27 @@ def check_folder(folder: Path) -> Path:
             raise UserError(f"{folder / 'config.json'} has {name!r}, which chooses what is loaded; remove it.")
     parts: list[dict[str, object]] = [config, *(value for value in config.values() if isinstance(value, dict))]
     for part in parts:
-        if part.get("quantization_config") is not None:
-            raise UserError(
-                f"The weights in {folder} are quantised; kvprobe reads plain floats, so give the model's unquantised "
-                f"weights."
-            )
+        if (packing := part.get("quantization_config")) is not None:
+            require_package(_method(packing))
     given = files.get("generation_config.json", {}).get("eos_token_id")
     ends = given if is_list(given) else [] if given is None else [given]
     if not all(type(end) is int for end in ends):
         raise UserError(f"{folder / 'generation_config.json'} has eos_token_id={str(given)[:40]}; give whole numbers.")
     return folder
+
+
+def quantised_by(folder: Path) -> str | None:
+    """The method by which the weights in a folder are quantised; None where they are plain floats."""
+    config = read_json(folder / "config.json", MAX_JSON_BYTES, "fetch it again")
+    packing = config.get("quantization_config")
+    return None if packing is None else _method(packing)
+
+
+def _method(packing: object) -> str:
+    """What quantised the weights, by the config."""
+    fields = packing if is_mapping(packing) else {}
+    in_bits = fields.get("load_in_4bit") or fields.get("load_in_8bit")
+    return str(fields.get("quant_method") or ("bitsandbytes" if in_bits else "an unnamed method"))
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -116,15 +129,18 @@ def weight_sizes(folder: Path) -> list[int]:
 
 
 @contextmanager
-def bounded(sizes: list[int]) -> Generator[None]:
+def bounded(sizes: list[int], packed: int = 1) -> Generator[None]:
     """While this lasts, a model that is built on the meta device may not become much larger than its weights.
 
     Otherwise a config could ask for any amount of memory.
 
+    Args:
+        packed: how many weights may share one number of the files.
+
     Raises:
         UserError: the model becomes much larger than its weights.
     """
-    numbers, tensors = 2 * sum(sizes) + SPARE_NUMBERS, 4 * len(sizes) + SPARE_TENSORS
+    numbers, tensors = 2 * packed * sum(sizes) + SPARE_NUMBERS, 4 * len(sizes) + SPARE_TENSORS
     built, total = dict[int, Tensor](), [0]
 
     def count(module: nn.Module, name: str, tensor: Tensor | None) -> None:

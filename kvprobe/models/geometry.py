@@ -27,6 +27,7 @@ from kvprobe.errors import UserError
 from kvprobe.models.hf_cache import CACHE, BothLayer, CacheLayer, empty_layers, held_by, past_key_values
 from kvprobe.models.recurrent import StateLayer, recurrent_modules, writes_noted
 from kvprobe.names import one_line
+from kvprobe.weights import device_of
 
 _KINDS: dict[str, tuple[str, ...]] = {
     "linear_attention": CONVOLVED, "conv": CONVOLVED, "hybrid": (*KV, *CONVOLVED), "mlp": (), "moe": (),
@@ -241,7 +242,7 @@ def _one_token(plain: PreTrainedModel, kinds: list[str]) -> list[Any]:
     past.layer_class_to_replicate = CacheLayer
     if not _KINDS.keys().isdisjoint(kinds):
         past = past_key_values(empty_layers([_KINDS.get(kind, KV) for kind in kinds]))
-    ids = torch.zeros(1, 1, dtype=torch.long, device=next(plain.parameters()).device)
+    ids = torch.zeros(1, 1, dtype=torch.long, device=device_of(plain))
     modules = recurrent_modules(plain, sum(kind in _WITH_STATE for kind in kinds))
     try:
         with torch.no_grad(), writes_noted(modules):

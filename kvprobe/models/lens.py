@@ -19,6 +19,7 @@ from kvprobe.models.attending import set_attention
 from kvprobe.models.hooks import claimed, unless_bare
 from kvprobe.names import one_line
 from kvprobe.restoring import restoring
+from kvprobe.weights import hold_added
 
 if TYPE_CHECKING:
     from transformer_lens.hook_points import HookPoint
@@ -101,6 +102,7 @@ class Hooked:
         architecture = type(plain).__name__
         try:
             self.bridge = build_bridge_from_module(twin, architecture, hf_config=twin.config, tokenizer=None)
+            hold_added(self.bridge)
             for attention in self.attention_modules:
                 attention.register_forward_pre_hook(_cache_named, with_kwargs=True)
         except Exception as error:

@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,11 +15,13 @@ import huggingface_hub
 import psutil
 import torch
 import transformers
+from torch import nn
 from transformers import PreTrainedModel
 
+from kvprobe.cache.device import pick_device
 from kvprobe.errors import UserError
 from kvprobe.files import expanded, read_json
-from kvprobe.models.adapters import add_changes, changes_of, is_adapter, read_settings, sharing
+from kvprobe.models.adapters import add_changes, base_of, changes_of, is_adapter, read_settings, sharing
 from kvprobe.models.catalogue import (
     NAMED_MODELS,
     Dtype,
@@ -28,9 +31,18 @@ from kvprobe.models.catalogue import (
     gguf_of,
     scratch_folder,
 )
-from kvprobe.models.files import MAX_JSON_BYTES, bounded, check_folder, refuse_not_finite, weight_sizes
+from kvprobe.models.files import (
+    MAX_JSON_BYTES,
+    bounded,
+    check_folder,
+    quantised_by,
+    refuse_not_finite,
+    weight_sizes,
+)
+from kvprobe.models.placing import Placing
 from kvprobe.names import one_line, unknown
 from kvprobe.shipped import shipped
+from kvprobe.weights import device_of, state
 
 # Any, because the annotations of these libraries are incomplete.
 _HUB: Any = huggingface_hub
@@ -42,6 +54,8 @@ _OWN: Any = {"local_files_only": True, "trust_remote_code": False}
 CONVERTED = Path("models-2")
 """Where models made from GGUF files lie in the cache folder; the number rises when they are made otherwise."""
 
+_MOST_PACKED = 8
+"""Weights that share one number in a quantised file."""
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
 
@@ -66,26 +80,71 @@ def resolve_folder(source: str | os.PathLike[str]) -> Path:
     return _from_hub(str(source))
 
 
-def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
+def opened(
+    source: Any, device: str | torch.device, dtype: str | torch.dtype, placing: Placing
+) -> tuple[PreTrainedModel, Any, str]:
+    """A model from a name, a hub id, a folder or a `.gguf` file, or one that is loaded; its tokenizer, if it has one;
+    and what it is called.
+
+    Raises:
+        UserError: see `kvprobe.load`.
+    """
+    if isinstance(inner := getattr(source, "_module", None), PreTrainedModel):  # nnsight, by what it has
+        if device_of(inner).type == "meta":
+            raise UserError("nnsight has not loaded the weights of this model yet; make it with dispatch=True.")
+        plain, _, name = opened(inner, device, dtype, placing)
+        return plain, getattr(source, "tokenizer", None), name
+    if isinstance(source, nn.Module):
+        base = base_of(source)
+        if not isinstance(base, PreTrainedModel):
+            raise UserError(f"The model is a {type(base).__name__}; give a causal language model of transformers.")
+        refuse_not_finite(type(base).__name__, state(base))
+        return base.eval(), None, type(base).__name__
+    if not isinstance(source, str | os.PathLike):
+        raise UserError(
+            f"The model is a {type(source).__name__} ({str(source)[:40]!r}); give a name, a folder, or a model of "
+            "transformers."
+        )
+    placing.check(device)
+    where, name = pick_device(device), os.fspath(source)
+    plain, tokenizer = load_folder(resolve_folder(name), where, pick_dtype(dtype, where), placing)
+    refuse_not_finite(name, state(plain))
+    return plain, tokenizer, name + (f" in {placing.quantization}" if placing.quantization else "")
+
+
+def load_folder(
+    folder: Path, device: torch.device, dtype: torch.dtype, placing: Placing | None = None
+) -> tuple[PreTrainedModel, Any]:
     """The model and tokenizer in a local folder (the tokenizer is None where there is none).
+
+    Args:
+        placing: several devices or the disk, or other numbers.
 
     Raises:
         UserError: a file is damaged, config and weights do not agree, or the weights do not fit into free memory.
     """
     if is_adapter(folder):
         adapter = read_settings(folder)
-        model, tokenizer = load_folder(_base_folder(folder, adapter), device, dtype)
+        model, tokenizer = load_folder(_base_folder(folder, adapter), device, dtype, placing)
         add_changes(model, changes_of(model, folder))
         with _agreeing(folder):
             return model, _tokenizer(folder) or tokenizer
-    sizes = weight_sizes(folder)
-    _check_bytes(folder.name, sum(sizes) * dtype.itemsize, device, dtype)
-    with _agreeing(folder), bounded(sizes):
+    placing, sizes = placing or Placing(), weight_sizes(folder)
+    packed = 1 if (method := quantised_by(folder)) is None else _MOST_PACKED
+    if method is not None and placing.quantization is not None:
+        raise UserError(f"The weights in {folder} are quantised already, by {method}; leave out quantization.")
+    with _agreeing(folder), bounded(sizes, packed):
         config = _TRANSFORMERS.AutoConfig.from_pretrained(folder, **_OWN)
         # A config could name any kernel on the hub; without a name the library chooses sdpa.
         config._attn_implementation = config._experts_implementation = None
         model, problems = _TRANSFORMERS.AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **_OWN
+            folder,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            **placing.arguments(dtype),
+            **_OWN,
         )
         tokenizer = _tokenizer(folder)
     if problems["missing_keys"]:
@@ -97,7 +156,7 @@ def load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple
         raise UserError(
             f"The config in {folder} leaves out layers that the weights have ({unused[0]} …); fetch both again."
         )
-    return model.to(device).eval(), tokenizer
+    return (model if placing.mapped else model.to(device)).eval(), tokenizer
 
 
 def adapted(plain: PreTrainedModel, adapter: str | os.PathLike[str]) -> PreTrainedModel:
@@ -115,7 +174,7 @@ def adapted(plain: PreTrainedModel, adapter: str | os.PathLike[str]) -> PreTrain
     changes = changes_of(plain, folder)
     twin = sharing(plain)
     add_changes(twin, changes)
-    refuse_not_finite(os.fspath(adapter), twin.named_parameters())
+    refuse_not_finite(os.fspath(adapter), ((name, one) for name, one in twin.named_parameters() if not one.is_meta))
     return twin
 
 
@@ -262,14 +321,17 @@ def _check_bytes(name: str, needed: int, device: torch.device, dtype: torch.dtyp
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """While this lasts, transformers logs errors only and shows no progress bars."""
+    """While this lasts, transformers and accelerate log errors only and show no progress bars."""
     from transformers.utils import logging
 
-    verbosity = logging.get_verbosity()
+    verbosity, placing = logging.get_verbosity(), getLogger("accelerate")
+    level = placing.level
     logging.set_verbosity_error()
+    placing.setLevel(ERROR)
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
+        placing.setLevel(level)
         logging.enable_progress_bar()

@@ -10,6 +10,7 @@ from kvprobe.errors import UserError
 from kvprobe.models.geometry import Geometry, embedded_tokens
 from kvprobe.models.hf_cache import CACHE, empty_layers, held_by, past_key_values
 from kvprobe.models.recurrent import recurrent_modules, writes_noted
+from kvprobe.weights import device_of
 
 _PROBED_POSITION, _PROBED_TOKENS = 37, 4
 
@@ -23,8 +24,7 @@ def rotaries_of(plain: PreTrainedModel, geometry: Geometry) -> tuple[dict[str, R
     Raises:
         UserError: keys are not rotated (positions are added to the embeddings), or frequencies change with the length.
     """
-    weight = next(plain.parameters())
-    device, dtype = weight.device, weight.dtype
+    device, dtype = device_of(plain), next(plain.parameters()).dtype
     far = min(_PROBED_POSITION, (geometry.max_position or _PROBED_POSITION + 1) - 1)
     # Several tokens, one per row: the embedding of one (padding) may be zero, and so are its keys.
     tokens = torch.arange(1, 2 * _PROBED_TOKENS, 2, device=device)[:, None]

@@ -1,6 +1,5 @@
 """How far two computations of one thing may lie apart: by rounding, and by how much of it a model does."""
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,8 +9,10 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvprobe.models.adapters import LowRank, sharing
 from kvprobe.models.geometry import embedded_tokens
 from kvprobe.models.hooks import hooked
+from kvprobe.weights import device_of, rebuilt
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
@@ -27,12 +28,12 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 def few_tokens(plain: PreTrainedModel, count: int = 12) -> Int[Tensor, "1 count"]:
     """The first of forty different tokens, spread over the vocabulary."""
     spread = (1 + torch.arange(count) * 7 % 40) * embedded_tokens(plain) // 41
-    return spread[None].to(next(plain.parameters()).device)
+    return spread[None].to(device_of(plain))
 
 
 def rounding_of(plain: PreTrainedModel, read: Callable[[], Tensor], seed: int = 0) -> float:
     """How far the logits that `read` gives move if what each module computes is off by the last bit of its dtype."""
-    generator = torch.Generator(next(plain.parameters()).device).manual_seed(seed)
+    generator = torch.Generator(device_of(plain)).manual_seed(seed)
 
     def disturb(module: object, args: object, output: object) -> object:
         if not isinstance(output, Tensor) or not output.is_floating_point():
@@ -40,7 +41,7 @@ def rounding_of(plain: PreTrainedModel, read: Callable[[], Tensor], seed: int = 
         noise = 2 * torch.rand(output.shape, generator=generator, device=output.device) - 1
         return (output.float() * (1 + torch.finfo(output.dtype).eps * noise)).to(output.dtype)
 
-    leaves = [module for module in plain.modules() if not any(True for _ in module.children())]
+    leaves = [module for module in plain.modules() if all(isinstance(part, LowRank) for part in module.children())]
     with torch.no_grad():
         quiet = read()
         with hooked((leaf, "output", disturb) for leaf in leaves):
@@ -50,7 +51,7 @@ def rounding_of(plain: PreTrainedModel, read: Callable[[], Tensor], seed: int = 
 def in_float32(plain: PreTrainedModel) -> PreTrainedModel:
     """A copy of a model in half precision that computes in float32. It shares the weights, of which each module has
     its own in float32 while it computes, so that it takes next to no memory."""
-    precise = copy.deepcopy(plain, {id(parameter): parameter for parameter in plain.parameters()})
+    precise = sharing(plain)
     for module in precise.modules():
         inside = vars(module)
         inside["_buffers"].update({name: _widened(buffer) for name, buffer in inside["_buffers"].items()})
@@ -67,4 +68,8 @@ def _with_parameters(
 
 
 def _widened(tensor: Any) -> Any:
-    return tensor.detach().float() if tensor is not None and tensor.is_floating_point() else tensor
+    if tensor is None or not tensor.is_floating_point():
+        return tensor
+    if tensor.is_meta:  # what is read from disk takes its dtype
+        return nn.Parameter(tensor.float(), requires_grad=False)
+    return rebuilt(tensor.detach(), lambda piece: piece.float() if piece.is_floating_point() else piece)

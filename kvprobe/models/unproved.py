@@ -28,6 +28,7 @@ from kvprobe.models.products import by_onednn, onednn_is_faster, worth
 from kvprobe.models.recurrent import recurrent_modules, writes_noted
 from kvprobe.models.rotaries import rotaries_of
 from kvprobe.models.rounding import few_tokens, rounding_of
+from kvprobe.weights import device_of, weight_of
 
 Lane = Literal["plain", "hooked"]
 
@@ -144,7 +145,7 @@ class UnprovedLanes:
 
     @property
     def device(self) -> torch.device:
-        return next(self.plain.parameters()).device
+        return device_of(self.plain)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -303,14 +304,15 @@ class UnprovedLanes:
             UserError: the attention module has no output projection of a known name, or one with an adapter.
         """
         projection = self.output_projection(layer)
-        if not isinstance(projection, nn.Linear | Conv1D):
+        if not isinstance(projection, nn.Linear | Conv1D) or any(True for _ in projection.children()):
             raise UserError(
                 f"The output projection of {type(self.plain).__name__} is a {type(projection).__name__}, whose W_O is "
                 "not its weight alone; merge adapters into the weights first."
             )
         # GPT-2's Conv1D stores its weight transposed.
-        weight = projection.weight if isinstance(projection, Conv1D) else projection.weight.T
-        return torch.unflatten(weight.detach(), 0, (self.geometry.n_heads, -1))
+        weight = weight_of(projection)
+        weight = weight if isinstance(projection, Conv1D) else weight.T
+        return torch.unflatten(weight, 0, (self.geometry.n_heads, -1))
 
     def output_projection(self, layer: int) -> Any:
         """The module that multiplies with the W_O of all heads of a layer; raises as `output_weights` does."""

@@ -90,8 +90,10 @@ def random_model(model: Model, seed: int) -> Model:
     plain = model.lanes.plain
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        drawn = AutoModelForCausalLM.from_config(copy.deepcopy(plain.config), dtype=plain.dtype)
-    return load(drawn.to(plain.device), tokenizer=model.tokenizer)
+        config = copy.deepcopy(plain.config)
+        vars(config).pop("quantization_config", None)
+        drawn = AutoModelForCausalLM.from_config(config, dtype=model.lanes.dtype)
+    return load(drawn.to(model.lanes.device), tokenizer=model.tokenizer)
 
 
 def _numbered(keys: Sequence[Hashable]) -> Int[np.ndarray, "samples"]:

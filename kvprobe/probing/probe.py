@@ -5,11 +5,10 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, cast
+from typing import Annotated
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kvprobe.arguments import AtLeastZero, Within, checked_arguments
 from kvprobe.checks import names_of
@@ -23,6 +22,7 @@ from kvprobe.probing.read_features import When, read_features, refuse_order, res
 from kvprobe.probing.use import Asking, can_be_asked
 from kvprobe.tasks.designs import Design
 from kvprobe.text.tokens import Tokens
+from kvprobe.weights import weight_of
 
 
 @checked_arguments
@@ -116,7 +116,7 @@ def embeddings(model: Model, features: Features) -> Features:
     """The same samples, read from nothing but the input embeddings of the same tokens: mean and last."""
     assert features.texts is not None
     distinct = {text: row for row, text in enumerate(dict.fromkeys(features.texts))}
-    table = cast(Tensor, model.lanes.plain.get_input_embeddings().weight).detach().float().cpu()
+    table = weight_of(model.lanes.plain.get_input_embeddings()).float().cpu()
     read = torch.stack([torch.stack([table[list(text)].mean(0), table[text[-1]]]) for text in distinct])
     rows = np.array([distinct[text] for text in features.texts])
     sites = (Site(0, None, "mean"), Site(0, None, "last"))

@@ -17,7 +17,7 @@ from kvprobe.inference.model import Model
 from kvprobe.memory.budget import Budget, budget
 from kvprobe.memory.needs import FARTHEST
 from kvprobe.memory.sources import shipped_configs
-from kvprobe.memory.units import both, bytes_in, short
+from kvprobe.units import both, bytes_in, short
 from tests.memory import families
 from tests.refusals import refused
 

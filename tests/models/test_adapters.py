@@ -217,17 +217,6 @@ def test_an_adapter_that_acts_as_peft_says_at_each_call_is_refused(base: Path, n
         refused(lambda whole=whole: load(whole), f"has an adapter with {name}={value!r}, which acts on some tokens")
 
 
-def test_a_model_on_several_devices_is_refused(base: Path):
-    plain: Any = load(base).lanes.plain
-    plain.hf_device_map = {"model": "cpu", "lm_head": "disk"}
-    refused(lambda: load(plain), "spread over several devices; load it on one, with device_map=")
-
-
-def test_device_map_names_its_alternative():
-    with pytest.raises(TypeError, match="no argument called 'device_map'; did you mean 'device'"):
-        load("smollm2-135m", device_map="auto")  # pyright: ignore[reportCallIssue]
-
-
 def test_an_output_projection_with_an_adapter_has_no_single_w_o(base: Path):
     model = load(base)
     attention: Any = model.lanes.attention_modules[0]

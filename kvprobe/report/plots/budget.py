@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvprobe.arguments import checked_arguments
 from kvprobe.memory.budget import Budget
 from kvprobe.memory.table import ENGINES
-from kvprobe.memory.units import short
 from kvprobe.report.plots.style import shown_once, styled
+from kvprobe.units import short
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

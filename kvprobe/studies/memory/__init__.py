@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from kvprobe.errors import UserError
 from kvprobe.experiments.settings import Settings, ranged
-from kvprobe.memory.units import bytes_in
 from kvprobe.studies import STUDIES
+from kvprobe.units import bytes_in
 
 SHORTEST, LONGEST = 4, 131_072
 

@@ -11,7 +11,6 @@ from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.memory.budget import Budget
 from kvprobe.memory.table import parts, rows
-from kvprobe.memory.units import both, short
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.report.plots.budget import Along
 from kvprobe.stats import Estimate
@@ -19,6 +18,7 @@ from kvprobe.studies.memory import Config
 from kvprobe.studies.memory.stack_figure import stack_findings
 from kvprobe.studies.memory.timed import power_of_length
 from kvprobe.tidy import Rows
+from kvprobe.units import both, short
 
 ALLOWED = 0.05
 """Relative error of a peak that a budget may have and still be called right."""

@@ -1,13 +1,13 @@
 """The memory study: its declaration."""
 
 from kvprobe.experiments.study import Claim, Study
-from kvprobe.memory.units import short
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.stats import Estimate
 from kvprobe.studies.memory import Config
 from kvprobe.studies.memory.collect import collect
 from kvprobe.studies.memory.conclude import conclude
 from kvprobe.studies.memory.stack_figure import StackFigure
+from kvprobe.units import short
 from kvprobe.wording import count
 
 WHAT = {

@@ -1,0 +1,165 @@
+"""Weights on disk, and weights of 8 and 4 bits: what kvprobe computes with them, and whose caches they read."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvprobe.cli.flags import Loading
+from kvprobe.errors import UserError
+from kvprobe.inference.model import Model, load
+from kvprobe.models.files import bounded, check_folder
+from tests.models import llama, tiny_tokenizer
+from tests.models.test_adapters import adapter
+from tests.refusals import refused
+
+TEXT, MORE = "the user had a house", " the end"
+ON_DISK: dict[str, Any] = {"device_map": {"": "disk"}}
+LAYER = "model.layers.1.self_attn.v_proj"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in several files."""
+    model, path = llama(tokenizer=tiny_tokenizer()), tmp_path_factory.mktemp("models") / "sharded"
+    model.lanes.plain.save_pretrained(path, max_shard_size="40KB")
+    model.tokenizer.save_pretrained(path)
+    assert len([*path.glob("*.safetensors")]) > 2
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Model:
+    return load(folder)
+
+
+def answers(model: Model) -> list[torch.Tensor]:
+    """Logits with a slot masked and another patched, on both lanes."""
+    cache, donor = model.prefill(TEXT), model.prefill("the user had a mouse")
+    edited = cache.mask(slots=[1]).patch(donor, slots=[4])
+    return [model.extend(edited, MORE, lane=lane)[1] for lane in ("plain", "hooked")]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_read_from_disk_are_the_same_model(folder: Path, whole: Model, dtype: str):
+    model = load(folder, dtype=dtype, **ON_DISK)
+    assert {weight.device.type for weight in model.lanes.plain.parameters()} == {"meta"}
+    assert model.lanes.device.type == "cpu"
+    same = whole if dtype == "float32" else load(folder, dtype=dtype)
+    assert model.fingerprint == same.fingerprint
+    for ours, theirs in zip(answers(model), answers(same), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(model.lanes.output_weights(1), same.lanes.output_weights(1))
+    assert same.extend(model.prefill(TEXT), MORE)[0].slots > len(TEXT.split())
+
+
+def test_memory_that_is_too_small_leaves_weights_on_disk(folder: Path, whole: Model):
+    model = load(folder, max_memory={"cpu": "60 KB"})
+    assert {weight.device.type for weight in model.lanes.plain.parameters()} == {"cpu", "meta"}
+    assert model.fingerprint == whole.fingerprint
+    assert torch.equal(model.prefill(TEXT).layers[2]["V"], whole.prefill(TEXT).layers[2]["V"])
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), [("int8", "float32"), ("int4", "float32"), ("int8", "bfloat16")])
+def test_rounded_weights_are_another_model_on_both_lanes(folder: Path, whole: Model, quantization: Any, dtype: str):
+    model = load(folder, quantization=quantization, dtype=dtype)
+    assert model.name == f"{folder} in {quantization}"
+    assert f"weights in {quantization} by quanto" in str(model)
+    plain, hooked = answers(model)
+    assert torch.allclose(plain, hooked, atol=1e-5 if dtype == "float32" else 0.2)
+    rounded = model.lanes.output_weights(1) - whole.lanes.output_weights(1)
+    assert 0 < float(rounded.abs().max()) < (0.02 if quantization == "int8" else 0.3)
+    assert model.fingerprint == load(folder, quantization=quantization, dtype=dtype).fingerprint
+    refused(lambda: load(folder, dtype=dtype).extend(model.prefill(TEXT), MORE), "differs in weights")
+
+
+@pytest.mark.parametrize("placed", [ON_DISK, {"quantization": "int8"}, {"quantization": "int4"}])
+def test_an_adapter_beside_such_weights_is_one_more_model(
+    folder: Path, whole: Model, tmp_path: Path, placed: dict[str, Any]
+):
+    weights = {LAYER: whole.lanes.plain.get_parameter(f"{LAYER}.weight").clone()}
+    added = adapter(tmp_path / "adapter", str(folder), weights)
+    base, merged = load(folder, **placed), load(folder, adapter=added)
+    tuned = base.adapted(added)
+    value = tuned.prefill(TEXT).layers[1]["V"]
+    moved = float((merged.prefill(TEXT).layers[1]["V"] - whole.prefill(TEXT).layers[1]["V"]).abs().max())
+    apart = float((merged.prefill(TEXT).layers[1]["V"] - value).abs().max())
+    assert apart <= (1e-5 if placed is ON_DISK else 0.1 * moved)
+    plain, hooked = answers(tuned)
+    assert torch.allclose(plain, hooked, atol=1e-5)
+    assert tuned.fingerprint == load(added, **placed).fingerprint != base.fingerprint
+    for one, other in ((base, tuned), (tuned, base)):
+        refused(lambda one=one, other=other: one.extend(other.prefill(TEXT), MORE), "differs in weights")
+    refused(lambda: tuned.adapted(added).lanes.plain and tuned.adapted("elsewhere"), "called 'elsewhere'")
+
+
+def test_two_adapters_beside_rounded_weights_add_up(folder: Path, whole: Model, tmp_path: Path):
+    weights = {LAYER: whole.lanes.plain.get_parameter(f"{LAYER}.weight").clone()}
+    added = adapter(tmp_path / "adapter", str(folder), weights)
+    models = [load(folder, quantization="int8")]
+    for _ in range(2):
+        models.append(models[-1].adapted(added))
+    values = [model.prefill(TEXT).layers[1]["V"] for model in models]
+    assert torch.allclose(values[2] - values[1], values[1] - values[0], atol=1e-4)
+    assert len({model.fingerprint for model in models}) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"device": "cpu", **ON_DISK}, "device and device_map both say where the model is"),
+        ({"offload_folder": "elsewhere"}, "offload_folder is for weights that device_map puts on disk"),
+        ({"quantization": "int8", **ON_DISK}, "leave out device_map"),
+        ({"quantization": "bnb-nf4"}, "bitsandbytes"),
+        ({"max_memory": {"cpu": "much"}}, "max_memory is 'much'"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_before_anything_is_loaded(folder: Path, given: dict[str, Any], words: str):
+    refused(lambda: load(folder, **given), words)
+
+
+def test_a_loaded_model_is_not_placed_again(whole: Model):
+    refused(lambda: load(whole, quantization="int8"), "is loaded already")
+    refused(lambda: load(whole.lanes.plain, device_map="auto"), "is loaded already")
+
+
+@pytest.mark.parametrize(
+    ("packing", "words"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq need gptqmodel, which is not installed"),
+        ({"load_in_4bit": True}, "bitsandbytes need bitsandbytes, which is not installed"),
+        ({"quant_method": "quark"}, "quantised by 'quark'"),
+        ("fp8", "an unnamed method"),
+    ],
+)
+def test_weights_quantised_by_what_is_not_installed_or_read_are_refused(
+    folder: Path, tmp_path: Path, packing: object, words: str
+):
+    import json
+
+    settings = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "quantization_config": packing}))
+    refused(lambda: check_folder(tmp_path), words)
+
+
+def test_a_file_of_packed_weights_may_describe_a_model_of_more_numbers():
+    def built() -> None:
+        with torch.device("meta"):
+            torch.nn.Linear(2**14, 2**13, bias=False)
+
+    with pytest.raises(UserError, match="much larger model"), bounded([2**24]):
+        built()
+    with bounded([2**24], packed=8):
+        built()
+
+
+def test_flags_of_the_command_line_are_the_arguments_of_load():
+    flags = Loading(max_memory=("0=20GiB", "cpu=8GB"), device_map="auto", quantization=None)
+    assert flags.choices() == {
+        "device_map": "auto",
+        "max_memory": {0: "20GiB", "cpu": "8GB"},
+        "offload_folder": None,
+        "quantization": None,
+    }
+    refused(Loading(max_memory=("20GiB",)).choices, "--max-memory has '20GiB'")
