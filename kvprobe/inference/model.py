@@ -22,7 +22,8 @@ from kvprobe.inference.forward import as_seen, extend, prefill
 from kvprobe.inference.generate import Generation, OnStep, generate
 from kvprobe.inference.hf import Grid, from_hf, to_hf
 from kvprobe.inference.readable import require_type
-from kvprobe.inference.rows import Readable, needs_question, rows_of, runs_after, user_turn, with_question
+from kvprobe.inference.room import check_loading
+from kvprobe.inference.rows import Readable, needs_question, rows_of, runs_after, turns_after, user_turn, with_question
 from kvprobe.inference.sweep import ROWS, Question, Sweep, Trial, sweep
 from kvprobe.inference.under_policy import apply, lane_for, read_for, read_in_chunks, sample_numbers, watch
 from kvprobe.memory.forward import Kernel, Logits
@@ -57,6 +58,7 @@ def load(
     max_memory: Mapping[Any, int | str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     quantization: Quantization | None = None,
+    check_memory: bool = True,
 ) -> "Model":
     """A model from a name that `kvprobe ls` shows, a hub id, a local folder, a `.gguf` file, or a loaded model.
 
@@ -68,16 +70,15 @@ def load(
         tokenizer: for a loaded model, or instead of the source's own.
         device: `auto` is a GPU if there is one, and the whole model is on it.
         dtype: `auto` is float32 on the CPU and bfloat16 elsewhere.
-        device_map: instead, which parts are on which device, as transformers takes it; `auto` fills the GPUs, then
-            memory, then the disk, from which weights are read whenever they are needed.
+        device_map: instead, what is on which device, as in transformers; `auto` fills GPUs, then memory, then the disk.
         max_memory: how much of each may be filled: `{0: "20GiB", "cpu": "8GiB"}`; the map is then `auto`.
         offload_folder: for those weights on disk that do not lie in the model's own files as they are used.
         quantization: round the weights to 8 or 4 bits as they are loaded, by quanto (`int8`, `int4`) or by
-            bitsandbytes (`bnb-int8`, `bnb-nf4`). A folder of weights that are quantised needs no argument.
+            bitsandbytes (`bnb-int8`, `bnb-nf4`). A folder of quantised weights needs no argument.
+        check_memory: refuse a model that takes more than is free; see `kvprobe.inference.room`.
 
     Raises:
-        UserError: an unknown name, files that are not a model, a failed download, weights larger than free memory, or
-            a package that is not installed.
+        UserError: an unknown name, no model, a failed download, too little memory, or a package that is missing.
     """
     placing = Placing(device_map, max_memory, offload_folder, quantization)
     if isinstance(source, Model | torch.nn.Module) and (
@@ -87,7 +88,7 @@ def load(
     if isinstance(source, Model):
         model = source
     else:
-        plain, own, name = opened(source, device, dtype, placing)
+        plain, own, name = opened(source, device, dtype, placing, check_loading if check_memory else None)
         model = Model(Lanes(plain, tokenizer or own), name)
     return model if adapter is None else model.adapted(adapter)
 

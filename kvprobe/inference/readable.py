@@ -40,6 +40,7 @@ def refuse_unreadable(
             raise UserError(f"Row {number} has the position {min(row.positions)}; positions start at 0.")
     shape, rows, queries = lanes.geometry, len(tokens), max(map(len, tokens))
     slots = queries + (0 if past is None else past.slots)
+    queries = min(queries, chunk or queries)
     numbers = rows * slots * shape.numbers + rows * queries * 4 * shape.d_model
     if lane == "hooked":
         numbers += rows * shape.n_heads * queries * slots
@@ -49,9 +50,9 @@ def refuse_unreadable(
     needed = numbers * lanes.dtype.itemsize
     if needed > NOTICED and needed > (free := free_bytes(lanes.device)):
         raise UserError(
-            f"Reading {rows} rows of up to {queries:,} tokens on the {lane} lane needs at least {needed / 2**30:.1f} "
-            f"GiB, but {free / 2**30:.1f} GiB are free on {lanes.device}; read less at once, or in chunks under a "
-            "policy."
+            f"Reading {rows} rows of up to {max(map(len, tokens)):,} tokens on the {lane} lane needs at least "
+            f"{needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free on {lanes.device}; read fewer rows at "
+            "once, or a prompt with chunk=512, or under a policy that evicts."
         )
 
 

@@ -55,11 +55,15 @@ def weight_bytes(weights: Weights, config: Config, dtype: Numbers) -> int:
         # Blocks of 64 with a float32 maximum; quantised twice, a maximum takes one byte.
         double = packing.flag("bnb_4bit_use_double_quant", default=False)
         return _packed(matrices, 4, 64, 8 if double else 32) + rest
+    if method == "quanto":
+        # A scale for each row; of 4 bits, a scale and a shift for each group of 128.
+        whole, width = packing.word("weights", default="int8") == "int8", config.size(*WIDTH)
+        return (_packed(matrices, 8, width, dtype.bits) if whole else _packed(matrices, 4, 128, 2 * dtype.bits)) + rest
     raise UserError(_unknown(config, method))
 
 
 def _unknown(config: Config, method: str) -> str:
-    known = ("mxfp4", "fp8", "gptq", "awq", "bitsandbytes")
+    known = ("mxfp4", "fp8", "gptq", "awq", "bitsandbytes", "quanto")
     return (
         f"{config.name} has weights packed as {method[:40]!r}, but only {', '.join(known)} are known; give the bytes "
         "of the weights with weights=…."

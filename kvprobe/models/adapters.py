@@ -120,7 +120,7 @@ def changes_of(plain: PreTrainedModel, folder: Path) -> Changes:
     embedded = plain.get_input_embeddings().weight
     changes: Changes = {}
     for name, pair in pairs.items():
-        module = modules.get(name)
+        module: Any = modules.get(name)
         if not (isinstance(module, Conv1D) or hasattr(module, "in_features")) or pair.keys() != {"A", "B"}:
             raise UserError(
                 f"The adapter in {folder} does not fit {name[:80]} of {type(plain).__name__}; give its base."

@@ -1,8 +1,9 @@
 """Model folders are untrusted input: checked before transformers reads them, and while it builds the model."""
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -78,7 +79,7 @@ def quantised_by(folder: Path) -> str | None:
 
 def _method(packing: object) -> str:
     """What quantised the weights, by the config."""
-    fields = packing if is_mapping(packing) else {}
+    fields: Mapping[Any, Any] = packing if is_mapping(packing) else {}
     in_bits = fields.get("load_in_4bit") or fields.get("load_in_8bit")
     return str(fields.get("quant_method") or ("bitsandbytes" if in_bits else "an unnamed method"))
 

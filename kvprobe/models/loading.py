@@ -80,8 +80,12 @@ def resolve_folder(source: str | os.PathLike[str]) -> Path:
     return _from_hub(str(source))
 
 
+Check = Callable[[Path, torch.device, torch.dtype, Placing], None]
+"""Refuses a model in a folder that would not fit."""
+
+
 def opened(
-    source: Any, device: str | torch.device, dtype: str | torch.dtype, placing: Placing
+    source: Any, device: str | torch.device, dtype: str | torch.dtype, placing: Placing, check: Check | None = None
 ) -> tuple[PreTrainedModel, Any, str]:
     """A model from a name, a hub id, a folder or a `.gguf` file, or one that is loaded; its tokenizer, if it has one;
     and what it is called.
@@ -106,8 +110,12 @@ def opened(
             "transformers."
         )
     placing.check(device)
-    where, name = pick_device(device), os.fspath(source)
-    plain, tokenizer = load_folder(resolve_folder(name), where, pick_dtype(dtype, where), placing)
+    given: str | os.PathLike[str] = source
+    where, name = pick_device(device), os.fspath(given)
+    folder, numbers = resolve_folder(name), pick_dtype(dtype, where)
+    if check is not None:
+        check(folder, where, numbers, placing)
+    plain, tokenizer = load_folder(folder, where, numbers, placing)
     refuse_not_finite(name, state(plain))
     return plain, tokenizer, name + (f" in {placing.quantization}" if placing.quantization else "")
 
@@ -306,8 +314,30 @@ def _checked(folder: Path) -> Path:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free bytes of memory on a device."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    """Free bytes of memory on a device; where the process is held to a limit, what is left of it."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return int(min(psutil.virtual_memory().available, *map(_left, _LIMITS)))
+
+
+_GROUPS = Path("/sys/fs/cgroup")
+_LIMITS = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
+"""Files of control groups, of the second version and of the first: the limit, what is used, and a table that tells how
+much of that are files which make room."""
+
+
+def _left(files: tuple[str, str, str, str]) -> float:
+    """Bytes left of a limit of control groups; infinite where there is none."""
+    limit, used, table, field = files
+    try:
+        bound, now = (int((_GROUPS / name).read_text()) for name in (limit, used))
+        counts = dict(line.split() for line in (_GROUPS / table).read_text().splitlines())
+    except (OSError, ValueError):  # no such group, or no limit, which is the word max
+        return float("inf")
+    return float(max(0, bound - now + int(counts.get(field, 0))))
 
 
 def _check_bytes(name: str, needed: int, device: torch.device, dtype: torch.dtype) -> None:

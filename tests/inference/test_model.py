@@ -16,9 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from kvprobe.cache.device import pick_device
 from kvprobe.inference.model import Model, load
+from kvprobe.inference.room import loading_bytes
 from kvprobe.models import catalogue as catalog
 from kvprobe.models.catalogue import NamedModel, Wheel
 from kvprobe.models.loading import CONVERTED, pick_dtype
+from kvprobe.models.placing import Placing
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
 from tests.models import CHATML, llama, tiny_tokenizer
@@ -235,15 +237,19 @@ def test_too_little_memory_is_refused_before_anything_is_loaded(folder: Path, mo
     free = SimpleNamespace(available=3 * 2**10)
     monkeypatch.setattr("kvprobe.models.loading.psutil.virtual_memory", lambda: free)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
-    refused(lambda: load(folder), re.compile(r"need \d+\.\d GiB as float32, but 0\.0 GiB are free on cpu"))
+    refused(
+        lambda: load(folder),
+        re.compile(r"need [\d.]+ KB .* as float32, but .* are free on cpu; use dtype='bfloat16', "),
+    )
 
 
-def test_the_memory_asked_for_is_that_of_the_dtype(folder: Path, tiny_chat: Model, monkeypatch: pytest.MonkeyPatch):
-    weights = sum(tensor.numel() for tensor in tiny_chat.lanes.plain.parameters())
-    free = SimpleNamespace(available=3 * weights)
+def test_the_memory_asked_for_is_that_of_the_dtype(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    free = SimpleNamespace(available=loading_bytes(folder, torch.bfloat16, Placing()))
     monkeypatch.setattr("kvprobe.models.loading.psutil.virtual_memory", lambda: free)
     assert load(folder, dtype="bfloat16").lanes.dtype == torch.bfloat16
     refused(lambda: load(folder, dtype="float32"), "as float32, but", "are free on cpu")
+    assert load(folder, dtype="float32", check_memory=False).dtype == "float32"
+    assert load(folder, dtype="float32", device_map="auto").dtype == "float32"
 
 
 def test_a_gguf_file_loads_with_its_weights_and_tokenizer(gguf_file: Path, tiny_chat: Model):

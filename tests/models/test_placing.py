@@ -85,13 +85,12 @@ def test_an_adapter_beside_such_weights_is_one_more_model(
     value = tuned.prefill(TEXT).layers[1]["V"]
     moved = float((merged.prefill(TEXT).layers[1]["V"] - whole.prefill(TEXT).layers[1]["V"]).abs().max())
     apart = float((merged.prefill(TEXT).layers[1]["V"] - value).abs().max())
-    assert apart <= (1e-5 if placed is ON_DISK else 0.1 * moved)
+    assert apart <= {None: 1e-5, "int8": 0.05, "int4": 0.4}[placed.get("quantization")] * moved
     plain, hooked = answers(tuned)
-    assert torch.allclose(plain, hooked, atol=1e-5)
+    assert torch.allclose(plain, hooked, atol=1e-5 * float(plain.abs().max()))
     assert tuned.fingerprint == load(added, **placed).fingerprint != base.fingerprint
     for one, other in ((base, tuned), (tuned, base)):
         refused(lambda one=one, other=other: one.extend(other.prefill(TEXT), MORE), "differs in weights")
-    refused(lambda: tuned.adapted(added).lanes.plain and tuned.adapted("elsewhere"), "called 'elsewhere'")
 
 
 def test_two_adapters_beside_rounded_weights_add_up(folder: Path, whole: Model, tmp_path: Path):

@@ -1,0 +1,63 @@
+"""Whether a model fits into memory, by its budget, before it is loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvprobe.brief import plain_dtype
+from kvprobe.errors import UserError
+from kvprobe.files import read_json
+from kvprobe.memory.budget import budget
+from kvprobe.models.adapters import is_adapter
+from kvprobe.models.files import MAX_JSON_BYTES, weight_sizes
+from kvprobe.models.loading import free_bytes
+from kvprobe.models.placing import Placing
+from kvprobe.units import both
+
+MARGIN = 0.05
+"""By how much a need may exceed what is free before it is refused; budgets were never off by more (docs/results)."""
+PROVED = 256
+"""Tokens that the gate reads at once before anything else is read."""
+
+
+def loading_bytes(folder: Path, dtype: torch.dtype, placing: Placing) -> int:
+    """Bytes that a model in a folder takes at its peak while it is loaded and proved.
+
+    The proof of a model in half precision has one weight after the other in float32.
+    """
+    fields: dict[str, Any] = dict(read_json(folder / "config.json", MAX_JSON_BYTES, "fetch it again"))
+    rounded = placing.arguments(dtype).get("quantization_config")
+    if rounded is not None:
+        fields["quantization_config"] = rounded.to_dict()
+    sizes = weight_sizes(folder)
+    widest = max(sizes) * 4 if dtype.itemsize < 4 else 0
+    try:
+        needs = budget(fields, context=PROVED, dtype=plain_dtype(dtype))
+    except UserError:  # a family without a budget, whose weights are in its files
+        return sum(sizes) * (1 if rounded is not None else dtype.itemsize) + widest
+    return needs.peak + widest
+
+
+def check_loading(folder: Path, device: torch.device, dtype: torch.dtype, placing: Placing) -> None:
+    """Refuse a model that does not fit into the free memory of its device.
+
+    Where weights may lie on disk they always fit.
+
+    Raises:
+        UserError: it does not, by more than `MARGIN`.
+    """
+    if placing.mapped or is_adapter(folder):
+        return
+    free = free_bytes(device)
+    if 2 * sum(weight_sizes(folder)) * dtype.itemsize < free:
+        return  # the budget itself takes a second
+    needed = loading_bytes(folder, dtype, placing)
+    if needed > (1 + MARGIN) * free:
+        smaller = "dtype='bfloat16', " if dtype.itemsize == 4 else ""
+        rounded = "" if placing.quantization else "quantization='int8', "
+        raise UserError(
+            f"The weights of {folder.name} and what tests them need {both(needed)} as {plain_dtype(dtype)}, but "
+            f"{both(free)} are free on {device}; use {smaller}{rounded}device_map='auto' or a smaller model, or "
+            "check_memory=False to try."
+        )
