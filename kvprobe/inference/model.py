@@ -64,17 +64,16 @@ def load(
 
     Args:
         source: see above; a folder may hold a LoRA adapter, whose base is on this machine. A Hugging Face model object
-            keeps its device and dtype, and so does one inside a PeftModel, or inside nnsight's LanguageModel, whose
-            tokenizer is taken too. A kvprobe model is returned as it is.
+            keeps its device and dtype, as in a PeftModel, or in nnsight's LanguageModel, whose tokenizer is taken too.
+            A kvprobe model is returned as it is.
         adapter: a LoRA adapter to be added to it; see `Model.adapted`.
         tokenizer: for a loaded model, or instead of the source's own.
         device: `auto` is a GPU if there is one, and the whole model is on it.
         dtype: `auto` is float32 on the CPU and bfloat16 elsewhere.
         device_map: instead, what is on which device, as in transformers; `auto` fills GPUs, then memory, then the disk.
         max_memory: how much of each may be filled: `{0: "20GiB", "cpu": "8GiB"}`; the map is then `auto`.
-        offload_folder: for those weights on disk that do not lie in the model's own files as they are used.
-        quantization: round the weights to 8 or 4 bits as they are loaded, by quanto (`int8`, `int4`) or by
-            bitsandbytes (`bnb-int8`, `bnb-nf4`). A folder of quantised weights needs no argument.
+        offload_folder: for weights on disk that the model's own files have in another form.
+        quantization: what the weights are rounded to as they are loaded; see `kvprobe.models.catalogue.Quantization`.
         check_memory: refuse a model that takes more than is free; see `kvprobe.inference.room`.
 
     Raises:
