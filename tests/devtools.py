@@ -1,5 +1,7 @@
 """Chromium driven by its DevTools protocol, over a pipe: what a page does when keys and the mouse are used."""
 
+import base64
+import fcntl
 import json
 import os
 import select
@@ -29,22 +31,16 @@ class Browser:
     """
 
     def __init__(self, profile: Path) -> None:
-        reads, self._write = os.pipe()
-        self._read, writes = os.pipe()
-
-        def connect() -> None:
-            os.dup2(reads, 13)
-            os.dup2(writes, 14)
-            os.dup2(13, 3)
-            os.dup2(14, 4)
-
+        ends, self._write = os.pipe()
+        self._read, others = os.pipe()
+        # Beyond the two that the browser reads and writes, so that neither is overwritten by the other.
+        reads, writes = (fcntl.fcntl(end, fcntl.F_DUPFD, 20) for end in (ends, others))
         command = [str(CHROMIUM), *OPTIONS, f"--user-data-dir={profile}"]
+        connected = ["bash", "-c", f'exec "$0" "$@" 3<&{reads} 4>&{writes}', *command]
         quiet = subprocess.DEVNULL
-        self._process = subprocess.Popen(
-            command, preexec_fn=connect, pass_fds=(reads, writes, 3, 4, 13, 14), stdout=quiet, stderr=quiet
-        )
-        os.close(reads)
-        os.close(writes)
+        self._process = subprocess.Popen(connected, pass_fds=(reads, writes), stdout=quiet, stderr=quiet)
+        for end in (ends, others, reads, writes):
+            os.close(end)
         self._held, self._number = b"", 0
         self._events: list[dict[str, Any]] = []
         self.complaints: list[str] = []
@@ -149,8 +145,6 @@ class Tab:
             )
 
     def picture(self, path: Path) -> None:
-        import base64
-
         data = self.browser.ask("Page.captureScreenshot", self.session, format="png", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(data["data"]))
 
