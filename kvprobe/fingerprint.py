@@ -140,6 +140,9 @@ class Maker:
         self.written: tuple[object, ...] = getattr(model, "written", ())
         self._met: Maker | None = None
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _maker, (self.name, self.fingerprint)  # other processes know it by its fingerprint
+
     @cached_property
     def fingerprint(self) -> str:
         """See `kvprobe.fingerprint.fingerprint`.
@@ -181,6 +184,12 @@ class Maker:
             return False
         self._met = other
         return True
+
+
+def _maker(name: str, fingerprint: str) -> Maker:
+    maker = Maker(fingerprint)
+    maker.name = name
+    return maker
 
 
 def _weights(plain: "Configured", rounded: torch.dtype | None) -> str:

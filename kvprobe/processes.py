@@ -6,6 +6,7 @@ at most, and each needs memory of its own.
 
 import ctypes
 import multiprocessing
+import pickle
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from kvprobe.errors import UserError
 from kvprobe.progress import silence
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _work: Callable[[int], object] = lambda _: None  # noqa: E731, replaced in a forked process
 PATIENCE = 5.0
@@ -46,9 +48,9 @@ def check_processes(asked: int, device: torch.device) -> None:
         )
 
 
-def forked(work: Callable[[Item], object], items: Sequence[Item], processes: int) -> Iterator[object]:
-    """`work` of each item in forked processes, each with its share of torch's threads; a step for each item that is
-    done. What `work` returns is lost: it writes files.
+def forked(work: Callable[[Item], Result], items: Sequence[Item], processes: int) -> Iterator[Result]:
+    """`work` of each item in forked processes, each with its share of torch's threads: what it returns, in the order in
+    which items are done.
 
     Args:
         processes: with one of them, or of items, the work is done in this process, with all threads.
@@ -72,8 +74,9 @@ def forked(work: Callable[[Item], object], items: Sequence[Item], processes: int
     )
     try:
         for done in _completed([pool.submit(_do, place) for place in range(len(items))], others):
-            _peak = max(_peak, shared + processes * done.result())
-            yield
+            held, result = done.result()
+            _peak = max(_peak, shared + processes * held)
+            yield pickle.loads(result)
     except BaseException as error:
         for process in set(multiprocessing.active_children()) - others:
             process.kill()
@@ -87,7 +90,7 @@ def forked(work: Callable[[Item], object], items: Sequence[Item], processes: int
         pool.shutdown(cancel_futures=True)
 
 
-def _completed(futures: Sequence[Future[int]], others: set[Any]) -> Iterator[Future[int]]:
+def _completed(futures: Sequence[Future[tuple[int, bytes]]], others: set[Any]) -> Iterator[Future[tuple[int, bytes]]]:
     """Futures as they are done.
 
     Args:
@@ -146,8 +149,9 @@ def _begin(work: Callable[[int], object], threads: int) -> None:
     silence()
 
 
-def _do(place: int) -> int:
-    """In a forked process: the work of an item. Returns the most bytes that it has held beside those that it shares."""
-    _work(place)
+def _do(place: int) -> tuple[int, bytes]:
+    """In a forked process: the work of an item. The most bytes that it has held beside those that it shares, and what
+    the work returned: as bytes, since memory that tensors would share ends with the process."""
+    result = pickle.dumps(_work(place))
     memory = psutil.Process().memory_full_info()
-    return memory.uss + _own_peak() - memory.rss
+    return memory.uss + _own_peak() - memory.rss, result

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import matplotlib
 import pytest
 import torch
+import yaml
 
 import kvprobe
 from kvprobe.experiments.skeleton import write_skeleton
@@ -133,6 +134,7 @@ LEFT_OPEN = {
 def commands(page: Path) -> list[str]:
     """Each `kvprobe …` line of a page's blocks, and each in its text that is more than the name of a command."""
     fenced = [line for block in blocks(page) if block.language != "python" for line in block.code.splitlines()]
+    fenced = [line.removeprefix("  entrypoint: ") for line in fenced]  # of a manifest of Kubernetes
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     inline = [line for line in re.findall(r"`(kvprobe [^`]*)`", text) if len(line.split()) > 2]
     return [line for line in (*fenced, *inline) if line.startswith("kvprobe ")]
@@ -164,6 +166,12 @@ def test_every_command_is_one_that_the_command_line_takes(tmp_path: Path):
         [sys.executable, "-c", PARSE], input=given, cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout == ""
+
+
+def test_manifests_are_yaml():
+    manifests = [block.code for page in PAGES for block in blocks(page) if block.language == "yaml"]
+    named = [yaml.safe_load(manifest) for manifest in manifests]
+    assert "RayJob" in {manifest.get("kind") for manifest in named}
 
 
 def read_line(line: str) -> list[list[str]]:

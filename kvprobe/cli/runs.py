@@ -109,7 +109,7 @@ def _add_run_command(command: str, preset: Preset) -> None:
 
         try:
             if executor == "ray":
-                from kvprobe.experiments.cluster import Cluster
+                from kvprobe.executors import Cluster
 
                 cluster = Cluster(address, processes, gpus=gpus)
                 directory = study.run(chosen, out, name, cluster=cluster, share=_share(share))

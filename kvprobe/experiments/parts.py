@@ -13,11 +13,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kvprobe.errors import UserError
-from kvprobe.experiments.cluster import Workers
+from kvprobe.executors import Workers, send_code_of
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
-from kvprobe.experiments.stages import BegunStage, note_begun, noted
-from kvprobe.experiments.work import TABLE, TENSORS, Labelled, Work
+from kvprobe.experiments.stages import BegunStage, note_begun, noted, refuse_other_models
+from kvprobe.experiments.work import TABLE, TENSORS, Labelled, Work, part_of
 from kvprobe.files import read_table, refuse_damaged
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
@@ -100,9 +100,12 @@ class Parts(Generic[Config]):
                 run.write_part(path.name, lambda partial: work.write(self.model, self.config, parts[path], partial))
 
         def come(workers: Workers) -> Iterator[Path]:
-            for path, content in workers.parts(work, {path: parts[path] for path in asked}):
-                with noted(path):
-                    yield run.write_part(path.name, lambda partial: partial.write_bytes(content))  # noqa: B023, called now
+            send_code_of(work.measure, type(self.config))
+            cases = [parts[path] for path in asked]
+            measured = workers.results(part_of, cases, work, self.config, around=lambda place: noted(asked[place]))
+            for place, (content, loaded) in measured:
+                refuse_other_models(run.part(""), loaded, (run.begun or {}).get("inputs", {}))
+                yield run.write_part(asked[place].name, lambda partial: partial.write_bytes(content))  # noqa: B023, now
 
         done = come(run.workers) if run.workers and not alone else forked(write, asked, 1 if alone else run.processes)
         with Bar(total=len(parts), initial=there, desc=doing, unit=unit) as bar:
@@ -114,6 +117,23 @@ class Parts(Generic[Config]):
                 f"cases of it are in {run.path}; join them with the others by `kvprobe merge`, and go on."
             )
         return list(parts)
+
+
+@dataclass(frozen=True)
+class TensorOfParts:
+    """A tensor of all parts that is read when it is asked for; to workers that do not share the files it travels as its
+    numbers."""
+
+    paths: Sequence[Path]
+    name: str
+    held: Tensor | None = None
+
+    def read(self) -> Tensor:
+        """See `tensor_of_parts`."""
+        return tensor_of_parts(self.paths, self.name) if self.held is None else self.held
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return TensorOfParts, ((), self.name, self.read())
 
 
 def tensor_of_parts(paths: Sequence[Path], name: str, *, stacked: bool = False) -> Tensor:

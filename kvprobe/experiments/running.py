@@ -11,13 +11,14 @@ import pandas as pd
 from kvprobe.durations import Duration, durations
 from kvprobe.environment import machine
 from kvprobe.errors import UserError
-from kvprobe.experiments.cluster import Cluster
+from kvprobe.executors import Cluster
 from kvprobe.experiments.page import write_page
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings, digest_of, folder_of
 from kvprobe.experiments.study import Study
 from kvprobe.experiments.work import forget_kept
 from kvprobe.files import folder_claimed
+from kvprobe.inference.elsewhere import working
 from kvprobe.inference.model import Model, load
 from kvprobe.processes import check_processes, peak_bytes
 from kvprobe.progress import watched
@@ -67,7 +68,7 @@ def run_study(
     with (
         watched(measured and measured.timing) as clock,
         begin(study.name, config, root, name, inputs, model) as (model, run),
-        cluster.started(config, model) if cluster and not run.finished else nullcontext() as workers,
+        working(cluster, model) if cluster and not run.finished else nullcontext() as workers,
     ):
         check_processes(processes, model.lanes.device)
         run = replace(run, processes=processes, workers=workers, share=share)

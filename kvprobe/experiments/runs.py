@@ -14,7 +14,7 @@ import yaml
 from kvprobe.arguments import checked_arguments
 from kvprobe.environment import environment
 from kvprobe.errors import UserError
-from kvprobe.experiments.cluster import Workers
+from kvprobe.executors import Workers
 from kvprobe.experiments.settings import Settings, as_mapping, folder_of, folder_with_run
 from kvprobe.experiments.stages import FAILED, STAGES
 from kvprobe.files import (

@@ -3,17 +3,20 @@
 import json
 import re
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from kvprobe.errors import UserError
 from kvprobe.files import PARTIAL, read_json, write_whole
+from kvprobe.fingerprint import differing
 from kvprobe.names import one_line
 from kvprobe.plain_data import Limits, filled
 
-STAGES, FAILED = ".stages.json", ".failed"
-"""The file that lists stages, and the ending of one that says why a case failed."""
+STAGES, FAILED, MODELS = ".stages.json", ".failed", ".models.json"
+"""The file that lists stages, the ending of one that says why a case failed, and the file that says which models
+workers have loaded beside that of the run."""
 LIMITS = Limits(text=4096, entries=10_000)
 
 
@@ -91,3 +94,26 @@ def cases_in(parts: Path, stage: BegunStage, ending: str = "") -> dict[int, Path
 def measured_parts(parts: Path) -> list[Path]:
     """All that stages have left so far, files and folders."""
     return sorted(path for path in parts.glob("[!.]*") if path.suffix not in (PARTIAL, FAILED))
+
+
+def refuse_other_models(parts: Path, loaded: Mapping[str, str], known: Mapping[str, str]) -> None:
+    """Note which models a worker has loaded beside that of the run.
+
+    Args:
+        loaded: their fingerprints, by name.
+        known: those of the caller.
+
+    Raises:
+        UserError: a model of the same name, of the caller or of another worker, is another one.
+    """
+    if not loaded:
+        return
+    path = parts / MODELS
+    noted = {**(read_json(path, 2**20) if path.is_file() else {}), **known}
+    for name, fingerprint in loaded.items():
+        if (other := noted.setdefault(name, fingerprint)) != fingerprint:
+            raise UserError(
+                f"The model {name} of one worker is not that of another, or of the caller (it differs in "
+                f"{differing(str(other), fingerprint)}); give all machines the same files."
+            )
+    write_whole(path, json.dumps({name: noted[name] for name in noted if name not in known}))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from kvprobe.errors import UserError
 from kvprobe.experiments.settings import Settings
 from kvprobe.inference.model import Model
+from kvprobe.models.noted import loads_noted
 
 Kept = TypeVar("Kept")
 _kept: list[Callable[[], None]] = []
@@ -71,3 +73,11 @@ class Work:
         else:
             tensors, texts = measured if isinstance(measured, Labelled) else (measured, {})
             save_file(dict(tensors), path, metadata=dict(texts) or None)
+
+
+def part_of(model: Model, case: object, work: Work, config: Settings) -> tuple[bytes, dict[str, str]]:
+    """The part of a case, where its file cannot be written; and the fingerprints of other models that were loaded."""
+    with TemporaryDirectory(prefix="kvprobe-part-") as folder, loads_noted() as loaded:
+        path = Path(folder) / "part"
+        work.write(model, config, case, path)
+        return path.read_bytes(), {name: other.fingerprint for name, other in loaded.items()}

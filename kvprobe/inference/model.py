@@ -34,6 +34,7 @@ from kvprobe.models.geometry import Geometry, felt
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.lens import Family
 from kvprobe.models.loading import adapted, opened
+from kvprobe.models.noted import noted
 from kvprobe.models.placing import Placing, numbers_of
 from kvprobe.models.unproved import Lane
 from kvprobe.policies.policy import Policy, Scene
@@ -64,8 +65,7 @@ def load(
 
     Args:
         source: see above; a folder may hold a LoRA adapter, whose base is on this machine. A Hugging Face model object
-            keeps its device and dtype, as in a PeftModel, or in nnsight's LanguageModel, whose tokenizer is taken too.
-            A kvprobe model is returned as it is.
+            keeps its device and dtype, as in a PeftModel or nnsight's LanguageModel; a kvprobe model is kept as it is.
         adapter: a LoRA adapter to be added to it; see `Model.adapted`.
         tokenizer: for a loaded model, or instead of the source's own.
         device: `auto` is a GPU if there is one, and the whole model is on it.
@@ -88,7 +88,7 @@ def load(
         model = source
     else:
         plain, own, name = opened(source, device, dtype, placing, check_loading if check_memory else None)
-        model = Model(Lanes(plain, tokenizer or own), name)
+        model = noted(source, Model(Lanes(plain, tokenizer or own), name))
     return model if adapter is None else model.adapted(adapter)
 
 

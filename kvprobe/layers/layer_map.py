@@ -5,7 +5,7 @@ the component transmits the damage: without its reaction, less arrives. Below ze
 a single prompt proves nothing: see `verdicts`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,9 @@ from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
+from kvprobe.executors import Executor
 from kvprobe.exported import Exported
+from kvprobe.inference.elsewhere import each, shares
 from kvprobe.inference.forward import one_row_each
 from kvprobe.inference.model import Model
 from kvprobe.layers.suffix import Component, Outputs, Replacement, Suffix
@@ -27,6 +29,9 @@ from kvprobe.patching.metrics import KL, LEAST
 from kvprobe.patching.reader import suffixes
 from kvprobe.progress import Bar
 from kvprobe.text.tokens import Tokens
+
+RESTORED, NOISED, DROPPED = "restored", "noised", "dropped"
+"""What is done to outputs; see `BothRuns.kls`."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,6 +91,7 @@ def layer_map(
     heads: bool = True,
     bands: Iterable[Sequence[int]] | None = None,
     progress: bool = True,
+    executor: Executor | None = None,
 ) -> LayerMap:
     """Restore each attention block, MLP, head and band of layers in turn, while a suffix is read after a damaged cache.
 
@@ -99,38 +105,82 @@ def layer_map(
         kept: last tokens of the suffix over which KL is averaged.
         heads: whether to restore single heads too, which are most of the rows.
         bands: of layers whose attention and MLP are restored together; quarters by default.
+        executor: where passes are run side by side, see `kvprobe.executors`; here by default. Numbers are the same in
+            float32 on machines of one kind.
 
     Raises:
         UserError: a cache of several rows or of another model; a suffix that is empty.
     """
-    clean_suffix, damaged_suffix = _suffixes(model, clean, damaged, suffix)
-    clean_run, damaged_run = clean_suffix.outputs(kept), damaged_suffix.outputs(kept)
-    components = [one for one in clean_suffix.components if heads or one.kind != "head"]
-    rows = list(_rows(components, clean_suffix.layers, bands))
+    runs = BothRuns(model, clean, damaged, suffix, kept)
+    layers = runs.clean_suffix.layers
+    components = [one for one in runs.clean_suffix.components if heads or one.kind != "head"]
+    rows = list(_rows(components, layers, bands))
     groups, labels = [components for components, _ in rows], [label for _, label in rows]
     blocks = [number for number, label in enumerate(labels) if label["kind"] != "head"]
-    drops = [_blocks(components, [layer]) for layer in clean_suffix.layers]
-    kl_from_clean = KL(kept).to(clean_run.logits)
-    count = len(groups) + len(blocks) + len(drops)
-    with Bar(total=count, desc="Restoring", unit="row", disable=not progress) as bar:
-
-        def kls(reading: Suffix, groups: Sequence[tuple[Component, ...]], other: Outputs) -> list[float]:
-            """KL(clean ‖ reading with each group's outputs replaced by another run's)."""
-            divergences = []
-            for logits in reading.replaced([Replacement(group, other) for group in groups], kept):
-                divergences.append(float(kl_from_clean(logits)))
-                bar.update()
-            return divergences
-
-        restored = np.array(kls(damaged_suffix, groups, clean_run))
-        noised = np.full(len(rows), np.nan)
-        noised[blocks] = kls(clean_suffix, [groups[number] for number in blocks], damaged_run)
-        dropped = kls(clean_suffix, drops, clean_run.silent)
+    asked = {
+        RESTORED: groups,
+        NOISED: [groups[number] for number in blocks],
+        DROPPED: [_blocks(components, [layer]) for layer in layers],
+    }
+    if executor is None:
+        with Bar(total=sum(map(len, asked.values())), desc="Restoring", unit="row", disable=not progress) as bar:
+            kls = {how: list(runs.kls(how, groups, bar.update)) for how, groups in asked.items()}
+    else:
+        pieces = [(how, some) for how, groups in asked.items() for some in shares(groups, executor, runs.at_once)]
+        given = (clean, damaged, suffix, kept)
+        found = each(
+            model, replaced_kls, pieces, *given, executor=executor, doing="Restoring", unit="share", progress=progress
+        )
+        kls = {how: [] for how in asked}
+        for (how, _), some in zip(pieces, found, strict=True):
+            kls[how] += some
+    restored, noised = np.array(kls[RESTORED]), np.full(len(rows), np.nan)
+    noised[blocks] = kls[NOISED]
     own = model.lanes.own_ports
     parallel = not (model.lanes.hooked.fires("resid_mid") if own is None else any("resid_mid" in port for port in own))
-    table = states(clean_run, damaged_run, parallel).assign(drop=dropped)
-    damage = float(kl_from_clean(damaged_run.logits))
-    return LayerMap(tuple(groups), tuple(labels), damage, restored, noised, table)
+    table = states(runs.clean, runs.damaged, parallel).assign(drop=kls[DROPPED])
+    return LayerMap(tuple(groups), tuple(labels), runs.damage, restored, noised, table)
+
+
+class BothRuns:
+    """The suffix read after the clean cache and after the damaged one, and again with outputs replaced."""
+
+    def __init__(self, model: Model, clean: KVCache, damaged: KVCache, suffix: Tokens | str, kept: int) -> None:
+        self.clean_suffix, self._damaged_suffix = _suffixes(model, clean, damaged, suffix)
+        self.clean, self.damaged, self._kept = self.clean_suffix.outputs(kept), self._damaged_suffix.outputs(kept), kept
+        self._kl_from_clean = KL(kept).to(self.clean.logits)
+        self.damage = float(self._kl_from_clean(self.damaged.logits))
+        self.at_once = self.clean_suffix.at_once(kept)
+
+    def kls(
+        self, how: str, groups: Sequence[tuple[Component, ...]], step: Callable[[], object] = lambda: None
+    ) -> Iterator[float]:
+        """KL(clean ‖ a reading with each group's outputs replaced).
+
+        Args:
+            how: `RESTORED`, those of the damaged reading by the clean ones; `NOISED`, the other way round; `DROPPED`,
+                those of the clean reading by nothing.
+        """
+        reading, other = {
+            RESTORED: (self._damaged_suffix, self.clean),
+            NOISED: (self.clean_suffix, self.damaged),
+            DROPPED: (self.clean_suffix, self.clean.silent),
+        }[how]
+        for logits in reading.replaced([Replacement(group, other) for group in groups], self._kept):
+            yield float(self._kl_from_clean(logits))
+            step()
+
+
+def replaced_kls(
+    model: Model,
+    piece: tuple[str, Sequence[tuple[Component, ...]]],
+    clean: KVCache,
+    damaged: KVCache,
+    suffix: Tokens | str,
+    kept: int,
+) -> list[float]:
+    """See `BothRuns.kls`; in a process of its own."""
+    return list(BothRuns(model, clean, damaged, suffix, kept).kls(*piece))
 
 
 @checked_arguments

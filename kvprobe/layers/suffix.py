@@ -180,12 +180,16 @@ class Suffix:
 
     def replaced(self, rows: Sequence[Replacement], kept: int = 1) -> Iterator[Float[Tensor, "kept vocab"]]:
         """Logits after the suffix's last tokens with each replacement, in order, as they become known."""
+        at_once = self.at_once(kept)
+        for start in range(0, len(rows), at_once):
+            yield from self._pass(rows[start : start + at_once], kept)
+
+    def at_once(self, kept: int) -> int:
+        """Most replacements to a pass."""
         # Twice a row's logits: they are copied when they are put in order.
         vocabulary = cast(nn.Linear, self.lanes.plain.get_output_embeddings()).weight.shape[0]
         logits = 8 * kept * vocabulary
-        at_once = max(1, min(ROWS, BYTES // (self.reader.row_bytes([]) + logits)) - 1)
-        for start in range(0, len(rows), at_once):
-            yield from self._pass(rows[start : start + at_once], kept)
+        return max(1, min(ROWS, BYTES // (self.reader.row_bytes([]) + logits)) - 1)
 
     def _pass(self, rows: Sequence[Replacement], kept: int) -> Float[Tensor, "rows kept vocab"]:
         places = Rows([min(component.layer for component in replacement.components) for replacement in rows])

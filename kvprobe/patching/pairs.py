@@ -11,6 +11,8 @@ from kvprobe.arguments import check_fields, checked_arguments
 from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
+from kvprobe.executors import Executor
+from kvprobe.inference.elsewhere import each
 from kvprobe.inference.model import Model
 from kvprobe.patching.along import Along
 from kvprobe.patching.attribution import Attribution
@@ -89,32 +91,32 @@ def patch_pairs(
     along: Along | None = None,
     rows: int = ROWS,
     progress: bool = True,
+    executor: Executor | None = None,
 ) -> PairMaps:
     """One sweep for each pair; see `patch_sweep` for the grid and the other arguments.
+
+    Args:
+        executor: where pairs are worked on side by side, see `kvprobe.executors`; here by default. Numbers are the same
+            in float32 on machines of one kind.
 
     Raises:
         UserError: there are no pairs, or as `patch_sweep`.
     """
     if not pairs:
         raise UserError("There are no pairs to patch; give at least one.")
-    tables = []
-    for number, pair in enumerate(Bar(pairs, desc="Patching pairs", unit="pair", disable=not progress)):
-        patched = patch_sweep(
-            model,
-            pair.base,
-            pair.donor,
-            pair.suffix,
-            pair.metric,
-            over,
-            parts=parts,
-            reads=reads,
-            align=align,
-            along=along,
-            rows=rows,
-            progress=False,
-        )
-        tables.append(table_of(patched, number, pair.cluster))
+    asked = {"over": over, "parts": parts, "reads": reads, "align": align, "along": along, "rows": rows}
+    doing, unit = "Patching pairs", "pair"
+    if executor is None:
+        maps = [_swept(model, pair, asked) for pair in Bar(pairs, desc=doing, unit=unit, disable=not progress)]
+    else:
+        maps = each(model, _swept, pairs, asked, executor=executor, doing=doing, unit=unit, progress=progress)
+    tables = [table_of(patched, number, pairs[number].cluster) for number, patched in enumerate(maps)]
     return PairMaps(pd.concat(tables, ignore_index=True))
+
+
+def _swept(model: Model, pair: Pair, asked: Mapping[str, Any]) -> PatchMap:
+    """The map of one pair."""
+    return patch_sweep(model, pair.base, pair.donor, pair.suffix, pair.metric, **asked, progress=False)
 
 
 def table_of(patched: PatchMap | Attribution, pair: int, cluster: str | None = None) -> pd.DataFrame:

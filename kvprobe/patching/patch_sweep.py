@@ -1,10 +1,16 @@
 """One call for every cell of a grid: swap K, V or both from a donor into a base, and measure the answer."""
 
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
 
 from kvprobe.arguments import checked_arguments
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
+from kvprobe.executors import Executor
+from kvprobe.inference.elsewhere import each, shares
 from kvprobe.inference.model import Model
 from kvprobe.patching.along import Along
 from kvprobe.patching.donor import Align
@@ -13,7 +19,7 @@ from kvprobe.patching.maps import PatchMap
 from kvprobe.patching.metrics import KL, Metric
 from kvprobe.patching.plan import Plan, Reads
 from kvprobe.patching.rows import ROWS
-from kvprobe.patching.run import run
+from kvprobe.patching.run import Runs, run
 from kvprobe.text.tokens import Tokens
 
 
@@ -32,6 +38,7 @@ def patch_sweep(
     along: Along | None = None,
     rows: int = ROWS,
     progress: bool = True,
+    executor: Executor | None = None,
 ) -> PatchMap:
     """The metric of the base's run with each cell of a grid swapped for the donor's.
 
@@ -55,6 +62,8 @@ def patch_sweep(
         align: how segments of unequal length meet: `start`, `end`, or None to refuse them.
         along: a subspace; each cell is then swapped in full, along it, and outside it (see `kvprobe.patching.along`).
         rows: most cells to a pass.
+        executor: where passes are run side by side, see `kvprobe.executors`; here by default. Numbers are the same in
+            float32 on machines of one kind, where memory allows passes of as many rows.
 
     Raises:
         UserError: caches of several rows or of another model, segments of unequal length, an axis, layer, slot,
@@ -63,5 +72,27 @@ def patch_sweep(
     """
     if rows < 1:
         raise UserError(f"A pass must hold at least one cell; got rows={rows}.")
-    plan, metric = Plan.of(model, base, donor, suffix, metric, over, parts, reads, align, along)
-    return run(plan, metric, rows, progress)
+    asked = (over, parts, reads, align, along)
+    plan, fitted = Plan.of(model, base, donor, suffix, metric, *asked)
+    if executor is None:
+        return run(plan, fitted, rows, progress)
+
+    def elsewhere(order: Sequence[int]) -> list[Float[np.ndarray, "some"]]:
+        some, given = shares(order, executor, rows), (base, donor, suffix, metric, rows, asked)
+        return each(model, patched, some, *given, executor=executor, doing="Patching", unit="share", progress=progress)
+
+    return run(plan, fitted, rows, elsewhere=elsewhere)
+
+
+def patched(
+    model: Model,
+    numbers: Sequence[int],
+    base: KVCache,
+    donor: KVCache,
+    suffix: Tokens | str,
+    metric: Metric | KL,
+    rows: int,
+    asked: tuple[Any, ...],
+) -> Float[np.ndarray, "some"]:
+    """The metric of some cells of a sweep, by number, in a process of its own."""
+    return Runs(*Plan.of(model, base, donor, suffix, metric, *asked)).values(numbers, rows, progress=False)

@@ -2,27 +2,31 @@
 whether the model uses it."""
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 
 from kvprobe.arguments import AtLeastZero, Within, checked_arguments
 from kvprobe.checks import names_of
+from kvprobe.executors import Executor
+from kvprobe.inference.elsewhere import each, shares
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
 from kvprobe.probing.claims import FLOOR, Probing
 from kvprobe.probing.controls import random_model
 from kvprobe.probing.features import Features, Site
 from kvprobe.probing.probe_features import probe_features
-from kvprobe.probing.read_features import When, read_features, refuse_order, restarted
-from kvprobe.probing.use import Asking, can_be_asked
+from kvprobe.probing.read_features import When, labels_of, read_features, refuse_order, restarted
+from kvprobe.probing.use import Asking, Said, can_be_asked, members_of, use_table
 from kvprobe.tasks.designs import Design
 from kvprobe.text.tokens import Tokens
 from kvprobe.weights import weight_of
+
+RETAINED = "retained"
 
 
 @checked_arguments
@@ -41,6 +45,7 @@ def probe(
     permutations: AtLeastZero = 99,
     untrained: bool = False,
     seed: AtLeastZero = 0,
+    executor: Executor | None = None,
 ) -> Probing:
     """What each layer's K, V and residual stream at segment `at` contain about the design's target, and whether the
     model uses it.
@@ -64,6 +69,8 @@ def probe(
         permutations: of labels within context; 0 leaves p-values out.
         untrained: also read a model of the same configuration with random weights, as a further floor.
         seed: of folds, control tasks, permutations and random weights.
+        executor: where contexts are read side by side, see `kvprobe.executors`; here by default. Numbers are the same
+            in float32 on machines of one kind. Probes are fitted here.
 
     Raises:
         UserError: fewer contexts than folds, an unknown segment, answers that cannot be compared (see
@@ -71,10 +78,7 @@ def probe(
     """
     hide = names_of(hide)
     rng = np.random.default_rng(seed)
-    asking = Asking(model, design, at, when) if can_be_asked(model, design, at) else None
-    read = partial(read_features, at=at, families=families, layers=layers, heads=heads, per_head=per_head)
-    restart: dict[str, Features] = {}
-    doubts: list[str] = []
+    asks, doubts = can_be_asked(model, design, at), list[str]()
     if hide:
         tokens = refuse_order(model, design.samples[0].transcript, at, hide)
         if when == "before" and follows_directly(tokens, at, hide):
@@ -82,22 +86,98 @@ def probe(
                 f"{at!r} comes right after what is hidden before it is read, so nothing in view has seen that, and "
                 "retained equals restart whatever the model is; give when='after', or probe a later segment."
             ]
-        floor = restarted(model, design, hide)
-        follow = asking and partial(asking.restarted, floor)
-        restart[FLOOR] = read(model, floor, follow=follow, note="Reading the restart floor")
-    before = hide if when == "before" else ()
-    features = read(model, design, hide=before, follow=asking and partial(asking.hidden, hide))
-    if not doubts and restart and identical(features, restart[FLOOR]):
+    reads = {"at": at, "families": families, "layers": layers, "heads": heads, "per_head": per_head}
+    asked = (at, hide, when, reads, asks, int(rng.integers(2**31)) if untrained else None)
+    if executor is None:
+        arms = read_arms(model, design, *asked)
+    else:
+        some = shares([*members_of(design).values()], executor)
+        members = [[number for context in share for number in context] for share in some]
+        pieces = [replace(design, samples=tuple(design.samples[number] for number in numbers)) for numbers in members]
+        read = each(model, read_arms, pieces, *asked, executor=executor, doing="Reading conversations", unit="share")
+        arms = _together(design, members, read)
+    features = arms.features.pop(RETAINED)
+    if not doubts and hide and identical(features, arms.features[FLOOR]):
         doubts = ["retained and restart are the same bit for bit, so a comparison of the two tells nothing."]
-    floors = {"embedding": embeddings(model, features), **restart}
-    if untrained:
-        blank = random_model(model, int(rng.integers(2**31)))
-        floors["untrained"] = read(blank, design, hide=before, note="Reading an untrained model")
+    floors = {"embedding": embeddings(model, features), **arms.features}
     probing = probe_features(features, floors, folds=folds, permutations=permutations, rng=rng)
     probing = replace(probing, warnings=(*doubts, *probing.warnings), measured=not doubts)
     for warning in probing.warnings:
         warnings.warn(warning, stacklevel=3)
-    return replace(probing, use=asking and asking.table())
+    return replace(probing, use=use_table(design, arms.said) if asks else None)
+
+
+@dataclass(frozen=True)
+class ReadArms:
+    """What is read of a design, or of some of its contexts.
+
+    Attributes:
+        features: by arm.
+        said: of each sample and arm, how its answer fares; see `Asking`.
+    """
+
+    features: dict[str, Features]
+    said: Said
+
+
+def read_arms(
+    model: Model,
+    design: Design,
+    at: str,
+    hide: Sequence[str],
+    when: When,
+    reads: Mapping[str, Any],
+    asks: bool,
+    blank: int | None,
+) -> ReadArms:
+    """The arms of `probe`; contexts are read apart.
+
+    Args:
+        reads: arguments of `read_features`.
+        asks: whether the model is asked.
+        blank: the seed of random weights that are read too.
+    """
+    asking = Asking(model, design, at, when) if asks else None
+    read, features = partial(read_features, **reads), dict[str, Features]()
+    if hide:
+        floor = restarted(model, design, hide)
+        follow = asking and partial(asking.restarted, floor)
+        features[FLOOR] = read(model, floor, follow=follow, note="Reading the restart floor")
+    before = hide if when == "before" else ()
+    features[RETAINED] = read(model, design, hide=before, follow=asking and partial(asking.hidden, hide))
+    if blank is not None:
+        features["untrained"] = read(random_model(model, blank), design, hide=before, note="Reading an untrained model")
+    return ReadArms(features, asking.said if asking else {})
+
+
+def _together(design: Design, members: Sequence[Sequence[int]], pieces: Sequence[ReadArms]) -> ReadArms:
+    """What was read of all contexts, from what was read of some at a time.
+
+    Args:
+        members: the numbers of the samples of each piece.
+    """
+    labels, contexts = labels_of(design)
+    features: dict[str, Features] = {}
+    for arm in pieces[0].features:
+        read = [piece.features[arm] for piece in pieces]
+        rows = np.empty(len(design.samples), dtype=np.int64)
+        texts: list[tuple[int, ...]] = [()] * len(design.samples)
+        count = 0
+        for numbers, some in zip(members, read, strict=True):
+            rows[list(numbers)] = some.rows + count
+            count += max(some.rows, default=-1) + 1
+            for number, text in zip(numbers, some.texts or (), strict=True):
+                texts[number] = text
+        tensors: dict[Family, Tensor] = {
+            family: torch.cat([some.tensors[family] for some in read]) for family in read[0].tensors
+        }
+        features[arm] = Features(tensors, read[0].sites, rows, labels, contexts, design.target, tuple(texts))
+    said = {
+        (numbers[number], arm): row
+        for numbers, piece in zip(members, pieces, strict=True)
+        for (number, arm), row in piece.said.items()
+    }
+    return ReadArms(features, said)
 
 
 def follows_directly(tokens: Tokens, at: str, hide: Sequence[str]) -> bool:

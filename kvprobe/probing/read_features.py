@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
@@ -109,10 +109,15 @@ def read_features(
             rows[number] = places[slot]
             ids = tokens.ids[span]
             texts[number] = ids if slot is None else (ids[slot],)
-    _, contexts = np.unique([sample.context for sample in design.samples], return_inverse=True)
-    labels = torch.tensor([sample.labels for sample in design.samples]).T.contiguous()
+    labels, contexts = labels_of(design)
     tensors: dict[Family, Tensor] = {family: torch.cat(rows_of) for family, rows_of in vectors.items()}
     return Features(tensors, sites, rows, labels, contexts, design.target, tuple(texts))
+
+
+def labels_of(design: Design) -> tuple[Int[Tensor, "targets samples"], Int[np.ndarray, "samples"]]:
+    """The class numbers of each sample, and the number of its context."""
+    _, contexts = np.unique([sample.context for sample in design.samples], return_inverse=True)
+    return torch.tensor([sample.labels for sample in design.samples]).T.contiguous(), contexts
 
 
 def _within(span: slice, slot: int | None, number: int, at: str) -> int | None:

@@ -18,6 +18,8 @@ from kvprobe.tasks.designs import Design, Sample
 from kvprobe.text.tokens import Tokens
 
 USE_ARMS = ("full", "retained", "restart")
+Said = dict[tuple[int, str], dict[str, float]]
+"""How the answers fare, by the number of the sample and the arm."""
 
 
 def can_be_asked(model: Model, design: Design, at: str) -> bool:
@@ -53,11 +55,9 @@ class Asking:
 
     def __init__(self, model: Model, design: Design, at: str, when: When = "before") -> None:
         self.model, self.design, self.at, self.when = model, design, at, when
-        self._rows: dict[tuple[int, str], dict[str, float]] = {}
+        self.said: Said = {}
         self._restarts: dict[int, Tensor] = {}  # of each sample, the logits before its answer
-        self._members: dict[str, list[int]] = {}
-        for number, sample in enumerate(design.samples):
-            self._members.setdefault(sample.context, []).append(number)
+        self._members = members_of(design)
 
     def restarted(self, floor: Design, reading: Reading) -> None:
         """Ask where the hidden segments never were; `floor` is the design without them."""
@@ -88,20 +88,7 @@ class Asking:
                 self._note("restart", numbers, full)
             for arm, said in zip(USE_ARMS, (full[:, 0], kept[:, 0], again), strict=True):
                 for number, kl in zip(numbers, divergence(full[:, 0], said)[0].tolist(), strict=True):
-                    self._rows[number, arm]["kl_from_full"] = kl
-
-    def table(self) -> pd.DataFrame:
-        """One row per sample and arm: log-probability of the part `answer`, its margin over the answers of the
-        context's other samples, whether its tokens are the most likely, and the KL from the full context's next
-        token."""
-        return pd.DataFrame(
-            [
-                {"sample": number, "context": context, "condition": arm, **self._rows[number, arm]}
-                for context, members in self._members.items()
-                for arm in USE_ARMS
-                for number in members
-            ]
-        )
+                    self.said[number, arm]["kl_from_full"] = kl
 
     def _answers(
         self, design: Design, reading: Reading, cache: KVCache, first: Float[Tensor, "rows vocab"]
@@ -125,11 +112,32 @@ class Asking:
         mine = [members.index(number) for number in numbers]
         measured = code_measurements(logits, torch.tensor(answers, device=logits.device), mine)
         for place, number in enumerate(numbers):
-            self._rows[number, arm] = {
+            self.said[number, arm] = {
                 "logprob": float(measured["logprob"][place].sum()),
                 "margin": float(measured["margin"][place].sum()),
                 "token_accuracy": float(measured["correct"][place].double().mean()),
             }
+
+
+def members_of(design: Design) -> dict[str, list[int]]:
+    """The numbers of the samples of each context."""
+    members: dict[str, list[int]] = {}
+    for number, sample in enumerate(design.samples):
+        members.setdefault(sample.context, []).append(number)
+    return members
+
+
+def use_table(design: Design, said: Said) -> pd.DataFrame:
+    """One row per sample and arm: log-probability of the part `answer`, its margin over the answers of the context's
+    other samples, whether its tokens are the most likely, and the KL from the full context's next token."""
+    return pd.DataFrame(
+        [
+            {"sample": number, "context": context, "condition": arm, **said[number, arm]}
+            for context, members in members_of(design).items()
+            for arm in USE_ARMS
+            for number in members
+        ]
+    )
 
 
 def _answer(model: Model, sample: Sample, at: str) -> Tokens:

@@ -14,7 +14,7 @@ from kvprobe.extensions import extension, extensions
 from kvprobe.names import one_line, shown, unknown
 
 if TYPE_CHECKING:
-    from kvprobe.experiments.cluster import Cluster
+    from kvprobe.executors import Cluster
     from kvprobe.experiments.runs import Run
     from kvprobe.experiments.study import Study
     from kvprobe.inference.model import Model

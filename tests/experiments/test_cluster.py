@@ -2,26 +2,32 @@
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import nullcontext
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import psutil
 import pytest
 import torch
 
 from kvprobe.errors import UserError
-from kvprobe.experiments.cluster import Cluster, Workers, _Worker
+from kvprobe.executors import Cluster, RayWorkers
 from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
 from kvprobe.experiments.skeleton import write_skeleton
 from kvprobe.experiments.work import Work
+from kvprobe.inference.elsewhere import SameModel, working
 from kvprobe.inference.model import Model, load
 from kvprobe.studies import compaction, dangling, find, robustness
-from tests.models import llama
+from tests.executed import assert_identical, tables
+from tests.models import any_model, llama
 from tests.refusals import refused
 
 pytest.importorskip("ray", reason="Ray has no release for this version of Python")
@@ -39,9 +45,8 @@ def model(smol_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Mode
 
 
 @pytest.fixture(scope="module")
-def workers(model: Model) -> Iterator[Workers]:
-    config = Settings(model=model.name)
-    with Cluster(workers=2, threads=torch.get_num_threads()).started(config, model) as workers:
+def workers(model: Model) -> Iterator[RayWorkers]:
+    with working(Cluster(workers=2, threads=torch.get_num_threads()), model) as workers:
         yield workers
 
 
@@ -55,9 +60,9 @@ STUDIES = {
 
 
 def test_tables_are_those_of_this_process_row_for_row(
-    model: Model, workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Model, workers: RayWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(Cluster, "started", lambda _, config, __: nullcontext(replace(workers, config=config)))
+    monkeypatch.setattr(Cluster, "started", lambda _, *held: workers.started(*held))
     monkeypatch.chdir(tmp_path)
     write_skeleton("hidden_thirds", tmp_path)
     own = find("hidden_thirds.py")
@@ -83,10 +88,10 @@ def fragile(model: Model, config: Settings, number: int, folder: Path) -> Iterat
     yield {"number": number, "layers": model.geometry.n_layers}
 
 
-def test_a_worker_that_is_killed_costs_its_case_alone(model: Model, workers: Workers, tmp_path: Path):
+def test_a_worker_that_is_killed_costs_its_case_alone(model: Model, workers: RayWorkers, tmp_path: Path):
     begun = tmp_path / "begun"
     begun.mkdir()
-    parts = Parts(model, workers.config, Run(tmp_path, workers=workers))
+    parts = Parts(model, Settings(model=model.name), Run(tmp_path, workers=workers))
     table = parts.table(fragile, range(6), "cases", begun, doing="Measuring", unit="case")
     assert table.to_dict("list") == {"number": [*range(6)], "layers": [2] * 6}
     assert sorted(path.name for path in begun.iterdir()) == ["0-0", "1-0", "2-0", "2-1", "3-0", "4-0", "5-0"]
@@ -95,9 +100,95 @@ def test_a_worker_that_is_killed_costs_its_case_alone(model: Model, workers: Wor
     )
 
 
-def test_what_workers_cannot_hold_is_refused_in_a_sentence(model: Model, workers: Workers, tmp_path: Path):
+DRIVER = """
+import os, signal, sys
+from pathlib import Path
+from kvprobe.executors import Cluster
+from kvprobe.experiments.runs import Run
+from kvprobe.studies import find
+
+whole, written = Run.write_part, []
+
+def dying(run, name, write):
+    def half(partial):
+        write(partial)
+        written.append(name)
+        if len(written) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return whole(run, name, half)
+
+Run.write_part = dying
+own = find("hidden_thirds.py")
+own.run(own.config(prompts=4, model=sys.argv[1]), Path("killed"), cluster=Cluster(workers=2, threads=1))
+"""
+
+
+def test_a_driver_that_is_killed_leaves_no_processes_and_its_run_goes_on(
+    model: Model, workers: RayWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_skeleton("hidden_thirds", tmp_path)
+    place = os.environ | {"KVPROBE_TEST_DRIVER": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", DRIVER, model.name], env=place, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    left = [process for process in psutil.process_iter() if _environment(process).get("KVPROBE_TEST_DRIVER")]
+    assert not psutil.wait_procs(left, 60)[1], "they outlive their driver"
+    own, written, whole = find("hidden_thirds.py"), Counter[str](), Run.write_part
+
+    def counting(run: Run, name: str, write: Callable[[Path], object]) -> Path:
+        written[name] += 1
+        return whole(run, name, write)
+
+    monkeypatch.setattr(Cluster, "started", lambda _, *held: workers.started(*held))
+    config = own.config(prompts=4, model=model.name)
+    sound = own.run(config, tmp_path / "sound")
+    monkeypatch.setattr(Run, "write_part", counting)
+    run = own.run(config, tmp_path / "killed", cluster=Cluster(workers=2))
+    assert len(written) == 2
+    pd.testing.assert_frame_equal(run.df(), sound.df(), check_exact=True)
+    assert {path.name for path in run.path.iterdir()} | {"timing.json"} == {path.name for path in sound.path.iterdir()}
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
+
+
+def test_functions_give_the_same_numbers_on_workers_to_the_bit(model: Model, workers: RayWorkers):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_identical(tables(model, None), tables(model, workers))
+
+
+def reading_another(model: Model, config: Settings, number: int, folder: Path) -> Iterator[dict[str, float]]:
+    """Reads another model, whose file holds other weights from the second case on."""
+    other = load(str(folder))
+    if not number:
+        other.lanes.plain.get_output_embeddings().weight.data += 1
+    yield {"norm": float(other.lanes.plain.get_output_embeddings().weight.norm())}
+
+
+def test_another_model_of_a_worker_is_held_against_that_of_the_others(
+    model: Model, workers: RayWorkers, tmp_path: Path
+):
+    def table(run: Run) -> pd.DataFrame:
+        parts = Parts(model, Settings(model=model.name), run)
+        return parts.table(reading_another, range(2), "other", model.name, doing="Reading", unit="case")
+
+    refused(
+        lambda: table(Run(tmp_path, workers=workers)),
+        f"The model {model.name} of one worker is not that of another, or of the caller (it differs in weights)",
+    )
+    known = {"inputs": {model.name: "0" * 16 + "-0-0"}}
+    run = Run(tmp_path, begun=known, workers=workers)
+    refused(lambda: table(run), "or of the caller")
+
+
+def test_what_workers_cannot_hold_is_refused_in_a_sentence(model: Model, workers: RayWorkers, tmp_path: Path):
     def started(cluster: Cluster) -> None:
-        with cluster.started(workers.config, model):
+        with working(cluster, model):
             pytest.fail("it is large enough")
 
     refused(lambda: started(Cluster(workers=3, threads=1)), "room for 2 workers with 1 CPUs each, not for 3")
@@ -105,8 +196,9 @@ def test_what_workers_cannot_hold_is_refused_in_a_sentence(model: Model, workers
     refused(lambda: started(Cluster(gpus=0.5)), "room for 0 workers with 1 CPUs and 0.5 GPUs each")
     refused(lambda: Cluster(workers=0), "workers", "at least 1")
     refused(lambda: Cluster(gpus=-1.0), "gpus", "at least 0")
-    other, half = ("0" * 16 + "-0-0", "cpu", "float32"), (model.fingerprint, "cuda", "bfloat16")
-    refused(lambda: _Worker(workers.config, other, 1, str(tmp_path)), "is not that of the run")
-    refused(lambda: _Worker(workers.config, half, 1, str(tmp_path)), "computes on cpu in float32, and the run on cuda")
+    refused(replace(SameModel.of(model), fingerprint="0" * 16 + "-0-0"), "is not that of the caller (it differs in")
+    refused(lambda: SameModel.of(any_model()), "LlamaForCausalLM")
+    with pytest.raises(UserError, match="These workers hold another model"):
+        workers.started(model, lambda _: len, torch.device("cpu")).__enter__()
     config = robustness.Config()
     refused(lambda: find("robustness").run(config, tmp_path, model=model, cluster=Cluster()), "by its name")

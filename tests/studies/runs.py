@@ -52,7 +52,10 @@ def whole_run(
     measured = Work.write
 
     def elsewhere(work: Work, model: Model, *given: Any) -> None:
-        there, *(config, case, path) = pickle.loads(pickle.dumps((work, *given)))
+        *abroad, path = work, *given
+        travels = pickle.dumps(abroad)
+        assert str(folder).encode() not in travels, "workers share no files with the run"
+        there, config, case = pickle.loads(travels)
         measured(there, model, config, case, path)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -14,6 +14,7 @@ import kvprobe.studies.engines.collect as collecting
 from kvprobe.engines.server import Completion, LlamaServer
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
+from kvprobe.experiments.work import forget_kept
 from kvprobe.inference.model import Model
 from kvprobe.models.gguf_header import read_header
 from kvprobe.studies.engines import Config
@@ -137,8 +138,8 @@ def test_a_reply_for_which_a_server_read_an_edited_cache_again_is_refused(
     monkeypatch.setattr(LlamaServer, "complete", forgetful)
     (pair, *_) = collecting.pairs_in_turn(FOUR_FACTS, roomy.tokenizer, 0)
     one = replace(config, engines=("f16",))
-    weights = {False: Path(config.gguf)}
-    refused(lambda: collecting.measure(roomy, one, (FOUR_FACTS[0], pair), weights), "what was edited is lost")
+    refused(lambda: collecting.measure(roomy, one, (FOUR_FACTS[0], pair)), "what was edited is lost")
+    forget_kept()
 
 
 def test_planted_numbers_are_found(tmp_path: Path):

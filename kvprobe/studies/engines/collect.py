@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -23,6 +23,7 @@ from kvprobe.engines.slot import read_slot
 from kvprobe.errors import UserError
 from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
+from kvprobe.experiments.work import kept
 from kvprobe.inference.forward import onwards
 from kvprobe.inference.generate import generate
 from kvprobe.inference.model import Model
@@ -81,6 +82,18 @@ class SaidNext:
     text: str
 
 
+class GGUFWeights(NamedTuple):
+    """What llama.cpp reads.
+
+    Attributes:
+        folder: goes with the last of its users.
+        paths: of the weights as they are, and under True in float32.
+    """
+
+    folder: TemporaryDirectory[str]
+    paths: Mapping[bool, Path]
+
+
 def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     """Tables of rows, both by `sample`, `kind` and `engine`.
 
@@ -90,10 +103,10 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     """
     asked = facts(config.kinds, config.prompts)
     pairs = [*zip(asked, pairs_in_turn(asked, model.tokenizer, config.seed), strict=True)]
-    with TemporaryDirectory(prefix="kvprobe-gguf-") as folder:
-        parts, of_weights = Parts(model, config, run), files(config, Path(folder))
-        doing, unit = "Asking both engines", "conversation"
-        table = parts.table(measure, pairs, "engines", of_weights, doing=doing, unit=unit)
+    doing, unit = "Asking both engines", "conversation"
+    if run.workers is None:
+        weights(config)  # written once for all processes that are forked
+    table = Parts(model, config, run).table(measure, pairs, "engines", doing=doing, unit=unit)
     read: Rows = chosen(table, {"pair": ""})
     differ: Rows = chosen(table, {"pair": tuple(PAIRS)})
     return {
@@ -102,9 +115,16 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     }
 
 
-def measure(model: Model, config: Config, case: tuple[Fact, FactPair], of_weights: Mapping[bool, Path]) -> pd.DataFrame:
+@kept
+def weights(config: Config) -> GGUFWeights:
+    """The files of this machine, which are deleted with what was made of them."""
+    folder = TemporaryDirectory(prefix="kvprobe-gguf-")
+    return GGUFWeights(folder, files(config, Path(folder.name)))
+
+
+def measure(model: Model, config: Config, case: tuple[Fact, FactPair]) -> pd.DataFrame:
     """The rows of one conversation."""
-    rows = rows_by_engine(model, config, *case, of_weights)
+    rows = rows_by_engine(model, config, *case, weights(config).paths)
     return pd.DataFrame(list(rows)).assign(sample=case[1].id, kind=case[1].kind)
 
 

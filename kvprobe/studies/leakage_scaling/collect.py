@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvprobe.experiments.parts import Parts, tensor_of_parts
+from kvprobe.experiments.parts import Parts, TensorOfParts, tensor_of_parts
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.work import kept
 from kvprobe.inference.model import Model
@@ -154,9 +154,13 @@ def read_world(parts: Parts[Config], world: World, paths: Sequence[Path]) -> pd.
     """What all readers make of a world."""
     places = places_of(parts.config.arms)
     sources = list(dict.fromkeys(place.source for place in places))
-    cases: list[tuple[ArmState, Reader]] = [(source, reader) for source in sources for reader in world.readers]
+    cases: list[tuple[ArmState, Reader, TensorOfParts | None]] = [
+        (source, reader, TensorOfParts(paths, f"{READ_FROM[reader]}.{source.name}") if reader != "soft" else None)
+        for source in sources
+        for reader in world.readers
+    ]
     doing = f"Reading codes, {world.name}"
-    table = parts.table(read_codes, cases, f"{world.name}-read", world, paths, doing=doing, unit="reader")
+    table = parts.table(read_codes, cases, f"{world.name}-read", world, doing=doing, unit="reader")
     of_place = (
         table[table["source"] == place.source.name].assign(arm=place.arm, state=place.state, world=world.name)
         for place in places
@@ -165,17 +169,17 @@ def read_world(parts: Parts[Config], world: World, paths: Sequence[Path]) -> pd.
 
 
 def read_codes(
-    model: Model, config: Config, case: tuple[ArmState, Reader], world: World, paths: Sequence[Path]
+    model: Model, config: Config, case: tuple[ArmState, Reader, TensorOfParts | None], world: World
 ) -> pd.DataFrame:
     """What a reader makes of a source, of more and more conversations."""
-    source, reader = case
-    if reader == "soft":
+    source, reader, shown = case
+    if shown is None:
         some = world.up_to(config.prompted)
         alone = alone_of(model, some.conversations, source, config.batch)
         features, reading = torch.arange(alone.batch), soft_reader(model, alone, some.labels)
     else:
         some, reading = world, partial(read, reader)
-        features = tensor_of_parts(paths, f"{READ_FROM[reader]}.{source.name}")
+        features = shown.read()
     features, draws = features.to(model.lanes.device), DRAWS if reader in QUICK else 1
     tables = [
         averaged(curve_point(features, some, reading, count, draws, config.seed), some, count) for count in some.counts
