@@ -114,14 +114,13 @@ class Tab:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def until(self, condition: str) -> Any:
-        """Wait until an expression holds, and give it."""
+    def until(self, condition: str) -> None:
+        """Wait until an expression holds."""
         end = time.monotonic() + PATIENCE
-        while not (value := self.do(condition)):
+        while not self.do(f"!!({condition})"):
             if time.monotonic() > end:
                 raise TimeoutError(f"{condition}: {self.do('document.body.innerText')[:800]}")
             time.sleep(0.02)
-        return value
 
     def press(self, key: str, times: int = 1, **held: bool) -> None:
         """Press a key as a person does, several times; `ctrl=True` or `shift=True` hold another one."""

@@ -92,6 +92,7 @@ def test_a_turn_is_hidden_and_damaged_and_undone_and_the_session_opens_offline(
         tab.do("new Promise((done) => setTimeout(done, 20))")
     offline = opened(browser, shared.as_uri())
     assert offline.do(REPLY) == masked
+    offline.until("document.querySelector('#attention .heads-pattern svg')")
     assert offline.do("document.querySelectorAll('[data-edit]:not([disabled])').length") == 0
     assert not browser.complaints
 
