@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvprobe.arguments import AtLeastZero, Within, checked_arguments
 from kvprobe.checks import names_of
