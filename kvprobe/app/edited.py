@@ -110,7 +110,8 @@ def _reindex(model: Model, before: EditedCache, edit: Edit, history: Tokens) -> 
 
 
 def _restart(model: Model, before: EditedCache, edit: Edit, history: Tokens) -> Acted:
-    segments = edit.segments if len(edit.segments) > 1 else edit.segments[0]
+    one, *more = edit.segments
+    segments = edit.segments if more else one
     policy = f"RestartRebuilt({segments!r})"
     left = before.cache.ledger.live_somewhere & ~before.cache.ledger.in_segments(edit.segments)
     if not bool(left.any()):
