@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import kvprobe as kv
+from kvprobe.app.microscope import Microscope
 from kvprobe.exported import json_schema, plain
 from kvprobe.inference.model import Model
+from tests.app.made_up import START
 from tests.probing.test_claims import planted, probe_features
 
 CHAT = [{"role": role, "content": f"</script><b>{text}"} for role, text in (("user", "the mill"), ("assistant", "so"))]
@@ -24,6 +26,7 @@ def results(tiny_llama: Model) -> dict[str, Any]:
     features, _ = planted("shared", 3.0)
     patterns = kv.attend(tiny_llama, tokens, caches[0].mask(slots=[2]).rewind(slots=3), queries=[0, -1])
     return {
+        "AppState": Microscope(tiny_llama).state(START),
         "Comparison": kv.compare(tiny_llama, CHAT, "m0", "so", policies=["TOVA(8)"], max_new_tokens=2),
         "Probing": probe_features(features, {}, permutations=0, rng=np.random.default_rng(0)),
         "Patterns": patterns,
