@@ -1,11 +1,11 @@
 """What clean caches of a model hold: statistics learnt once from texts of many kinds, and kept in a file.
 
 Three sets of texts are read. From the first come means, covariances and predictions; from the second the tails of each
-check. On the third the limits are set so that a clean cache fails them at most at the stated rate: of each cache the
-most unusual place of all checks counts, so that the rate is that of whole caches (the jackknife+ of conformal
-prediction; Barber et al. 2021). These caches are computed with rounded products and stored in 8 bits, as another engine
-would, so that what differs between engines raises no alarm; one in four of the second and third as the model itself
-would.
+check. On the third the limits are set so that a clean cache fails them at about the stated rate: of each cache the most
+unusual place of all checks counts, so that the rate is that of whole caches. Each check is measured by its own most
+unusual caches, leaving out the one that is judged (a jackknife; measured by simulation, not proved). These caches are
+computed with rounded products and stored in 8 bits, as another engine would, so that what differs between engines
+raises no alarm; one in four of the second and third as the model itself would.
 """
 
 import json
@@ -174,7 +174,7 @@ def learn_clean(model: Model, recipe: CleanRecipe) -> Clean:
 def limits_of(
     others: Sequence[Mapping[str, float]], calibrating: Sequence[Mapping[str, float]], rate: float
 ) -> dict[str, float]:
-    """Limits of each check which a clean cache fails at most at this rate.
+    """Limits of each check which a clean cache fails at about this rate.
 
     Args:
         others, calibrating: the largest surprise of each check in clean caches; those calibrated on are like the caches

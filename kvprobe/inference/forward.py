@@ -123,7 +123,11 @@ class TapLayer(CacheLayer):
                 for number, (added, tensor) in enumerate(zip(new, grown, strict=True), first)
             )
             self.stored = (*self.stored[:first], *whole)
-            self._unrotated = {number: self.stored[number] for number in self._unrotated if number < len(self.stored)}
+            # The parts of an index come later than K and V, so theirs are kept until then.
+            here = range(first, len(self.stored))
+            self._unrotated = {
+                number: self.stored[number] if number in here else tensor for number, tensor in self._unrotated.items()
+            }
 
 
 class StateTap(StateLayer):

@@ -187,7 +187,7 @@ def test_vllm_with_the_connector_fails_by_what_it_makes_of_a_loaded_cache(
         assert ScriptSizes.of(target).block == BLOCK
         result = canary(target, sizes=SIZES)
         monkeypatch.setattr(VllmHandler, "connected", False)
-        refused(lambda: canary(target, sizes=SIZES), "start it with kvprobe's connector")
+        refused(lambda: canary(target, sizes=SIZES), "says that it took 0; start it with kvprobe's connector")
         monkeypatch.setattr(VllmHandler, "caching", "True")
         refused(lambda: vllm_endpoint(url), "start it with --no-enable-prefix-caching")
     assert result.failed == failed

@@ -44,11 +44,15 @@ def test_chunks_make_the_cache_of_one_piece(build: object, kind: str):
     assert torch.allclose(other, logits, atol=1e-4 * float(logits.abs().max()))
 
 
-def test_chunks_after_keys_that_are_rotated_as_they_are_read():
-    model = attending("llama")
+@pytest.mark.parametrize("kind", ["llama", "glm_moe_dsa"])
+def test_chunks_after_keys_that_are_rotated_as_they_are_read(kind: str):
+    model = attending(kind)
     past = model.prefill(LONG).evict(slots=[2, 3]).reindex("contiguous")
     assert past.ledger.rotated
-    assert same(model.extend(past, [NEXT], chunk=1)[0], model.extend(past, [NEXT])[0])
+    whole = model.extend(past, [NEXT])[0]
+    for before, after in zip(past.layers, whole.layers, strict=True):
+        assert all(torch.equal(after[name][:, :, : past.slots], part) for name, part in before.items())
+    assert same(model.extend(past, [NEXT], chunk=1)[0], whole)
 
 
 @pytest.mark.parametrize("chunk", [3, 13])

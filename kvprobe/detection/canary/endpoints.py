@@ -252,10 +252,10 @@ class _Vllm(_OpenAI):
         answer = self._complete(prompt, new, True, {"load": _DUMP})
         after = self._loaded()
         loaded = answer.reused if before is None or after is None else int(after - before)
-        if loaded is not None and loaded < size:
+        if loaded is not None and loaded != size:
             raise UserError(
-                f"{self.name} was to put a dump of {size} tokens in place and took {loaded}; start it with kvprobe's "
-                "connector, or test it with --api openai."
+                f"{self.name} was to put a dump of {size} tokens in place and says that it took {loaded}; start it "
+                "with kvprobe's connector and no other user, or test it with --api openai."
             )
         return replace(answer, reused=loaded)
 
