@@ -1,5 +1,6 @@
 """On what a result was made: versions, commit, machine, and the command that asked for it."""
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("kvprobe", "torch", "transformers", "transformer-lens", "sae-lens", "numpy")
+_HERE = Path(__file__).resolve().parent
+EDITED = "+edited:"
+"""Between a commit and the digest of what was edited since."""
 
 
 def environment() -> dict[str, Any]:
@@ -37,16 +41,27 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
-    """The commit of kvprobe's own checkout, if it runs from one."""
-    here = Path(__file__).resolve().parent
+def short_commit(commit: str) -> str:
+    """A commit as reports name it, with `+edited` where the code had edits."""
+    return commit[:12] + "+edited" * (EDITED in commit)
+
+
+def _commit(here: Path = _HERE) -> str | None:
+    """The commit of kvprobe's own checkout, if it runs from one; and a digest of edited files, if there are any."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(here), *words, "--", "."], capture_output=True, check=False)
+        return os.fsdecode(done.stdout).strip()
+
     try:
-        done = subprocess.run(
-            ["git", "-C", str(here), "log", "-1", "--format=%H", "--", str(here)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        commit = git("log", "-1", "--format=%H")
+        edited = commit and git("diff", "HEAD", "--name-only", "--relative", "-z").strip("\0")
     except FileNotFoundError:
         return None
-    return done.stdout.strip() or None
+    if not edited:
+        return commit or None
+    hasher = hashlib.blake2b(digest_size=8)
+    for path in map(here.joinpath, edited.split("\0")):
+        content = path.read_bytes() if path.is_file() else b"deleted"
+        hasher.update(f"{path.relative_to(here)} {len(content)} ".encode() + content)
+    return f"{commit}{EDITED}{hasher.hexdigest()}"

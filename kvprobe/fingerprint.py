@@ -1,9 +1,9 @@
 """The identity of a model: a hash of its weights, one of its config, and one of its tokenizer with the chat template.
 
 Results depend on all three. What was changed in a model after it was built from its config counts with the config:
-adapters that are switched off, dropout, an attribute that was set. Hooks are the user's own intervention and do not
-count. Settings that change no result are left out: paths, versions, dtypes (weights are hashed as they are), the
-kernel, the padding of a tokenizer.
+adapters that are switched off, dropout, an attribute that was set, a hook for accelerate of the user's own class. Hooks
+of torch are the user's own intervention and do not count. Settings that change no result are left out: paths, versions,
+dtypes (weights are hashed as they are), the kernel, the padding of a tokenizer.
 """
 
 import copy
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from kvprobe.errors import UserError
-from kvprobe.weights import pieces, state
+from kvprobe.weights import hooks_of, pieces, state
 
 PARTS = ("weights", "config or modules", "tokenizer or chat template")
 """The parts of a fingerprint, in order; they are joined by hyphens."""
@@ -37,6 +37,7 @@ _INSIDE = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, FunctionType)
 _GATHERED = (list, tuple, dict, set, frozenset)
 _PASSING = {
+    "_hf_hook",
     "_is_hf_initialized",
     "all_tied_weights_keys",
     "gradient_checkpointing",
@@ -45,7 +46,8 @@ _PASSING = {
     "name_or_path",
     *("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"),
 }
-"""Attributes that change no result, or that a model sets as it reads; and so are private ones of whole models.
+"""Attributes that change no result, that a model sets as it reads, or, as hooks of accelerate, that are looked at
+apart; and so are private ones of whole models.
 accelerate guards the methods that move a model by attributes."""
 
 _LIBRARIES = ("accelerate", "builtins", "kvprobe", "torch", "transformers", "transformer_lens")
@@ -288,6 +290,9 @@ def _described(module: nn.Module, whole: bool = False) -> tuple[object, ...]:
             described += [] if _origin(value).startswith(_OURS) else [name, _origin(value)]
         elif type(value).__module__.split(".")[0] not in _LIBRARIES and hasattr(value, "__dict__"):
             described += [name, *_plain(vars(value))]
+    for hook in hooks_of(module):
+        if not type(hook).__module__.startswith("accelerate."):
+            described += [_origin(hook), *_plain(vars(hook))]
     for name in module._non_persistent_buffers_set:
         buffer = module._buffers[name]
         if buffer is None or buffer.device.type == "meta" or _changing(module, name):

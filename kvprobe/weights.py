@@ -33,9 +33,14 @@ def hold_added(model: nn.Module) -> None:
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """The hooks of accelerate that a module has."""
+    """The hooks of accelerate that a module has, one by one."""
+
+    def single(hook: Any) -> list[Any]:
+        held = getattr(hook, "hooks", None)  # of several in sequence, of which each may be several again
+        return [hook] if held is None else [one for some in held for one in single(some)]
+
     hook: Any = getattr(module, "_hf_hook", None)
-    return [] if hook is None else list(getattr(hook, "hooks", [hook]))
+    return [] if hook is None else single(hook)
 
 
 def _reader(module: nn.Module) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.fingerprint import PARTS, differing, fingerprint, state_of
@@ -256,3 +257,28 @@ def test_a_switch_that_is_put_back_leaves_the_cache_readable():
     attention.scaling /= 2
     assert model.fingerprint == fingerprint_before
     model.extend(before, "d")
+
+
+class Doubling(ModelHook):
+    def __init__(self, factor: float = 2.0) -> None:
+        self.factor = factor
+
+    def post_forward(self, module: torch.nn.Module, output: torch.Tensor) -> torch.Tensor:
+        return output * self.factor
+
+
+def test_a_hook_of_accelerate_counts_unless_its_class_is_accelerates_own():
+    model = llama()
+    for path in ("model.layers.1.mlp", ""):
+        plain = copy.deepcopy(model.lanes.plain)
+        module = plain.get_submodule(path)
+        add_hook_to_module(module, ModelHook())
+        add_hook_to_module(module, ModelHook(), append=True)
+        assert fingerprint(plain, None) == fingerprint(model.lanes.plain, None)
+        add_hook_to_module(module, Doubling(), append=True)
+        add_hook_to_module(module, ModelHook(), append=True)
+        doubled, state = fingerprint(plain, None), state_of(plain)
+        assert differing(fingerprint(model.lanes.plain, None), doubled) == PARTS[1]
+        vars(module)["_hf_hook"].hooks[0].hooks[1].factor = 3.0
+        assert differing(doubled, fingerprint(plain, None)) == PARTS[1]
+        assert state_of(plain) != state

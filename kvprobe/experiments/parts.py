@@ -21,6 +21,7 @@ from kvprobe.experiments.work import TABLE, TENSORS, Labelled, Work, part_of
 from kvprobe.files import read_table, refuse_damaged
 from kvprobe.inference.model import Model
 from kvprobe.models.lens import Family
+from kvprobe.models.noted import name_in
 from kvprobe.probing.arms import Arms
 from kvprobe.processes import forked
 from kvprobe.progress import Bar
@@ -102,9 +103,11 @@ class Parts(Generic[Config]):
         def come(workers: Workers) -> Iterator[Path]:
             send_code_of(work.measure, type(self.config))
             cases = [parts[path] for path in asked]
+            inputs = (run.begun or {}).get("inputs", {})  # a study loads its models as it does the run's own
+            known = {name_in(name, self.model.dtype): inputs[name] for name in inputs}
             measured = workers.results(part_of, cases, work, self.config, around=lambda place: noted(asked[place]))
             for place, (content, loaded) in measured:
-                refuse_other_models(run.part(""), loaded, (run.begun or {}).get("inputs", {}))
+                refuse_other_models(run.part(""), loaded, known)
                 yield run.write_part(asked[place].name, lambda partial: partial.write_bytes(content))  # noqa: B023, now
 
         done = come(run.workers) if run.workers and not alone else forked(write, asked, 1 if alone else run.processes)

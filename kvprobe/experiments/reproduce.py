@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from kvprobe.environment import short_commit
 from kvprobe.experiments.settings import Settings, types_of
 
 
@@ -15,7 +16,7 @@ def reproduced(study: str, config: Settings, environment: Mapping[str, Any]) -> 
         " ".join(["kvprobe run", study, *flags(config)]),
         f"Seed {config.seed}; model {environment['model']}; {versions}; Python {environment['python']}.",
         f"{environment['machine']}; {environment['device']}"
-        + (f"; commit {environment['commit'][:12]}." if environment["commit"] else "."),
+        + (f"; commit {short_commit(environment['commit'])}." if environment["commit"] else "."),
     ]
 
 

@@ -100,8 +100,8 @@ def refuse_other_models(parts: Path, loaded: Mapping[str, str], known: Mapping[s
     """Note which models a worker has loaded beside that of the run.
 
     Args:
-        loaded: their fingerprints, by name.
-        known: those of the caller.
+        loaded: their fingerprints, by name and numbers.
+        known: those of the caller, likewise.
 
     Raises:
         UserError: a model of the same name, of the caller or of another worker, is another one.

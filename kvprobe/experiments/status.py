@@ -8,6 +8,7 @@ from textwrap import wrap
 from typing import Any
 
 from kvprobe.durations import durations, minutes
+from kvprobe.environment import short_commit
 from kvprobe.errors import UserError
 from kvprobe.experiments.settings import digest_of_settings, folder_with_run
 from kvprobe.experiments.stages import FAILED, BegunStage, begun_stages, cases_in
@@ -94,7 +95,7 @@ class RunStatus:
         """At length."""
         held = f", held by {self.held_by}" if self.held_by else ""
         yield f"{self.path}: {self.study}{f' ({self.preset})' * bool(self.preset)}, {self.state}{held}{self._last()}"
-        yield f"begun by `{self.command}`, commit {(self.commit or 'unknown')[:12]}"
+        yield f"begun by `{self.command}`, commit {short_commit(self.commit or 'unknown')}"
         settings = (f"{name}={_short(value)}" for name, value in self.settings.items())
         yield from wrap(f"{self.device}; {', '.join(settings)}", WIDTH, subsequent_indent="  ")
         for stage in self.stages:

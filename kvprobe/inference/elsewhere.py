@@ -11,6 +11,7 @@ from kvprobe.executors import Executor, Workers
 from kvprobe.fingerprint import differing
 from kvprobe.inference.model import Model, load
 from kvprobe.models.catalogue import check_source
+from kvprobe.models.placing import numbers_of
 from kvprobe.progress import Bar
 
 Item = TypeVar("Item")
@@ -31,9 +32,18 @@ class SameModel:
         """Of a model that was loaded by its name.
 
         Raises:
-            UserError: it has a name that nothing is loaded by.
+            UserError: it was quantised as it was loaded, has an adapter added, or was loaded from an object.
         """
-        check_source(model.name)
+        try:
+            check_source(model.name)
+        except UserError as error:
+            if numbers_of(model.lanes.plain.config):
+                why = "is quantised; load it without quantization, or work on this machine alone"
+            elif " with " in model.name:
+                why = "has an adapter added; load the adapter's own folder as the model, or save the two as one"
+            else:
+                why = "was loaded from an object; save it to a folder that all machines have, and load that"
+            raise UserError(f"A cluster loads models by their name alone, and {model.name!r} {why}.") from error
         dtype = str(model.dtype).removeprefix("torch.")
         return cls(model.name, model.lanes.device.type, dtype, model.fingerprint)
 

@@ -11,7 +11,7 @@ from kvprobe.files import read_json
 from kvprobe.memory.budget import budget
 from kvprobe.models.adapters import is_adapter
 from kvprobe.models.files import MAX_JSON_BYTES, weight_sizes
-from kvprobe.models.loading import free_bytes
+from kvprobe.models.loading import base_folder, free_bytes
 from kvprobe.models.placing import Placing
 from kvprobe.units import both
 
@@ -42,13 +42,14 @@ def loading_bytes(folder: Path, dtype: torch.dtype, placing: Placing) -> int:
 def check_loading(folder: Path, device: torch.device, dtype: torch.dtype, placing: Placing) -> None:
     """Refuse a model that does not fit into the free memory of its device.
 
-    Where weights may lie on disk they always fit.
+    Of an adapter, it is its base that is held against it. Where weights may lie on disk they always fit.
 
     Raises:
         UserError: it does not, by more than `MARGIN`.
     """
-    if placing.mapped or is_adapter(folder):
+    if placing.mapped:
         return
+    folder = base_folder(folder) if is_adapter(folder) else folder
     free = free_bytes(device)
     if 2 * sum(weight_sizes(folder)) * dtype.itemsize < free:
         return  # the budget itself takes a second

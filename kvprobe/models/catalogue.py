@@ -259,7 +259,9 @@ def check_source(source: str | os.PathLike[str]) -> None:
         UserError: it is no named model, local folder, `.gguf` file or hub id.
     """
     path, name = expanded(source), os.fspath(source)
-    hub_id = isinstance(source, str) and name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    hub_id = (
+        isinstance(source, str) and name.count("/") == 1 and " " not in name and not name.startswith((".", "/", "~"))
+    )
     if not (name in NAMED_MODELS or path.is_dir() or path.suffix == ".gguf" or hub_id):
         raise UserError(unknown("model, local folder, .gguf file or hub id (owner/name)", name, NAMED_MODELS))
 

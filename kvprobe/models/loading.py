@@ -5,8 +5,8 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any, get_args
@@ -132,8 +132,7 @@ def load_folder(
         UserError: a file is damaged, config and weights do not agree, or the weights do not fit into free memory.
     """
     if is_adapter(folder):
-        adapter = read_settings(folder)
-        model, tokenizer = load_folder(_base_folder(folder, adapter), device, dtype, placing)
+        model, tokenizer = load_folder(base_folder(folder), device, dtype, placing)
         add_changes(model, changes_of(model, folder))
         with _agreeing(folder):
             return model, _tokenizer(folder) or tokenizer
@@ -214,9 +213,13 @@ def _tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def _base_folder(folder: Path, adapter: Mapping[str, object]) -> Path:
-    """The folder of the model that an adapter was trained for, which must be on this machine."""
-    base = str(adapter.get("base_model_name_or_path"))
+def base_folder(folder: Path) -> Path:
+    """The folder of the model that the adapter in a folder was trained for.
+
+    Raises:
+        UserError: it is not on this machine, or the adapter is of a kind that cannot be added.
+    """
+    base = str(read_settings(folder).get("base_model_name_or_path"))
     for path in (expanded(base), folder / base):
         if base and (path.is_dir() or path.suffix == ".gguf"):
             return check_folder(path) if path.is_dir() else resolve_folder(path)
@@ -313,31 +316,45 @@ def _checked(folder: Path) -> Path:
     return folder if is_adapter(folder) else check_folder(folder)
 
 
-def free_bytes(device: torch.device) -> int:
-    """Free bytes of memory on a device; where the process is held to a limit, what is left of it."""
+def free_bytes(
+    device: torch.device, groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> int:
+    """Free bytes of memory on a device; where the process is held to a limit, what is left of it.
+
+    Args:
+        groups: where control groups are mounted.
+        own: the file that names those of this process.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return int(min(psutil.virtual_memory().available, *map(_left, _LIMITS)))
+    return int(min([psutil.virtual_memory().available, *_left(groups, own)]))
 
 
-_GROUPS = Path("/sys/fs/cgroup")
-_LIMITS = (
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-)
-"""Files of control groups, of the second version and of the first: the limit, what is used, and a table that tells how
-much of that are files which make room."""
+_LIMITS = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Of control groups of the second version and of the first, by the folder of all groups: the files that hold the limit
+and what is used, and how the table memory.stat calls what of that are files which make room."""
 
 
-def _left(files: tuple[str, str, str, str]) -> float:
-    """Bytes left of a limit of control groups; infinite where there is none."""
-    limit, used, table, field = files
+def _left(groups: Path, own: Path) -> Iterator[int]:
+    """Bytes left of each limit that a process is held to: of its control group and of those around it."""
     try:
-        bound, now = (int((_GROUPS / name).read_text()) for name in (limit, used))
-        counts = dict(line.split() for line in (_GROUPS / table).read_text().splitlines())
-    except (OSError, ValueError):  # no such group, or no limit, which is the word max
-        return float("inf")
-    return float(max(0, bound - now + int(counts.get(field, 0))))
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:  # no Linux
+        return
+    for version, (limit, used, field) in _LIMITS.items():
+        root = groups / version
+        path = next((path for _, controllers, path in lines if version in controllers.split(",")), "")
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(root):
+                break
+            with suppress(OSError, ValueError):  # a group that is not seen here, or no limit, which is the word max
+                bound, now = (int((folder / name).read_text()) for name in (limit, used))
+                counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                yield max(0, bound - now + int(counts.get(field, 0)))
 
 
 def _check_bytes(name: str, needed: int, device: torch.device, dtype: torch.dtype) -> None:

@@ -3,6 +3,7 @@
 import html
 from collections.abc import Callable
 
+from kvprobe.environment import short_commit
 from kvprobe.models.lens import Family
 from kvprobe.probes.card import CARD_SPLITS, Arm, Card, ProbeInput
 from kvprobe.stats import Estimate
@@ -125,7 +126,7 @@ def card_page(card: Card) -> str:
         "```",
         "",
         f"kvprobe {_inert(card.made.kvprobe or 'of unknown version')}, seed {card.made.seed}, commit "
-        f"{_inert(card.made.commit[:12] or 'unknown')}; then `kvprobe publish RUN`.",
+        f"{_inert(short_commit(card.made.commit) or 'unknown')}; then `kvprobe publish RUN`.",
         "",
         f"Licence of the probe: {_inert(card.licence)}. The model that it reads has its own.",
         "",

@@ -179,7 +179,8 @@ def test_another_model_of_a_worker_is_held_against_that_of_the_others(
 
     refused(
         lambda: table(Run(tmp_path, workers=workers)),
-        f"The model {model.name} of one worker is not that of another, or of the caller (it differs in weights)",
+        f"The model {model.name} in float32 of one worker is not that of another, or of the caller "
+        "(it differs in weights)",
     )
     known = {"inputs": {model.name: "0" * 16 + "-0-0"}}
     run = Run(tmp_path, begun=known, workers=workers)

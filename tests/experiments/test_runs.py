@@ -2,6 +2,7 @@
 
 import errno
 import json
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
+from kvprobe.environment import _commit, short_commit
 from kvprobe.experiments.parts import Parts, tensor_of_parts, text_of_part
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings, as_mapping, from_mapping
@@ -61,6 +63,37 @@ def test_an_unfinished_run_refuses_to_go_on_with_other_code(tmp_path: Path, monk
     refused(lambda: Run.open("study", Config(), MODEL, "cpu, float32", tmp_path), "begun with another commit (")
     run.finish({})
     assert Run.open("study", Config(), MODEL, "cpu, float32", tmp_path).finished
+
+
+def test_edits_of_the_code_show_in_the_commit(tmp_path: Path):
+    def git(*words: str) -> None:
+        author = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *author, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    assert _commit(tmp_path) is None
+    here = tmp_path / "kvprobe"
+    here.mkdir()
+    (here / "é.py").write_text("one")
+    (tmp_path / "notes").write_text("one")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "one")
+    clean = _commit(here)
+    assert clean is not None
+    assert len(clean) == 40
+    (tmp_path / "notes").write_text("two")
+    assert _commit(here) == clean
+    seen = {clean}
+    for number, content in enumerate(("two", "one two", None), 2):
+        (here / "é.py").unlink() if content is None else (here / "é.py").write_text(content)
+        edited = _commit(here) or ""
+        assert edited.startswith(f"{clean}+edited:")
+        assert short_commit(edited) == f"{clean[:12]}+edited"
+        seen.add(edited)
+        assert len(seen) == number
+    (here / "é.py").write_text("one")
+    assert _commit(here) == clean
+    assert short_commit(clean) == clean[:12]
 
 
 def test_a_run_refuses_to_go_on_when_what_its_settings_name_holds_something_else(tmp_path: Path):

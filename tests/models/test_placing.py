@@ -1,5 +1,7 @@
 """Weights on disk, and weights of 8 and 4 bits: what kvprobe computes with them, and whose caches they read."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,13 @@ import torch
 
 from kvprobe.cli.flags import Loading
 from kvprobe.errors import UserError
+from kvprobe.experiments.settings import Settings
+from kvprobe.experiments.stages import refuse_other_models
+from kvprobe.experiments.work import TABLE, Work, part_of
+from kvprobe.inference.elsewhere import SameModel
 from kvprobe.inference.model import Model, load
 from kvprobe.models.files import bounded, check_folder
+from kvprobe.models.loading import free_bytes
 from tests.models import llama, tiny_tokenizer
 from tests.models.test_adapters import adapter
 from tests.refusals import refused
@@ -162,3 +169,78 @@ def test_flags_of_the_command_line_are_the_arguments_of_load():
         "quantization": None,
     }
     refused(Loading(max_memory=("20GiB",)).choices, "--max-memory has '20GiB'")
+
+
+def test_of_an_adapter_its_base_is_held_against_free_memory(
+    folder: Path, whole: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    added = adapter(
+        tmp_path / "adapter", str(folder), {LAYER: whole.lanes.plain.get_parameter(f"{LAYER}.weight").clone()}
+    )
+    monkeypatch.setattr("kvprobe.inference.room.free_bytes", lambda _: 3 * 2**10)
+    refused(lambda: load(added), f"The weights of {folder.name} and what tests them need")
+    assert load(added, check_memory=False).fingerprint != whole.fingerprint
+
+
+def group(folder: Path, names: tuple[str, str], limit: str, used: int, table: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in zip((*names, "memory.stat"), (limit, str(used), table), strict=True):
+        (folder / name).write_text(content + "\n")
+
+
+V1, V2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_free_memory_is_what_the_tightest_group_around_the_process_leaves(tmp_path: Path, first: bool):
+    groups, own = tmp_path / "groups", tmp_path / "own"
+    own.write_text("4:cpu,memory:/pod/job/task\n0::/\n" if first else "1:name=systemd:/\n0::/pod/job/task\n")
+    names, root, field = (V1, groups / "memory", "total_inactive_file") if first else (V2, groups, "inactive_file")
+
+    def free() -> int:
+        return free_bytes(torch.device("cpu"), groups, own)
+
+    unlimited = free()
+    group(root / "other", names, "10", 5, f"{field} 0")
+    group(root / "pod/job/task", names, "9223372036854771712" if first else "max", 50, f"{field} 1")
+    assert abs(free() - unlimited) < 2**30
+    group(root / "pod/job", names, "5000", 3000, f"active_file 7\n{field} 500")
+    group(root / "pod", names, "9000", 3000, f"{field} 0")
+    assert free() == 2500
+    group(root, names, "4000", 3900, f"{field} 0")
+    assert free() == 100
+
+
+def in_two_dtypes(model: Model, config: Settings, folder: Path) -> Iterator[dict[str, str]]:
+    """Loads one name in several kinds of numbers."""
+    kinds: list[dict[str, Any]] = [{"dtype": "bfloat16"}, {"quantization": "int8"}, {}]
+    for kind in kinds:
+        yield {"name": load(folder, **kind).name}
+
+
+def test_models_of_workers_are_held_against_each_other_in_the_same_numbers(folder: Path, whole: Model, tmp_path: Path):
+    _, loaded = part_of(whole, folder, Work("names", in_two_dtypes, (), TABLE), Settings())
+    assert list(loaded) == [
+        f"{folder} in {kind}" for kind in ("bfloat16", "float32, weights in int8 by quanto", "float32")
+    ]
+    known = {f"{folder} in float32": whole.fingerprint}
+    for _ in range(2):
+        refuse_other_models(tmp_path, loaded, known)
+    for name in loaded:
+        refused(
+            lambda name=name: refuse_other_models(tmp_path, loaded | {name: "0" * 16 + "-0-0"}, known),
+            f"The model {name} of one worker is not that of another",
+        )
+
+
+def test_what_is_not_loaded_by_its_name_alone_is_refused_to_a_cluster(folder: Path, whole: Model, tmp_path: Path):
+    weights = {LAYER: whole.lanes.plain.get_parameter(f"{LAYER}.weight").clone()}
+    added = adapter(tmp_path / "adapter", str(folder), weights)
+    begin = "A cluster loads models by their name alone, and"
+    refused(lambda: SameModel.of(load(folder, quantization="int8")), begin, "is quantised; load it without")
+    refused(lambda: SameModel.of(whole.adapted(added)), begin, "load the adapter's own folder as the model")
+    named = replace(whole, name="smollm2-135m with owner/adapter")
+    refused(lambda: SameModel.of(named), begin, "has an adapter added")
+    refused(lambda: SameModel.of(load(whole.lanes.plain)), begin, "'LlamaForCausalLM' was loaded from an object")
+    for loaded in (load(added), load(folder, **ON_DISK)):
+        assert SameModel.of(loaded)().fingerprint == loaded.fingerprint
