@@ -88,8 +88,7 @@ def load(
         model = source
     else:
         plain, own, name = opened(source, device, dtype, placing, check_loading if check_memory else None)
-        model = Model(Lanes(plain, tokenizer or own), name)
-        noted(source, model.numbers, model)
+        model = noted(source, Model(Lanes(plain, tokenizer or own), name))
     return model if adapter is None else model.adapted(adapter)
 
 
@@ -133,13 +132,8 @@ class Model(Brief):
     @property
     def computes(self) -> str:
         """Where, in which numbers, and with weights kept in which: "cpu, float32, weights in int8 by quanto"."""
-        return f"{self.lanes.device}, {self.numbers}"
-
-    @property
-    def numbers(self) -> str:
-        """In which numbers, and with weights kept in which: "float32, weights in int8 by quanto"."""
         kept = numbers_of(self.lanes.plain.config)
-        return f"{self.dtype}{f', weights in {kept}' if kept else ''}"
+        return f"{self.lanes.device}, {self.dtype}{f', weights in {kept}' if kept else ''}"
 
     @property
     def round_off(self) -> float:

@@ -4,7 +4,18 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+
+@runtime_checkable
+class _Computing(Protocol):
+    @property
+    def computes(self) -> str:
+        """On which device and in which numbers, with a comma between."""
+        ...
+
+
+Loaded = TypeVar("Loaded", bound=_Computing)
 
 _noted: ContextVar[dict[str, Any] | None] = ContextVar("noted", default=None)
 
@@ -25,7 +36,9 @@ def name_in(name: str, numbers: str) -> str:
     return f"{name} in {numbers}"
 
 
-def noted(source: object, numbers: str, model: object) -> None:
-    """Note a model that was loaded from a name; from something in hand, it is not noted."""
+def noted(source: object, model: Loaded) -> Loaded:
+    """A model that was loaded, from a name or from something in hand, which is not noted; returns it."""
     if (present := _noted.get()) is not None and isinstance(source, str | os.PathLike):
+        _, _, numbers = model.computes.partition(", ")
         present[name_in(os.fspath(source), numbers)] = model
+    return model
