@@ -1,0 +1,90 @@
+"""A click on the page of `kvprobe app` against the same call from Python.
+
+    python benchmarks/app.py [--repeats 20] [--model smollm2-135m]
+
+The example's conversation, and a new edit each time. A click is the request and its events up to the state, over HTTP
+on this machine. Both sides have read the conversation and answered it with everything in view, as a page has once it is
+open; their states are asserted to be equal. A click shall take at most 3 s, and at most 1.1 times the call.
+"""
+
+import http.client
+import itertools
+import json
+import socket
+import statistics
+import threading
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import uvicorn
+from timing import asked, header, paired
+
+import kvprobe as kv
+from kvprobe.app.address import address_of
+from kvprobe.app.microscope import Microscope
+from kvprobe.app.page import example
+from kvprobe.app.server import served
+from kvprobe.inference.model import Model
+
+
+def main() -> None:
+    arguments = asked(__doc__, 20)
+    model = kv.load(arguments.model)
+    address, start = serve(model), example()["start"]
+    here = Microscope(model)
+    slots = len(here.state(address_of(start)).slots["text"])
+    edits = [
+        [{"kind": kind, "slots": [first, first + 3]}] for kind in ("mask", "evict") for first in range(24, slots - 3)
+    ]
+    to_click, to_call = itertools.cycle(edits), itertools.cycle(edits)
+    clicked, called, seconds = list[Any](), list[Any](), list[float]()
+    click(address, start)
+
+    def clicking() -> None:
+        began = time.perf_counter()
+        clicked.append(click(address, {**start, "edits": next(to_click)}))
+        seconds.append(time.perf_counter() - began)
+
+    def calling() -> None:
+        called.append(here.state(address_of({**start, "edits": next(to_call)})).to_plain())
+
+    ours, theirs, ratio = paired(clicking, calling, arguments.repeats)
+    for one, other in zip(clicked, called, strict=True):
+        assert {**one, "seconds": 0} == {**other, "seconds": 0}
+    header(arguments.model, slots, arguments.repeats)
+    print(f"{'a click, against the call':50}{ours:9.2f}s{theirs:9.2f}s{ratio:8.2f}  1.1")
+    print(f"median click {statistics.median(seconds[1:]):.2f} s, longest {max(seconds[1:]):.2f} s; limit 3 s")
+
+
+def serve(model: Model) -> str:
+    """The address of a page on this model, served until the process ends."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    app, address = served(lambda step: Microscope(model), listening.getsockname()[1])
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False))
+    threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True).start()
+    while not server.started:
+        time.sleep(0.01)
+    return address
+
+
+def click(address: str, wanted: object) -> Any:
+    """The state that the page gets."""
+    parts = urlsplit(address)
+
+    def answer(path: str, content: object = None) -> str:
+        connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=600)
+        body = None if content is None else json.dumps(content)
+        method, headers = ("GET", {}) if body is None else ("POST", {"Content-Type": "application/json"})
+        connection.request(method, parts.path + path, body, headers)
+        said = connection.getresponse().read().decode()
+        connection.close()
+        return said
+
+    job = json.loads(answer("jobs", {"address": wanted}))["job"]
+    last = answer(f"jobs/{job}").rstrip().rpartition("\n\n")[2]
+    return json.loads(last.partition("data: ")[2])
+
+
+if __name__ == "__main__":
+    main()
