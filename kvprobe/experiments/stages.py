@@ -10,7 +10,6 @@ from pathlib import Path
 
 from kvprobe.errors import UserError
 from kvprobe.files import PARTIAL, read_json, write_whole
-from kvprobe.fingerprint import differing
 from kvprobe.names import one_line
 from kvprobe.plain_data import Limits, filled
 
@@ -108,6 +107,8 @@ def refuse_other_models(parts: Path, loaded: Mapping[str, str], known: Mapping[s
     """
     if not loaded:
         return
+    from kvprobe.fingerprint import differing  # here, since it needs torch, and the command line reads this module
+
     path = parts / MODELS
     noted = {**(read_json(path, 2**20) if path.is_file() else {}), **known}
     for name, fingerprint in loaded.items():

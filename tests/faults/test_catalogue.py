@@ -21,7 +21,7 @@ def test_each_fault_writes_the_parts_that_it_says(tiny_llama: Model, name: str):
     cache = tiny_llama.prefill(tokens)
     scope = Scope(rate=0.5, parts=named.parts, unit=named.unit("slot"))
     fault = named.make(scope=scope, at=0, transient=False)
-    damaged = struck(tiny_llama, cache, tokens, fault)
+    damaged = struck(tiny_llama, cache, fault)
     changed = {
         "k": any(not torch.equal(a, b) for a, b in zip(cache.keys, damaged.keys, strict=True)),
         "v": any(not torch.equal(a, b) for a, b in zip(cache.values, damaged.values, strict=True)),

@@ -247,6 +247,7 @@ def test_the_memory_asked_for_is_that_of_the_dtype(folder: Path, monkeypatch: py
     free = SimpleNamespace(available=loading_bytes(folder, torch.bfloat16, Placing()))
     monkeypatch.setattr("kvprobe.models.loading.psutil.virtual_memory", lambda: free)
     assert load(folder, dtype="bfloat16").lanes.dtype == torch.bfloat16
+    free.available = 1_000
     refused(lambda: load(folder, dtype="float32"), "as float32, but", "are free on cpu")
     assert load(folder, dtype="float32", check_memory=False).dtype == "float32"
     assert load(folder, dtype="float32", device_map="auto").dtype == "float32"

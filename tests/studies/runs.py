@@ -14,7 +14,7 @@ import torch
 
 from kvprobe.experiments.parts import Work
 from kvprobe.experiments.runs import Run
-from kvprobe.experiments.settings import Settings
+from kvprobe.experiments.settings import Settings, folder_of
 from kvprobe.experiments.study import Conclusion, Study
 from kvprobe.inference.model import Model
 from kvprobe.studies import find
@@ -38,7 +38,7 @@ def whole_run(
         undrawn: figures that have nothing to show.
     """
     written: Counter[str] = Counter()
-    whole = Run.write_part
+    whole, path_of_run = Run.write_part, folder_of(study.name, config, folder, None)
 
     def stopping(self: Run, name: str, write: Callable[[Path], object]) -> Path:
         begun = name.partition("-")[2] in {known.partition("-")[2] for known in written}
@@ -54,7 +54,7 @@ def whole_run(
     def elsewhere(work: Work, model: Model, *given: Any) -> None:
         *abroad, path = work, *given
         travels = pickle.dumps(abroad)
-        assert str(folder).encode() not in travels, "workers share no files with the run"
+        assert str(path_of_run).encode() not in travels, "workers share no files with the run"
         there, config, case = pickle.loads(travels)
         measured(there, model, config, case, path)
 

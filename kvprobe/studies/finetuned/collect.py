@@ -26,7 +26,7 @@ from kvprobe.experiments.work import kept
 from kvprobe.files import expanded
 from kvprobe.inference.forced import asked_logits
 from kvprobe.inference.model import Model
-from kvprobe.models.adapters import WEIGHTS, Changes, add_changes, changes_of, sharing
+from kvprobe.models.adapters import WEIGHTS, Changes, LowRank, add_changes, changes_of, sharing
 from kvprobe.models.catalogue import file_digest
 from kvprobe.models.lanes import Lanes
 from kvprobe.shipped import shipped
@@ -69,7 +69,7 @@ class FineTune:
         """The logits after a prompt if these changes are added to the base, or taken from the fine-tune."""
         plain, whole = self.scratch[reader], self.models[reader].lanes.plain
         sign = 1 if reader == "base" else -1
-        add_changes(plain, {name: sign * self.changes[name] for name in names})
+        add_changes(plain, {name: LowRank(self.changes[name].down, sign * self.changes[name].up) for name in names})
         try:
             ids = torch.tensor([prompt.ids], device=plain.device)
             with torch.no_grad():
@@ -148,7 +148,10 @@ def finetune(model: Model, config: Config, behaviour: Behaviour) -> FineTune:
     model.lanes.prove(LONGEST, LONGEST, queries=LONGEST, rows=ROWS)  # once for all
     changes = changes_of(plain, folder_of_adapter(config, behaviour))
     generator = torch.Generator().manual_seed(config.seed)
-    shuffled = {name: change[torch.randperm(len(change), generator=generator)] for name, change in changes.items()}
+    shuffled = {
+        name: LowRank(change.down, change.up[torch.randperm(len(change.up), generator=generator)])
+        for name, change in changes.items()
+    }
     models = {"base": model}
     for name, added in {
         "tuned": changes,
