@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from logging import ERROR, getLogger
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import huggingface_hub
 import psutil
@@ -110,8 +110,7 @@ def opened(
             "transformers."
         )
     placing.check(device)
-    given: str | os.PathLike[str] = source
-    where, name = pick_device(device), os.fspath(given)
+    where, name = pick_device(device), os.fspath(cast("str | os.PathLike[str]", source))
     folder, numbers = resolve_folder(name), pick_dtype(dtype, where)
     if check is not None:
         check(folder, where, numbers, placing)

@@ -38,8 +38,8 @@ def test_chunks_make_the_cache_of_one_piece(build: object, kind: str):
     for chunk in (4, 2, 50):
         assert same(model.prefill(rows, chunk=chunk), whole), chunk
     masked = whole.mask(slots=[1, 2])
-    expected, logits = model.extend(masked, [NEXT, NEXT], logits=2)
-    longer, other = model.extend(masked, [NEXT, NEXT], logits=2, chunk=2)
+    expected, logits = model.extend(masked, [NEXT * 2, NEXT * 2], logits=2)
+    longer, other = model.extend(masked, [NEXT * 2, NEXT * 2], logits=2, chunk=2)
     assert same(longer, expected)
     assert torch.allclose(other, logits, atol=1e-4 * float(logits.abs().max()))
 
