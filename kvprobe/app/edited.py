@@ -166,14 +166,12 @@ _ACTS: Mapping[EditKind, Callable[[Model, EditedCache, Edit, Tokens], Acted]] = 
 }
 
 
-def script(model: str, address_code: Sequence[str], code: Sequence[str], ask: str, new: int) -> str:
-    """A whole Python script that makes the cache and asks the question."""
+def script(load: str, address_code: Sequence[str], code: Sequence[str], ask: str, new: int) -> str:
+    """A whole Python script that makes the cache and asks the question; `load` is the Python that gives the model."""
     imports = [line for line in dict.fromkeys(code) if line.startswith("from ")]
     rest = [line for line in code if not line.startswith("from ")]
     end = f"print(model.generate(cache, {ask!r}, max_new_tokens={new}).text)"
-    return "\n".join(
-        ["import kvprobe as kv", *imports, "", f"model = kv.load({model!r})", *address_code, *rest, end, ""]
-    )
+    return "\n".join(["import kvprobe as kv", *imports, "", f"model = {load}", *address_code, *rest, end, ""])
 
 
 def conversation_code(messages: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:

@@ -75,10 +75,14 @@ class AppState(Exported):
 
 
 class Microscope:
-    """A model, and what was computed for the last addresses."""
+    """A model, and what was computed for the last addresses.
 
-    def __init__(self, model: Model) -> None:
-        self.model = model
+    Attributes:
+        load: the Python that gives the model; by default that of its name.
+    """
+
+    def __init__(self, model: Model, load: str | None = None) -> None:
+        self.model, self.load = model, load or f"kv.load({model.name!r})"
         self._kept: dict[str, OrderedDict[Hashable, Any]] = {}
 
     def state(self, address: Address, *, attention: bool = False, step: OnStep = lambda what: None) -> AppState:
@@ -126,7 +130,7 @@ class Microscope:
             attention=view,
             attention_left_out=left_out,
             notes=now.notes,
-            python=script(self.model.name, conversation_code(messages, names), now.code, address.ask, address.new),
+            python=script(self.load, conversation_code(messages, names), now.code, address.ask, address.new),
             seconds=round(time.perf_counter() - began, 3),
         )
 

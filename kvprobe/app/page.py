@@ -92,7 +92,7 @@ def bundle() -> str:
 
 
 def _rendered(policy: str, head: Sequence[Markup], scripts: Sequence[Markup], data: Mapping[str, Any] | None) -> str:
-    inert = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    inert = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     faults = json.dumps({name: fault.label for name, fault in CATALOGUE.items()}).replace("<", "\\u003c")
     return (
         templates(Path(str(files("kvprobe.app") / "static")))

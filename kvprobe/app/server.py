@@ -60,18 +60,21 @@ class Guarded:
             return "This server answers no other page."
         if any(site not in (b"same-origin", b"none") for site in sites):
             return "This server answers no other page."
-        token = scope["path"].split("/")[1].encode()
+        token = scope["path"].partition("/")[2].partition("/")[0].encode()
         if not hmac.compare_digest(token, self.token.encode()):
             return "The address lacks its token; open the one that `kvprobe app` printed."
         return ""
 
 
-def application(load: LoadMicroscope, port: int, start: Address | None = None, token: str | None = None) -> Any:
+def application(
+    load: LoadMicroscope, port: int, start: Address | None = None, token: str | None = None, of_example: bool = True
+) -> Any:
     """The application of a server, and its token.
 
     Args:
         load: gives the microscope, when it is first needed; its steps are shown.
         start: the conversation that it offers; that of the example by default.
+        of_example: whether the model is the one of the example, whose states then need not be computed.
     """
     worker, token = Worker(), token or secrets.token_urlsafe(24)
     loaded: list[Microscope] = []
@@ -92,7 +95,7 @@ def application(load: LoadMicroscope, port: int, start: Address | None = None, t
             return PlainTextResponse("There is no such file.", 404)
 
     async def session(request: Request) -> Response:
-        given = example()
+        given = example() if of_example else {"start": example()["start"], "states": []}
         if start is not None:
             address = {"messages": [vars(message) for message in start.messages], "ask": start.ask, "edits": []}
             given = {"start": {**address, "new": start.new}, "states": given["states"]}
@@ -132,9 +135,11 @@ def application(load: LoadMicroscope, port: int, start: Address | None = None, t
     ), token
 
 
-def served(load: LoadMicroscope, port: int, start: Address | None = None) -> tuple[ASGIApp, str]:
+def served(
+    load: LoadMicroscope, port: int, start: Address | None = None, of_example: bool = True
+) -> tuple[ASGIApp, str]:
     """The application with its guard, and the address to open."""
-    app, token = application(load, port, start)
+    app, token = application(load, port, start, of_example=of_example)
     return _with_headers(Guarded(app, token, port)), f"http://127.0.0.1:{port}/{token}/"
 
 

@@ -9,13 +9,16 @@ from kvprobe.cli.flags import Adapter, Chosen, Source, Whole
 from kvprobe.errors import UserError
 from kvprobe.models.catalogue import Dtype
 
+EXAMPLE = "smollm2-135m"
+"""The model whose states the page shows before one is loaded."""
+
 
 def serve(
-    model: Source = "smollm2-135m",
+    model: Source = EXAMPLE,
     *,
     chat: Annotated[Path | None, Parameter(help="A conversation in JSON or JSONL; an example by default.")] = None,
     conversation: Chosen = None,
-    ask: Annotated[str, Parameter(help="The user's next message.")] = "What did I say first?",
+    ask: Annotated[str | None, Parameter(help="The user's next message, after --chat.")] = None,
     port: Annotated[Whole, Parameter(help="On this machine; a free one by default.")] = 0,
     open: Annotated[bool, Parameter(help="Open the page in the browser.", negative="--no-open")] = True,
     adapter: Adapter = None,
@@ -37,19 +40,24 @@ def serve(
     from kvprobe.app.microscope import Microscope
     from kvprobe.app.work import Step
 
-    start = None if chat is None else Address.of_chat(read_chat(chat, conversation), ask)
+    if chat is None and (ask is not None or conversation is not None):
+        raise UserError("--ask and --conversation belong to --chat; give its file, or ask on the page.")
+    start = None if chat is None else Address.of_chat(read_chat(chat, conversation), ask or "What did I say first?")
+    wanted = {"adapter": adapter, "device": device, "dtype": dtype}
+    chosen = {name: given for name, given in wanted.items() if given not in (None, "auto")}
+    code = ", ".join([repr(model), *(f"{name}={str(given)!r}" for name, given in chosen.items())])
 
     def load(step: Step) -> Microscope:
         step(f"loading {model}, once")
         from kvprobe.inference.model import load
 
-        return Microscope(load(model, adapter=adapter, device=device, dtype=dtype))
+        return Microscope(load(model, adapter=adapter, device=device, dtype=dtype), f"kv.load({code})")
 
     try:
         listening = socket.create_server(("127.0.0.1", port))
     except (OSError, OverflowError) as error:
         raise UserError(f"Port {port} of this machine cannot be used ({error}); give another, or none.") from error
-    app, address = served(load, listening.getsockname()[1], start)
+    app, address = served(load, listening.getsockname()[1], start, model == EXAMPLE and not chosen)
     print(f"The microscope on {model}: {address}\nOnly this machine can open it, with this address. Ctrl+C ends it.")
     if open:
         import webbrowser

@@ -23,7 +23,7 @@ START = Address(MESSAGES, "and the inn", new=4)
 
 
 @contextmanager
-def serving(model: Model, start: Address | None = START) -> Iterator[tuple[str, list[str]]]:
+def serving(model: Model, start: Address | None = START, of_example: bool = True) -> Iterator[tuple[str, list[str]]]:
     """The address of a server, and what it said while it loaded its model."""
     loaded: list[str] = []
 
@@ -32,7 +32,7 @@ def serving(model: Model, start: Address | None = START) -> Iterator[tuple[str, 
         return Microscope(model)
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        app, address = served(load, listening.getsockname()[1], start)
+        app, address = served(load, listening.getsockname()[1], start, of_example)
         settings = uvicorn.Config(app, log_level="critical", access_log=False, timeout_graceful_shutdown=1)
         server = uvicorn.Server(settings)
         thread = threading.Thread(target=lambda: server.run(sockets=[listening]))

@@ -11,9 +11,11 @@ import pytest
 
 from kvprobe.app.page import bundle, example, offline_page
 from kvprobe.app.work import MOST_WAITING, CancelledJob, Worker
+from kvprobe.cli.app import serve
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from tests.app.made_up import HOSTILE, START, serving
+from tests.refusals import refused
 
 ADDRESS = {"messages": [vars(message) for message in START.messages], "ask": START.ask, "new": 2}
 
@@ -162,3 +164,23 @@ def test_a_worker_does_one_job_after_the_other_and_forgets_what_was_cancelled():
     with pytest.raises(UserError, match="waiting already"):
         _ = [worker.add(lambda step: hold.wait(60)) for _ in range(2)]
     hold.set()
+
+
+def test_a_page_of_another_model_shows_no_state_of_the_example(tiny_llama: Model, server: str):
+    assert json.loads(asked(server, "session.json")[2])["states"]
+    with serving(tiny_llama, None, of_example=False) as (address, _):
+        session = json.loads(asked(address, "session.json")[2])
+    assert session == {"start": example()["start"], "states": []}
+
+
+def test_what_no_text_holds_is_shared_and_an_odd_request_is_refused(server: str):
+    assert asked(server, "share", json.dumps({"a": "\ud800"}))[0] == 200
+    parts = urlsplit(server)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 0, timeout=60)
+    connection.request("OPTIONS", "*")
+    assert connection.getresponse().status == 403
+    connection.close()
+
+
+def test_a_question_without_a_conversation_is_refused():
+    refused(lambda: serve(ask="and the inn"), "belong to --chat")

@@ -59,9 +59,13 @@ def test_a_state_is_that_of_its_edits_from_scratch_and_of_its_python(
 
     printed: list[str] = []
     monkeypatch.setattr("kvprobe.inference.model.load", lambda *_, **__: tiny_llama)
-    monkeypatch.setattr(kv, "load", lambda name: tiny_llama, raising=False)
+    loads = list[object]()
+    monkeypatch.setattr(kv, "load", lambda *given, **named: loads.append((given, named)) or tiny_llama, raising=False)
     exec(state.python, {"print": printed.append})
     assert printed == [state.replies[-1].text]
+    assert loads == [((tiny_llama.name,), {})]
+    rounded = Microscope(tiny_llama, "kv.load('tiny', dtype='bfloat16')").state(at())
+    assert "model = kv.load('tiny', dtype='bfloat16')\n" in rounded.python
 
 
 def test_slots_say_what_was_done_to_them(tiny_llama: Model, microscope: Microscope):

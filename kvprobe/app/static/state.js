@@ -16,7 +16,9 @@ export function tidy({ messages, ask, edits = [], new: most = 24 }) {
 
 export const keyOf = (address) => JSON.stringify(tidy(address));
 
+// States of another model, such as the example's, are forgotten: one tree holds those of one model.
 export function remember(state) {
+  for (const [key, other] of known.states) if (!same(other.model, state.model)) known.states.delete(key);
   known.states.set(keyOf(state.address), state);
 }
 
