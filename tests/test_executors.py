@@ -1,4 +1,4 @@
-"""Functions that take an executor give what they give without one, whoever does the work."""
+"""With an executor, functions give the same numbers as without one."""
 
 import os
 import warnings

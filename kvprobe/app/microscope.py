@@ -24,8 +24,8 @@ from kvprobe.report.document import AttentionView
 from kvprobe.report.views.patterns import patterns_view
 from kvprobe.text.tokens import Tokens, token_texts
 
-KEPT = 24
-"""Caches, replies and patterns that are kept at a time, of each kind."""
+KEPT, KEPT_BYTES = 24, 2**31
+"""Caches, replies and patterns that are kept at a time, of each kind; and bytes of caches."""
 MOST_SLOTS = 1024
 """Of a conversation on a page."""
 MOST_QUERIES = 12
@@ -200,9 +200,16 @@ class Microscope:
         if key not in kept:
             kept[key] = make()
         kept.move_to_end(key)
-        while len(kept) > KEPT:
+        while len(kept) > 1 and (len(kept) > KEPT or sum(map(_nbytes, kept.values())) > KEPT_BYTES):
             kept.popitem(last=False)
         return kept[key]
+
+
+def _nbytes(made: object) -> int:
+    """Bytes of the caches in what was made."""
+    if isinstance(made, tuple):
+        return sum(map(_nbytes, made))
+    return made.cache.nbytes if isinstance(made, EditedCache) else 0
 
 
 _CAPTION = "Attention of the last tokens of question and reply."

@@ -5,9 +5,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from kvprobe.cli.flags import Adapter, Chosen, Source, Whole
+from kvprobe.cli.flags import USUAL, Chosen, Loading, Source, Whole
 from kvprobe.errors import UserError
-from kvprobe.models.catalogue import Dtype
 
 EXAMPLE = "smollm2-135m"
 """The model whose states the page shows before one is loaded."""
@@ -21,9 +20,7 @@ def serve(
     ask: Annotated[str | None, Parameter(help="The user's next message, after --chat.")] = None,
     port: Annotated[Whole, Parameter(help="On this machine; a free one by default.")] = 0,
     open: Annotated[bool, Parameter(help="Open the page in the browser.", negative="--no-open")] = True,
-    adapter: Adapter = None,
-    device: str = "auto",
-    dtype: Dtype = "auto",
+    loading: Loading = USUAL,
 ) -> None:
     """Open the microscope: a page on which parts of a cache are hidden or damaged."""
     import socket
@@ -43,21 +40,16 @@ def serve(
     if chat is None and (ask is not None or conversation is not None):
         raise UserError("--ask and --conversation belong to --chat; give its file, or ask on the page.")
     start = None if chat is None else Address.of_chat(read_chat(chat, conversation), ask or "What did I say first?")
-    wanted = {"adapter": adapter, "device": device, "dtype": dtype}
-    chosen = {name: given for name, given in wanted.items() if given not in (None, "auto")}
-    code = ", ".join([repr(model), *(f"{name}={str(given)!r}" for name, given in chosen.items())])
 
     def load(step: Step) -> Microscope:
         step(f"loading {model}, once")
-        from kvprobe.inference.model import load
-
-        return Microscope(load(model, adapter=adapter, device=device, dtype=dtype), f"kv.load({code})")
+        return Microscope(loading.model(model), loading.code(model))
 
     try:
         listening = socket.create_server(("127.0.0.1", port))
     except (OSError, OverflowError) as error:
         raise UserError(f"Port {port} of this machine cannot be used ({error}); give another, or none.") from error
-    app, address = served(load, listening.getsockname()[1], start, model == EXAMPLE and not chosen)
+    app, address = served(load, listening.getsockname()[1], start, model == EXAMPLE and loading == USUAL)
     print(f"The microscope on {model}: {address}\nOnly this machine can open it, with this address. Ctrl+C ends it.")
     if open:
         import webbrowser

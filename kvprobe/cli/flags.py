@@ -70,7 +70,7 @@ class Placed:
         return {
             "device_map": self.device_map,
             "max_memory": shares or None,
-            "offload_folder": self.offload_folder,
+            "offload_folder": self.offload_folder and str(self.offload_folder),
             "quantization": self.quantization,
         }
 
@@ -88,7 +88,17 @@ class Loading(Placed):
         """The model of this name, loaded so."""
         from kvprobe.inference.model import load
 
-        return load(source, adapter=self.adapter, device=self.device, dtype=self.dtype, **self.choices())
+        return load(source, **self._arguments())
+
+    def code(self, source: str) -> str:
+        """The Python that gives the same model."""
+        usual = USUAL._arguments()
+        given = {name: value for name, value in self._arguments().items() if value != usual[name]}
+        written = (f"{name}={value!r}" for name, value in given.items())
+        return f"kv.load({', '.join([repr(source), *written])})"
+
+    def _arguments(self) -> dict[str, Any]:
+        return {"adapter": self.adapter, "device": self.device, "dtype": self.dtype, **self.choices()}
 
 
 USUAL = Loading()

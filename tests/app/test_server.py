@@ -4,6 +4,7 @@ import http.client
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,6 +13,7 @@ import pytest
 from kvprobe.app.page import bundle, example, offline_page
 from kvprobe.app.work import MOST_WAITING, CancelledJob, Worker
 from kvprobe.cli.app import serve
+from kvprobe.cli.flags import USUAL, Loading
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from tests.app.made_up import HOSTILE, START, serving
@@ -184,3 +186,10 @@ def test_what_no_text_holds_is_shared_and_an_odd_request_is_refused(server: str)
 
 def test_a_question_without_a_conversation_is_refused():
     refused(lambda: serve(ask="and the inn"), "belong to --chat")
+
+
+def test_the_python_of_a_command_loads_what_it_loads():
+    assert USUAL.code("tiny") == "kv.load('tiny')"
+    loading = Loading(dtype="bfloat16", max_memory=("cpu=8GiB",), offload_folder=Path("there"))
+    arguments = "dtype='bfloat16', max_memory={'cpu': '8GiB'}, offload_folder='there'"
+    assert loading.code("tiny") == f"kv.load('tiny', {arguments})"

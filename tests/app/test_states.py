@@ -187,3 +187,12 @@ def test_a_conversation_with_more_than_texts_is_not_for_the_page():
     chat = kv.Transcript.from_messages([{"role": "user", "content": HOSTILE}, call])
     with pytest.raises(UserError, match="calls of tools"):
         Address.of_chat(chat, "so")
+
+
+def test_caches_are_kept_up_to_a_number_of_bytes(tiny_llama: Model, monkeypatch: pytest.MonkeyPatch):
+    edits = Edit("evict", ("m0",)), Edit("mask", ("m1",))
+    for most, kept in ((2**31, 2), (1, 1)):
+        monkeypatch.setattr("kvprobe.app.microscope.KEPT_BYTES", most)
+        microscope = Microscope(tiny_llama)
+        microscope.state(at(*edits))
+        assert len(microscope._kept["edited"]) == kept

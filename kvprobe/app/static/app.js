@@ -82,7 +82,9 @@ function ofLayer() {
 function drawStates() {
   const here = keyOf(page.address);
   const origin = JSON.stringify([tidy(page.address).messages, page.address.ask]);
-  const states = [...known.states.values()].filter(({ address }) => JSON.stringify([tidy(address).messages, address.ask]) === origin).map((state) => ({ state, path: tidy(state.address).edits.map((edit) => JSON.stringify(edit)) }));
+  const states = [...known.states.values()]
+    .filter(({ address }) => JSON.stringify([tidy(address).messages, address.ask]) === origin)
+    .map((state) => ({ state, path: tidy(state.address).edits.map((edit) => JSON.stringify(edit)) }));
   const sorted = states.sort((one, other) => (`${one.path}` < `${other.path}` ? -1 : 1));
   at("states").replaceChildren(...sorted.map(({ state, path }) => {
     const item = make("li", "");
@@ -97,7 +99,8 @@ function drawStates() {
 
 function chosen() {
   const { segments, slots } = choice;
-  const words = segments.length ? segments.join(", ") : slots.length ? (slots[1] - slots[0] === 1 ? `slot ${slots[0]}` : `slots ${slots[0]} to ${slots[1] - 1}`) : "";
+  const run = slots[1] - slots[0] === 1 ? `slot ${slots[0]}` : `slots ${slots[0]} to ${slots[1] - 1}`;
+  const words = segments.length ? segments.join(", ") : slots.length ? run : "";
   at("chosen").textContent = words ? `Chosen: ${words}.` : "Nothing is chosen; damage, quantisation and policies then act on the whole cache.";
   for (const button of document.querySelectorAll("[data-edit]")) {
     const needs = ["mask", "evict", "re-index", "restart"].includes(button.dataset.edit);
@@ -106,7 +109,8 @@ function chosen() {
 }
 
 function edit(kind) {
-  const where = ["quantise", "policy"].includes(kind) ? {} : choice.segments.length ? { segments: choice.segments } : choice.slots.length ? { slots: choice.slots } : {};
+  const what = choice.segments.length ? "segments" : choice.slots.length ? "slots" : null;
+  const where = ["quantise", "policy"].includes(kind) || !what ? {} : { [what]: choice[what] };
   const how = {
     damage: () => ({ fault: at("fault").value, rate: Number(at("rate").value) / 100, seed: Number(at("seed").value) }),
     quantise: () => ({ bits: Number(at("bits").value) }),

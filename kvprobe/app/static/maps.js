@@ -14,19 +14,29 @@ function mapOf(place, state, values, caption) {
 
 export function drawRemembered(place, state) {
   if (!state.contamination) {
-    place.replaceChildren(make("p", "soft", null, state.hidden.length ? "Nothing: what is left was computed again, or stands before what is hidden." : "Nothing is hidden."));
+    const none = "Nothing: what is left was computed again, or stands before what is hidden.";
+    place.replaceChildren(make("p", "soft", null, state.hidden.length ? none : "Nothing is hidden."));
     return;
   }
-  mapOf(place, state, state.contamination, "Slots that were computed while the hidden ones were in view: how far each is, layer by layer, from what it holds when it is read without them (‖difference‖ / ‖value‖, mean of parts and heads). Grey: hidden, or before it.");
+  const caption = [
+    "Slots that were computed while the hidden ones were in view: how far each is, layer by layer, from what it holds",
+    "when it is read without them (‖difference‖ / ‖value‖, mean of parts and heads). Grey: hidden, or before it.",
+  ];
+  mapOf(place, state, state.contamination, caption.join(" "));
 }
 
 export function drawChange(place, state) {
   const values = state.change.flat().filter((value) => value !== null);
   if (!values.some((value) => value > 0)) {
-    place.replaceChildren(make("p", "soft", null, state.edits.length ? "No slot that is left holds other numbers." : "Nothing was done yet."));
+    const none = state.edits.length ? "No slot that is left holds other numbers." : "Nothing was done yet.";
+    place.replaceChildren(make("p", "soft", null, none));
     return;
   }
-  mapOf(place, state, state.change, "How far what each slot holds is from what it held with everything in view (‖difference‖ / ‖before‖, mean of parts and heads). Keys do not count where they were computed at other positions. Grey: evicted.");
+  const caption = [
+    "How far what each slot holds is from what it held with everything in view (‖difference‖ / ‖before‖, mean of parts",
+    "and heads). Keys do not count where they were computed at other positions. Grey: evicted.",
+  ];
+  mapOf(place, state, state.change, caption.join(" "));
 }
 
 export function drawMemory(place, { memory: { full, held, live, slots, of } }) {

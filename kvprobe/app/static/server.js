@@ -9,8 +9,13 @@ async function post(path, content) {
 // Asks for a state; `step` gets what is being done. Gives null if it was cancelled.
 export async function compute(address, attention, step, cancelled) {
   const { job } = await (await post("jobs", { address, attention })).json();
+  const cancel = () => post(`jobs/${job}/cancel`, {}).catch(() => {});
+  if (cancelled.aborted) {  // while the request was on its way
+    await cancel();
+    return null;
+  }
   const events = new EventSource(`jobs/${job}`);
-  cancelled.addEventListener("abort", () => post(`jobs/${job}/cancel`, {}).catch(() => {}), { once: true });
+  cancelled.addEventListener("abort", cancel, { once: true });
   try {
     return await new Promise((resolve, reject) => {
       const on = (what, act) => events.addEventListener(what, ({ data }) => act(JSON.parse(data)));

@@ -39,7 +39,15 @@ export function drawStrip(place, state, changed) {
       const span = make("span", "slot", slots, visible(text[slot] ?? ""));
       span.id = `slot-${slot}`;
       span.setAttribute("role", "option");
-      const marks = [["gone", position[slot] === null], ["hidden", seen[slot] === 0], ["partly", seen[slot] > 0 && seen[slot] < 1], ["recomputed", recomputed[slot]], ["damaged", damaged[slot]], ["quantised", quantised[slot]]].filter(([, on]) => on).map(([mark]) => mark);
+      const said = {
+        gone: position[slot] === null,
+        hidden: seen[slot] === 0,
+        partly: seen[slot] > 0 && seen[slot] < 1,
+        recomputed: recomputed[slot],
+        damaged: damaged[slot],
+        quantised: quantised[slot],
+      };
+      const marks = Object.keys(said).filter((mark) => said[mark]);
       span.classList.add(...marks);
       span.title = `slot ${slot}, ${position[slot] === null ? "evicted" : `position ${position[slot]}`}${marks.length ? `: ${marks.join(", ")}` : ""}`;
       spans.push(span);
