@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -104,17 +104,14 @@ class Clean(Brief):
 
     def surprise(self, score: Score) -> Float[Tensor, "heads places"]:
         """How improbable each place would be in a clean cache, in nats, less the logarithm of the number of places."""
-        return self._surprise(score, score.values)
+        return _surprise(score.values, *self._tail(score), torch.tensor(score.values.shape[1]))
 
-    def largest_surprise(self, score: Score) -> float:
-        """Of all places."""
-        return float(self._surprise(score, score.values.amax(1, keepdim=True)).max())
-
-    def _surprise(self, score: Score, values: Float[Tensor, "heads _"]) -> Float[Tensor, "heads _"]:
-        begins, wide = self._tail(score)
-        surprise = (values - begins) / wide - math.log(1 - BODY) - math.log(score.values.shape[1])
-        # What is not a number is as unusual as can be.
-        return surprise.where(~(values <= begins), torch.zeros_like(surprise)).nan_to_num(math.inf, math.inf)
+    def largest_surprise(self, scores: Sequence[Score]) -> float:
+        """Of all places of some scores."""
+        values = torch.cat([score.values.amax(1) for score in scores])
+        tails = torch.cat([self.tails[score.key] for score in scores]).to(values.device)
+        places = torch.tensor([score.values.shape[1] for score in scores for _ in score.values], device=values.device)
+        return float(_surprise(values, tails[:, 0], tails[:, 1], places).max())
 
     def excess(self, score: Score) -> Float[Tensor, "heads places"]:
         """The surprise of each place as a multiple of its limit: above 1 it is suspicious."""
@@ -204,16 +201,25 @@ def _scored(
         yield from scores_of(model, cache, parts)
 
 
+def _surprise(
+    values: Float[Tensor, "heads *places"], begins: Tensor, wide: Tensor, places: Int[Tensor, "*heads"]
+) -> Float[Tensor, "heads *places"]:
+    """See `Clean.surprise`."""
+    surprise = (values - begins) / wide - math.log(1 - BODY) - places.log()
+    # What is not a number is as unusual as can be.
+    return surprise.where(~(values <= begins), torch.zeros_like(surprise)).nan_to_num(math.inf, math.inf)
+
+
 def _groups(texts: Sequence[Tokens]) -> list[Sequence[Tokens]]:
     return [texts[first : first + TOGETHER] for first in range(0, len(texts), TOGETHER)]
 
 
 def _worst(clean: Clean, scores: Iterable[Score]) -> dict[str, float]:
     """The largest surprise of each check in one cache."""
-    worst: dict[str, float] = {}
+    by_check: dict[str, list[Score]] = {}
     for score in scores:
-        worst[score.check] = max(worst.get(score.check, 0.0), clean.largest_surprise(score))
-    return worst
+        by_check.setdefault(score.check, []).append(score)
+    return {check: max(0.0, clean.largest_surprise(same)) for check, same in by_check.items()}
 
 
 def _usual(worst: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -35,7 +35,8 @@ Pair = tuple[Tensor, Tensor]
 
 
 class _Watching(CacheLayer):
-    """A layer that holds what `read` gives for what is added to it, and keeps what is added."""
+    """A layer that holds what `read` gives for what is added to it, and keeps what is added; the `last` one ends the
+    pass."""
 
     def __init__(self, read: Callable[[Pair], Sequence[Tensor]] | None, slots: int, last: bool = False) -> None:
         super().__init__()
@@ -46,11 +47,12 @@ class _Watching(CacheLayer):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         self.added = (key_states, value_states)
+        held = self.read(self.added) if self.read else ()
         if self.last:
             raise _EnoughError
-        if self.read is None:
+        if not held:
             return self.added
-        keys, values = (torch.cat([held, new], 2) for held, new in zip(self.read(self.added), self.added, strict=True))
+        keys, values = (torch.cat([before, new], 2) for before, new in zip(held, self.added, strict=True))
         return keys, values
 
     def get_seq_length(self) -> int:
@@ -122,6 +124,7 @@ def read_at_spots(
         held = layer(number, [part[:, :, 0].transpose(0, 1).float() for part in added])
         return [part[:, :, :last].to(device, lanes.dtype)[rows] for part in held.values()]
 
-    layers: list[Any] = [_Watching(partial(read, number), last) for number in range(lanes.geometry.n_layers)]
-    with torch.no_grad():
+    n_layers = lanes.geometry.n_layers
+    layers: list[Any] = [_Watching(partial(read, number), last, number == n_layers - 1) for number in range(n_layers)]
+    with torch.no_grad(), suppress(_EnoughError):
         lanes.forward(new.tokens, before.append(new), past_key_values(layers), logits_to_keep=1)

@@ -118,7 +118,9 @@ def dying(run, name, write):
 
 Run.write_part = dying
 own = find("hidden_thirds.py")
-own.run(own.config(prompts=4, model=sys.argv[1]), Path("killed"), cluster=Cluster(workers=2, threads=1))
+dies = int(sys.argv[2])
+cluster = Cluster(workers=2, threads=1) if dies else None
+own.run(own.config(prompts=4, model=sys.argv[1]), Path("killed"), cluster=cluster)
 print(len(written))
 """
 
@@ -134,7 +136,7 @@ def test_a_driver_that_is_killed_leaves_no_processes_and_its_run_goes_on(
     assert done.returncode == -signal.SIGKILL, done.stderr
     left = [process for process in psutil.process_iter() if _environment(process).get("KVPROBE_TEST_DRIVER")]
     assert not psutil.wait_procs(left, 60)[1], "they outlive their driver"
-    # In a process of its own, too: what a study's code is digested from is what is imported there.
+    # Without workers, and in a process of its own, too: what a study's code is digested from is what is imported there.
     command[-1] = "0"
     done = subprocess.run(command, env=place, capture_output=True, text=True)
     assert (done.returncode, done.stdout.split()[-1:]) == (0, ["2"]), done.stderr
