@@ -4,6 +4,7 @@ Links in the pages lead where they lead in the repository. A page of another fol
 under the path that it has there, so a link from docs/ to it loses the step out of docs/.
 """
 
+import json
 import os
 import re
 from pathlib import Path
@@ -19,6 +20,8 @@ import kvprobe
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 SHIM = "https://unpkg.com/iframe-worker/shim"
+RUNS = DOCS / "results" / "runs"
+PUBLISHED = re.compile(r"runs/([\w.-]+)/config\.yaml")
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
 
 
@@ -34,6 +37,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 for file in shown or [File.generated(config, uri, abs_src_path=str(target))]:
                     files.append(file)
                 ahead += [target] if target.suffix == ".md" else []
+    for run in published():
+        files.append(File.generated(config, f"results/runs/{run}/findings.js", content=findings(run)))
     return files
 
 
@@ -50,7 +55,12 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
             return match[0]
         return os.path.relpath(in_site(target.resolve()), Path(page.file.src_uri).parent) + (match[2] or "")
 
-    return LINK.sub(in_place, markdown) + (api() if page.file.src_uri == "reference/api.md" else "")
+    text = LINK.sub(in_place, markdown)
+    if page.file.src_uri == "reference/api.md":
+        return text + api()
+    if page.file.src_uri == "results/explore.md":
+        return f"{text}\n<div id='explore' data-runs='runs' data-names='{json.dumps(published())}'></div>\n"
+    return text + explored(PUBLISHED.findall(markdown))
 
 
 def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
@@ -60,6 +70,25 @@ def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
 
 def on_post_template(output: str, **_: object) -> str:
     return output.replace(SHIM, "site.js")
+
+
+def published() -> list[str]:
+    """The runs whose findings lie beside the pages."""
+    return sorted(path.parent.name for path in RUNS.glob("*/metrics.json"))
+
+
+def findings(run: str) -> str:
+    """A script that hands the findings of a run to explore.js."""
+    kept = ("name", "keys", "mean", "low", "high", "clusters", "unit", "comparisons")
+    every = json.loads((RUNS / run / "metrics.json").read_text(encoding="utf-8"))["findings"]
+    short = [{name: finding[name] for name in kept} for finding in every]
+    return f"kvprobeRun({json.dumps(run)}, {json.dumps(short, separators=(',', ':'))})\n"
+
+
+def explored(runs: list[str]) -> str:
+    """Where the runs of a page are explored."""
+    links = [f'<a href="explore.html#run={run}">{run}</a>' for run in dict.fromkeys(runs)]
+    return f"\n\nExplore: {', '.join(links)}.\n" if links else ""
 
 
 def linked(page: Path) -> list[Path]:
