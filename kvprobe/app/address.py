@@ -14,7 +14,8 @@ from kvprobe.plain_data import Limits, filled
 from kvprobe.policies.written import as_policy
 from kvprobe.text.transcript import Transcript
 
-EditKind = Literal["mask", "evict", "re-index", "restart", "damage", "quantise", "policy"]
+Removal = Literal["mask", "evict", "re-index"]
+EditKind = Literal["mask", "evict", "re-index", "restart", "compact", "damage", "quantise", "policy"]
 LIMITS = Limits(text=20_000, entries=64)
 MOST_NEW = 64
 """Tokens of a reply."""
@@ -28,7 +29,7 @@ class Edit:
 
     Attributes:
         kind: `mask`, `evict`, `re-index` (evict, and close the gap), `restart` (read the rest anew without these
-            segments), `damage`, `quantise` or a `policy`.
+            segments), `compact` (the model writes a summary, then they go), `damage`, `quantise` or a `policy`.
         segments: that it acts on.
         slots: or the first slot and the one after the last, as the whole conversation counts them.
         fault: of `damage`, its name in the catalogue of faults.
@@ -36,6 +37,8 @@ class Edit:
         seed: of `damage`, for its random draws.
         bits: of `quantise`.
         policy: its text, such as "SnapKV(50%)".
+        text: of `compact`, what the user says to ask for the summary; empty for the usual request.
+        then: of `compact`, how what was summed up goes.
     """
 
     kind: EditKind
@@ -46,6 +49,8 @@ class Edit:
     seed: int = 0
     bits: int = 4
     policy: str = ""
+    text: str = ""
+    then: Removal = "evict"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -75,6 +80,7 @@ class Edit:
             "damage": f"{CATALOGUE[self.fault].label} at {100 * self.rate:g} %" if self.fault in CATALOGUE else "",
             "quantise": f"{self.bits} bits",
             "policy": self.policy,
+            "compact": f"({self.then})",
         }.get(self.kind, "")
         return " ".join(filter(None, (self.kind if self.kind != "policy" else "", how, where)))
 

@@ -1,16 +1,20 @@
 """What edits make of the cache of a conversation, with the Python that does the same."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvprobe.app.address import Edit, EditKind
+from kvprobe.app.address import Edit
 from kvprobe.attention.alignment import aligned
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.differences import changed_slots
+from kvprobe.editing import splice, summarise
+from kvprobe.editing.summaries import REQUEST, SUMMARY
 from kvprobe.errors import UserError
 from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.faults.scope import Scope
@@ -25,14 +29,19 @@ class EditedCache:
     """A cache after some edits.
 
     Attributes:
-        places: for each of its slots, which slot of the conversation it is.
+        whole: the cache of the conversation, and of the summaries that the model has written since, as it wrote them;
+            its slots are those of the conversation.
+        places: for each slot of the cache, which of these it is.
+        written: the summaries, and which of these slots the model could not see when it wrote each.
         damaged: slots of the conversation that were struck and were not computed again since.
         notes: warnings of the library, in order.
         code: Python that makes this cache of a `model` and a `chat`, line by line.
     """
 
+    whole: KVCache
     cache: KVCache
     places: Int[Tensor, "slots"]
+    written: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     damaged: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
     code: tuple[str, ...] = ("cache = model.prefill(chat)",)
@@ -68,6 +77,9 @@ def edited(model: Model, before: EditedCache, edit: Edit, history: Tokens) -> Ed
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        if edit.kind == "compact":
+            before = _with_summary(model, before, edit.text)
+            edit = Edit(edit.then, edit.segments, edit.slots)
         cache, places, code = _ACTS[edit.kind](model, before, edit, history)
     damaged = before.damaged & set(places.tolist()) if edit.kind != "restart" else frozenset[int]()
     if edit.kind == "damage":
@@ -75,7 +87,35 @@ def edited(model: Model, before: EditedCache, edit: Edit, history: Tokens) -> Ed
         damaged |= set(places[changed_slots(seen, cache)].tolist())
     notes = dict.fromkeys([*before.notes, *(str(warning.message) for warning in caught)])
     code = code if edit.kind == "policy" and len(code) == 1 and "prefill" in code[0] else [*before.code, *code]
-    return EditedCache(cache, places, damaged, tuple(notes), tuple(code))
+    return replace(before, cache=cache, places=places, damaged=damaged, notes=tuple(notes), code=tuple(code))
+
+
+def _with_summary(model: Model, before: EditedCache, request: str) -> EditedCache:
+    """The cache after the model wrote a summary with it."""
+    name = next(name for name in _summary_names() if name not in before.whole.ledger.names)
+    request = request or REQUEST
+    cache = summarise(model, before.cache, request=request, segment=name)
+    new = torch.arange(cache.slots, device=before.places.device)[None] >= before.cache.slots
+    summary = cache.take(*cache.ledger.order(new))
+    summary = replace(summary, ledger=replace(summary.ledger, quantisation=None))
+    whole = model.as_seen(splice(before.whole, summary))
+    added = torch.arange(before.whole.slots, whole.slots, device=before.places.device)
+    in_view = set(before.places[before.cache.ledger.live_somewhere[0]].tolist())
+    unseen = tuple(slot for slot in range(before.whole.slots) if slot not in in_view)
+    arguments = f", {request=}" * (request != REQUEST) + f", segment={name!r}" * (name != SUMMARY)
+    return replace(
+        before,
+        whole=whole,
+        cache=cache,
+        places=torch.cat([before.places, added]),
+        written={**before.written, name: unseen},
+        code=(*before.code, "from kvprobe.editing import summarise", f"cache = summarise(model, cache{arguments})"),
+    )
+
+
+def _summary_names() -> Iterator[str]:
+    yield SUMMARY
+    yield from (f"{SUMMARY} {number}" for number in count(2))
 
 
 def _where(before: EditedCache, edit: Edit) -> tuple[dict[str, object], str]:
@@ -155,7 +195,7 @@ def _policy(model: Model, before: EditedCache, edit: Edit, history: Tokens) -> A
     return cache, before.places[kept], [code]
 
 
-_ACTS: Mapping[EditKind, Callable[[Model, EditedCache, Edit, Tokens], Acted]] = {
+_ACTS: Mapping[str, Callable[[Model, EditedCache, Edit, Tokens], Acted]] = {
     "mask": _mask,
     "evict": _evict,
     "re-index": _reindex,

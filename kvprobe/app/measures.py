@@ -18,10 +18,10 @@ Rows = list[list[float | None]]
 """[layers][slots of the conversation]; null where there is nothing to measure."""
 
 
-def slots_now(now: EditedCache, count: int) -> dict[str, list[object]]:
-    """Per slot of the conversation: its `position` (null where it is gone), the share of layers and KV heads that may
-    see it (`seen`), and whether it was `recomputed`, `damaged`, `quantised`."""
-    ledger, places = now.cache.ledger, now.places
+def slots_now(now: EditedCache) -> dict[str, list[object]]:
+    """Per slot of the conversation: its `segment`, its `position` (null where it is gone), the share of layers and KV
+    heads that may see it (`seen`), and whether it was `recomputed`, `damaged`, `quantised`."""
+    ledger, places, count = now.cache.ledger, now.places, now.whole.slots
     seen = torch.zeros(count)
     seen[places] = ledger.live[:, 0].float().mean((0, 1)).cpu()
     position: list[int | None] = [None] * count
@@ -33,7 +33,9 @@ def slots_now(now: EditedCache, count: int) -> dict[str, list[object]]:
         marks[places] = flags.cpu()
         return marks.tolist()
 
+    whole = now.whole.ledger
     return {
+        "segment": [whole.names[number] for number in whole.segments[0].tolist()],
         "position": [*position],
         "seen": seen.double().round(decimals=DECIMALS).tolist(),
         "recomputed": [*marked(ledger.recomputed[0])],
@@ -42,10 +44,10 @@ def slots_now(now: EditedCache, count: int) -> dict[str, list[object]]:
     }
 
 
-def change(full: KVCache, now: EditedCache) -> Rows:
-    """How far each slot that is left is from what the whole conversation gave it: ‖difference‖ / ‖before‖, the mean
+def change(now: EditedCache) -> Rows:
+    """How far each slot that is left is from what it held when it was written: ‖difference‖ / ‖before‖, the mean
     over parts and heads; K alone does not count where it was computed at another position."""
-    places = now.places
+    places, full = now.places, now.whole
     moved = bool((full.ledger.origins[0, places] != now.cache.ledger.origins[0]).any())
     return _rows([
         _distance(mine, {name: part[:, :, places] for name, part in theirs.items()}, moved)
@@ -53,11 +55,13 @@ def change(full: KVCache, now: EditedCache) -> Rows:
     ], places, full.slots)  # fmt: skip
 
 
-def contamination(model: Model, full: KVCache, now: EditedCache) -> tuple[list[int], Rows] | None:
+def contamination(model: Model, now: EditedCache) -> Rows | None:
     """What the later slots still hold of what no later query sees: how far they are from the same slots read without
-    it, at the same positions. Gives the hidden slots too; None where nothing is hidden, or what is left was computed
-    again.
+    it, at the same positions. None where nothing is hidden, or what is left was computed again.
+
+    A summary that was written from damaged slots is as far as the damage took it, too.
     """
+    full = now.whole
     seen = torch.zeros(full.slots, dtype=torch.bool, device=now.places.device)
     seen[now.places] = now.cache.ledger.live_somewhere[0]
     retained = seen.clone()
@@ -76,10 +80,10 @@ def contamination(model: Model, full: KVCache, now: EditedCache) -> tuple[list[i
         )
         for mine, theirs in zip(full.layers, restart.layers, strict=True)
     ]
-    return hidden.tolist(), _rows(distances, index, full.slots)
+    return _rows(distances, index, full.slots)
 
 
-def memory(model: Model, full: KVCache, now: EditedCache) -> dict[str, object]:
+def memory(full: KVCache, now: EditedCache) -> dict[str, object]:
     """Bytes by kind: of `slots` that are attended to, and of what recurrent layers keep (`state`); held now, and by the
     whole conversation; and what the live slots alone take where each head stores its own (`live`)."""
 
@@ -96,7 +100,7 @@ def memory(model: Model, full: KVCache, now: EditedCache) -> dict[str, object]:
         "held": held(now.cache),
         "live": now.cache.footprint if attended else None,
         "slots": int(now.cache.ledger.live_somewhere.sum()),
-        "of": full.slots,
+        "of": now.whole.slots,
     }
 
 

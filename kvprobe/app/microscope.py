@@ -43,7 +43,9 @@ class AppState(Exported):
         model: `name`, `layers`, `dtype`.
         address: the conversation, the question, and what was done.
         edits: in words.
-        slots: one entry per slot of the conversation under each name; see `kvprobe.app.measures.slots_now`.
+        slots: one entry per slot of the conversation, and of summaries that the model wrote, under each name; see
+            `kvprobe.app.measures.slots_now`.
+        written: the summaries, and the slots that the model could not see when it wrote each.
         expected: tokens of the reply with everything in view, as text.
         replies: the one with everything in view, and that with the cache as it is now.
         change: see `kvprobe.app.measures.change`.
@@ -61,6 +63,7 @@ class AppState(Exported):
     address: Address
     edits: tuple[str, ...]
     slots: Mapping[str, list[object]] = field(repr=False)
+    written: Mapping[str, tuple[int, ...]]
     expected: tuple[str, ...]
     replies: tuple[Reply, ...]
     change: Rows = field(repr=False)
@@ -109,24 +112,24 @@ class Microscope:
             step("answering")
             replies = (whole, self._reply(address, question, first, now.cache))
         step("measuring")
-        remembered = contamination(self.model, full.cache, now)
-        places = slots_now(now, full.cache.slots)
+        places = slots_now(now)
         view, left_out = None, ""
         if attention:
             step("recording attention")
-            view, left_out = self._attention(address, question.answered(first.ids), full.cache, now.cache)
+            view, left_out = self._attention(address, question.answered(first.ids), now)
         names, messages = address.names, [{"role": one.role, "content": one.content} for one in address.messages]
         return AppState(
             model={"name": self.model.name, "layers": full.cache.n_layers, "dtype": self.model.dtype},
             address=address,
             edits=tuple(map(str, address.edits)),
-            slots={"text": [*token_texts(history.ids, self.model.tokenizer)], "segment": [*history.segments], **places},
+            slots={"text": [*token_texts(now.whole.ledger.tokens[0].tolist(), self.model.tokenizer)], **places},
+            written=now.written,
             expected=first.tokens,
             replies=replies,
-            change=change(full.cache, now),
-            contamination=None if remembered is None else remembered[1],
+            change=change(now),
+            contamination=contamination(self.model, now),
             hidden=tuple(slot for slot, seen in enumerate(places["seen"]) if not seen),
-            memory=memory(self.model, full.cache, now),
+            memory=memory(full.cache, now),
             attention=view,
             attention_left_out=left_out,
             notes=now.notes,
@@ -145,7 +148,7 @@ class Microscope:
                     "shorter one, or use Python."
                 )
             cache = self.model.prefill(history)
-            return history, EditedCache(cache, torch.arange(cache.slots, device=cache.ledger.tokens.device))
+            return history, EditedCache(cache, cache, torch.arange(cache.slots, device=cache.ledger.tokens.device))
 
         return self._once("read", address.messages, read)
 
@@ -176,20 +179,20 @@ class Microscope:
 
         return self._once("reply", address, answer)
 
-    def _attention(
-        self, address: Address, asked: Tokens, full: KVCache, now: KVCache
-    ) -> tuple[AttentionView | None, str]:
+    def _attention(self, address: Address, asked: Tokens, now: EditedCache) -> tuple[AttentionView | None, str]:
         """Attention of the question's last tokens and the reply, before and after; or why it cannot be shown."""
+        asked = asked.shifted(int(now.whole.ledger.following[0]))
         rows = range(len(asked))[-MOST_QUERIES:]
 
         def before() -> Patterns:
-            return attend(self.model, asked, full, queries=rows)
+            return attend(self.model, asked, now.whole, queries=rows)
 
         try:
             _ = self.model.lanes.attention_proved
-            patterns = self._once("attention", replace(address, edits=()), before)
-            following = int(now.ledger.following[0])
-            after = attend(self.model, asked.shifted(following), now, queries=rows) if address.edits else None
+            last = max((number for number, edit in enumerate(address.edits, 1) if edit.kind == "compact"), default=0)
+            patterns = self._once("attention", replace(address, edits=address.edits[:last]), before)
+            following = int(now.cache.ledger.following[0])
+            after = attend(self.model, asked.shifted(following), now.cache, queries=rows) if address.edits else None
             return patterns_view(patterns, after, chat=address.chat, caption=_CAPTION), ""
         except UserError as error:
             return None, str(error)
@@ -209,7 +212,9 @@ def _nbytes(made: object) -> int:
     """Bytes of the caches in what was made."""
     if isinstance(made, tuple):
         return sum(map(_nbytes, made))
-    return made.cache.nbytes if isinstance(made, EditedCache) else 0
+    if not isinstance(made, EditedCache):
+        return 0
+    return made.cache.nbytes + (made.whole.nbytes if made.written else 0)
 
 
 _CAPTION = "Attention of the last tokens of question and reply."

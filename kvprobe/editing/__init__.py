@@ -1,10 +1,11 @@
-"""Editing a cache: splice, concatenate, replace, correct, fit, zero and steer, exact about positions and provenance."""
+"""Editing a cache: splice, join, replace, correct, sum up, fit, zero, steer, exact about positions and provenance."""
 
 from kvprobe.editing.eraser import divergence, train_eraser
 from kvprobe.editing.matching import attention_error, match_attention
 from kvprobe.editing.numbers import steer, zero
 from kvprobe.editing.rereading import erratum, recompute, replace_text
 from kvprobe.editing.splicing import concatenate, splice
+from kvprobe.editing.summaries import summarise
 
 __all__ = [
     "attention_error",
@@ -16,6 +17,7 @@ __all__ = [
     "replace_text",
     "splice",
     "steer",
+    "summarise",
     "train_eraser",
     "zero",
 ]

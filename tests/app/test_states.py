@@ -10,10 +10,13 @@ import torch
 import kvprobe as kv
 from kvprobe.app.address import Address, Edit, SaidMessage, address_of
 from kvprobe.app.microscope import AppState, Microscope
+from kvprobe.cache.differences import vectors_apart
+from kvprobe.editing import summarise
 from kvprobe.errors import UserError
 from kvprobe.exported import json_schema
 from kvprobe.inference.model import Model
 from kvprobe.inference.trials import struck
+from kvprobe.inference.under_policy import tokens_at
 from tests.app.made_up import HOSTILE, START
 from tests.refusals import refused
 
@@ -29,6 +32,13 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "donor": (Edit("mask", ("m1",)), Edit("damage", fault="distractor", rate=0.5)),
     "quantise": (Edit("quantise", bits=2), Edit("evict", ("m1",))),
     "policy": (Edit("policy", policy="SinkWindow(2, 30)"), Edit("mask", ("m2",))),
+    "compact after a mask, and again": (
+        Edit("mask", ("m1",)),
+        Edit("compact", ("m0", "m1"), then="re-index"),
+        Edit("compact", ("summary",), text="so it is"),
+        Edit("mask", ("summary 2",)),
+    ),
+    "compact what is quantised": (Edit("quantise", bits=2), Edit("compact", slots=(3, 9))),
     "policy that observes": (Edit("policy", policy="SnapKV(50%, window=2)"), Edit("damage", fault="zeros", rate=0.2)),
 }
 
@@ -102,6 +112,32 @@ def test_what_later_slots_hold_is_measured_against_the_same_text_read_without_it
             assert (layer == 0) == (not any(changed)) == bool((apart < 1e-5).all())
     assert microscope.state(at(Edit("restart", ("m0",)))).contamination is None
     assert microscope.state(at()).contamination is None
+
+
+def test_a_summary_holds_what_was_in_view_while_it_was_written(tiny_llama: Model, microscope: Microscope):
+    edits = (Edit("mask", ("m1",)), Edit("compact", ("m0",), text="so it is"))
+    state = microscope.state(at(*edits))
+    slots = {
+        name: [n for n, one in enumerate(state.slots["segment"]) if one == name] for name in ("m0", "m1", "summary")
+    }
+    cache = summarise(tiny_llama, tiny_llama.prefill(START.chat).mask("m1"), request="so it is")
+    assert cache.ledger.tokens.shape[1] == len(state.slots["text"]) == slots["summary"][-1] + 1
+    assert {name: list(unseen) for name, unseen in state.written.items()} == {"summary": slots["m1"]}
+    assert set(state.hidden) == {*slots["m0"], *slots["m1"]}
+    assert not any(value for row in state.change for value in row)
+    assert state.contamination is not None
+    left = cache.evict("m0", "m1")
+    fresh = tiny_llama.prefill(tokens_at(left.ledger, 0, torch.arange(left.slots)))
+    apart = [
+        [float(vectors_apart(one[name][0], two[name][0]).mean(0)[-1]) for name in "KV"]
+        for one, two in zip(left.layers, fresh.layers, strict=True)
+    ]
+    assert [row[-1] for row in state.contamination] == pytest.approx([sum(pair) / 2 for pair in apart], abs=1e-3)
+    assert max(map(max, apart)) > 0.01
+    shown = microscope.state(at(*edits), attention=True).attention
+    assert shown is not None
+    assert len(shown.tokens) > len(state.slots["text"])
+    assert shown.after
 
 
 def test_a_restart_forgets_what_a_mask_remembers(tiny_llama: Model, microscope: Microscope):

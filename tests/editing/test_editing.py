@@ -8,7 +8,7 @@ import torch
 
 import kvprobe as kv
 from kvprobe.cache.cache import KVCache
-from kvprobe.editing import concatenate, erratum, recompute, replace_text, splice, steer, zero
+from kvprobe.editing import concatenate, erratum, recompute, replace_text, splice, steer, summarise, zero
 from kvprobe.inference.model import Model, load
 from kvprobe.text.tokens import Tokens
 from tests.models import llama, tiny_tokenizer
@@ -120,6 +120,24 @@ def test_an_erratum_is_the_users_next_turn_and_is_taken_back_by_rewinding():
     assert all(torch.equal(one, other) for one, other in zip(back.tensors, past.tensors, strict=True))
     assert torch.equal(back.ledger.following, past.ledger.following)
     refused(lambda: erratum(held("llama")[0], held("llama")[1], "on Friday"), "tokenizer")
+
+
+def test_a_summary_is_what_the_model_answers_and_the_next_turn_follows_it_as_in_one_conversation():
+    model = llama(tokenizer=tiny_tokenizer())
+    said = [{"role": "user", "content": "the mill has 4"}, {"role": "assistant", "content": "so it is"}]
+    past = model.prefill(kv.Transcript.from_messages(said))
+    text = model.generate(past, "and the inn", max_new_tokens=5).text
+    summed = summarise(model, past, request="and the inn", max_new_tokens=5)
+    exchange = [{"role": "user", "content": "and the inn"}, {"role": "assistant", "content": text}]
+    whole = kv.Transcript.from_messages([*said, *exchange], ["m0", "m1", "summary", "summary"])
+    assert summed.ledger.in_segments("summary")[0].tolist() == [slot >= past.slots for slot in range(summed.slots)]
+    assert close(summed, model.prefill(whole), model)
+    assert model.prompts(summed, "so")[0].ids == model.prompts(model.prefill(whole), "so")[0].ids
+    assert close(summed.rewind("summary"), past, model)
+    again = summarise(model, summed, segment="more", max_new_tokens=2)
+    assert again.ledger.names[-2:] == ("summary", "more")
+    refused(lambda: summarise(model, summed), "another name")
+    refused(lambda: summarise(model, past.fork(2)), "2 rows")
 
 
 def test_what_cannot_be_edited_is_refused_in_a_sentence():

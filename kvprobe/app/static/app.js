@@ -7,6 +7,7 @@ import { drawAttention, drawChange, drawMemory, drawRemembered } from "./maps.js
 
 const at = (id) => document.getElementById(id);
 const LEGEND = [["hidden", "hidden or evicted"], ["partly", "hidden from some heads"], ["damaged", "damaged"], ["recomputed", "computed again"], ["quantised", "quantised"]];
+const NEED_SLOTS = ["mask", "evict", "re-index", "restart", "compact"];
 const page = { live: false, address: null, state: null, strip: null, stop: null };
 
 function say(text, wrong = false) {
@@ -103,7 +104,7 @@ function chosen() {
   const words = segments.length ? segments.join(", ") : slots.length ? run : "";
   at("chosen").textContent = words ? `Chosen: ${words}.` : "Nothing is chosen; damage, quantisation and policies then act on the whole cache.";
   for (const button of document.querySelectorAll("[data-edit]")) {
-    const needs = ["mask", "evict", "re-index", "restart"].includes(button.dataset.edit);
+    const needs = NEED_SLOTS.includes(button.dataset.edit);
     button.disabled = !page.live || (needs && !words) || (button.dataset.edit === "restart" && !segments.length);
   }
 }
@@ -112,6 +113,7 @@ function edit(kind) {
   const what = choice.segments.length ? "segments" : choice.slots.length ? "slots" : null;
   const where = ["quantise", "policy"].includes(kind) || !what ? {} : { [what]: choice[what] };
   const how = {
+    compact: () => ({ then: at("then").value, text: at("request").value.trim() }),
     damage: () => ({ fault: at("fault").value, rate: Number(at("rate").value) / 100, seed: Number(at("seed").value) }),
     quantise: () => ({ bits: Number(at("bits").value) }),
     policy: () => ({ policy: at("policy").value }),

@@ -46,8 +46,8 @@ export function drawMemory(place, { memory: { full, held, live, slots, of } }) {
     const value = make("dd", "", list, `${(bytes / MIB).toFixed(2)} MiB`);
     value.style.setProperty("--share", Math.min(1, bytes / total));
   };
-  const total = full.slots + full.state;
-  bar("with everything", total, total);
+  const total = Math.max(full.slots + full.state, held.slots + held.state);
+  bar("with everything", full.slots + full.state, total);
   bar("held now", held.slots + held.state, total);
   if (live !== null) bar("what later queries may read", live, total);
   if (full.state) {

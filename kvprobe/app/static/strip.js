@@ -9,7 +9,10 @@ export const choice = { segments: [], slots: [] };
 
 export function drawStrip(place, state, changed) {
   const { text, segment, seen, position, recomputed, damaged, quantised } = state.slots;
-  const roles = Object.fromEntries(state.address.messages.map(({ role, segment: name }, at) => [name || `m${at}`, role]));
+  const roles = Object.fromEntries([
+    ...state.address.messages.map(({ role, segment: name }, at) => [name || `m${at}`, role]),
+    ...Object.keys(state.written).map((name) => [name, "the model’s own"]),
+  ]);
   const turns = [];
   for (const [slot, name] of segment.entries()) {
     if (turns.at(-1)?.name === name) turns.at(-1).to = slot + 1;
@@ -123,13 +126,17 @@ export function drawStrip(place, state, changed) {
     const shares = spans.map((_, slot) => of(slot));
     for (const [slot, span] of spans.entries()) span.style.setProperty("--held", shares[slot] === null ? 0 : Math.min(1, shares[slot]));
     const hidden = new Set(state.hidden);
-    const sources = boxes.filter(({ from, to }) => Array.from({ length: to - from }, (_, at) => from + at).some((slot) => hidden.has(slot)));
+    const sourcesOf = (turn) => {
+      const unseen = new Set(state.written[turn.name]);
+      const gone = (slot) => hidden.has(slot) && !unseen.has(slot);
+      return boxes.filter(({ from, to }) => from < turn.from && Array.from({ length: to - from }, (_, at) => from + at).some(gone));
+    };
     const middle = ({ box }) => box.offsetTop + box.offsetHeight / 2;
     arcs.replaceChildren();
     arcs.setAttribute("height", list.offsetHeight);
     for (const turn of boxes) {
       const share = mean(shares.slice(turn.from, turn.to).filter((value) => value !== null));
-      for (const source of share > 0.001 ? sources.filter(({ from }) => from < turn.from) : []) {
+      for (const source of share > 0.001 ? sourcesOf(turn) : []) {
         const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
         const [start, end] = [middle(source), middle(turn)];
         path.setAttribute("d", `M22 ${start}C2 ${start} 2 ${end} 20 ${end}m-5 -4l5 4l-5 4`);

@@ -1,0 +1,53 @@
+"""The model's own summary, written into its cache: what a compaction puts in the place of what it hides."""
+
+from dataclasses import replace
+
+from kvprobe.arguments import AtLeastOne, checked_arguments
+from kvprobe.cache.cache import KVCache
+from kvprobe.editing.splicing import one_row
+from kvprobe.errors import UserError
+from kvprobe.inference.generate import stop_tokens
+from kvprobe.inference.model import Model
+from kvprobe.inference.rows import user_turn
+from kvprobe.text.tokens import Tokens
+
+SUMMARY = "summary"
+"""Segment of a request for a summary, and of what the model answers."""
+REQUEST = "Please summarise what I have said so far."
+
+
+@checked_arguments
+def summarise(
+    model: Model,
+    cache: KVCache,
+    *,
+    request: str = REQUEST,
+    segment: str = SUMMARY,
+    max_new_tokens: AtLeastOne = 48,
+) -> KVCache:
+    """The cache followed by a user's request for a summary and the one that the model writes with this cache.
+
+    Both are one segment, as in the conversations of study `compaction`. Nothing before it changes: a compaction masks
+    or evicts what was summed up afterwards, so that the summary still holds what was in view while it was written.
+    `cache.rewind("summary")` is the inverse.
+
+    Args:
+        cache: of one row.
+        segment: its name.
+        max_new_tokens: of the summary, which is cut there.
+
+    Raises:
+        UserError: several rows, a segment of this name, no chat template, or a model that writes no summary.
+    """
+    one_row(cache)
+    if segment in cache.ledger.names:
+        raise UserError(f"The cache has a segment {segment!r} already; give the summary another name.")
+    (asked,) = model.prompts(cache, request)
+    written = model.generate(cache, request, max_new_tokens=max_new_tokens)
+    if not written.text.strip():
+        raise UserError("The model wrote no summary; ask for it in other words, with request.")
+    ids, ends = [*written.tokens[0]], stop_tokens(model.lanes)
+    told = asked + Tokens.of(ids[:-1] if ids[-1] in ends else ids, segment, asked.following)
+    closing, _ = user_turn(request, model.tokenizer)
+    told += closing.shifted(told.following)
+    return model.extend(cache, replace(told, segments=(segment,) * len(told)))[0]
