@@ -1,13 +1,16 @@
-"""A canary against llama.cpp, sound and with faults planted through its slot file; `blocks-swapped` is a control.
+"""A canary against llama.cpp or vLLM, sound and with faults planted in a saved cache; `blocks-swapped` is a control.
 
     python benchmarks/canary.py [FAULT …]
+    python benchmarks/canary.py --vllm http://127.0.0.1:8000 FOLDER [FAULT …]
     python benchmarks/canary.py --sound 6 [--seed 0]
+
+With `--vllm`, a server that runs with kvprobe's connector, whose dumps lie in FOLDER (docs/guides/engines.md).
 
 With `--sound`, so many servers in which nothing is wrong, started anew with other words, numbers of threads, portions
 in which prompts are read, kinds of attention and types of cache in turn: how often is a sound engine said to fail?
 
-The slot file is edited between `save` and `restore`. Prints a line for each fault: the properties that failed, how far
-the answers after a restored slot moved, and the seconds that it took.
+The cache is edited between `save` and `restore`. Prints a line for each fault: the properties that failed, how far the
+answers after a restored slot moved, and the seconds that it took.
 """
 
 import argparse
@@ -20,7 +23,8 @@ from typing import Any
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.detection.canary import canary, llama_server
+from kvprobe.detection.canary import canary, llama_server, vllm_endpoint
+from kvprobe.engines.plain import open_plain, save_plain
 from kvprobe.engines.server import LlamaServer, served
 from kvprobe.engines.slot import read_slot, stored, write_slot
 from kvprobe.errors import UserError
@@ -83,14 +87,33 @@ class Planted(LlamaServer):
         return super().restore(slot, name)
 
 
+def planted_vllm(url: str, folder: Path, damage: Callable[[KVCache], KVCache]) -> Any:
+    """A server whose dumps are damaged before they are loaded."""
+    target: Any = vllm_endpoint(url)
+    save = target.save
+
+    def damaging(prompt: Any) -> None:
+        save(prompt)
+        (path,) = folder.glob("*.json")
+        save_plain(damage(open_plain(path).cache()), path)
+
+    target.save = damaging
+    return target
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("faults", nargs="*", metavar="FAULT", help=", ".join(FAULTS))
+    parser.add_argument("--vllm", nargs=2, metavar=("URL", "FOLDER"), help="a vLLM with the connector, and its dumps")
     parser.add_argument("--sound", type=int, default=0, help="servers in which nothing is wrong")
     parser.add_argument("--seed", type=int, default=0, help="of the first one's words; the next takes the next")
     arguments = parser.parse_args()
     if arguments.sound:
         sound(arguments.sound, arguments.seed)
+    elif arguments.vllm:
+        url, folder = arguments.vllm
+        for name in arguments.faults or FAULTS:
+            report(name, planted_vllm(url, Path(folder), FAULTS[name]))
     else:
         faulty(arguments.faults)
 
@@ -139,13 +162,17 @@ def faulty(names: list[str]) -> None:
         gguf = gguf_of("smollm2-135m", Path(folder))
         for name in names or FAULTS:
             with served(gguf, slots=4, threads=1) as server:
-                found = canary(llama_server(Planted(server.url, folder=server.folder, damage=FAULTS[name])))
-            worst = next(one.worst for one in found.findings if one.name == "slot file")
-            print(
-                f"{name:16}failed: {', '.join(found.failed) or 'nothing':14}moved by {worst:.3g} nats, threshold "
-                f"{found.threshold:.3g}, {found.requests} requests in {found.seconds:.0f} s",
-                flush=True,
-            )
+                report(name, llama_server(Planted(server.url, folder=server.folder, damage=FAULTS[name])))
+
+
+def report(name: str, target: Any) -> None:
+    found = canary(target)
+    worst = next(one.worst for one in found.findings if one.name == "slot file")
+    print(
+        f"{name:16}failed: {', '.join(found.failed) or 'nothing':14}moved by {worst:.3g} nats, threshold "
+        f"{found.threshold:.3g}, {found.requests} requests in {found.seconds:.0f} s",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
