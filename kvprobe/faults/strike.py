@@ -248,12 +248,14 @@ def corrupt(
             "The cache was re-indexed, and its keys are not stored as they are seen; carry that out first, with "
             "Model.as_seen."
         )
-    # Copies of their own: rows of a fork share storage, and so do caches.
+    # Copies of their own: rows of a fork share storage, and so do caches. Each number is written where it lies, so they
+    # are contiguous, which caches of engines need not be.
     copies = [{name: part.clone(memory_format=torch.contiguous_format) for name, part in layer.items()}
               for layer in cache.layers]  # fmt: skip
+    copied = replace(cache, layers=tuple(copies))
     damage = Damage(torch.zeros(cache.batch, dtype=torch.long))
     for row, (context, row_draws) in enumerate(zip(contexts, draws, strict=True)):
-        alone = without_padding(cache.rows([row]), [fault])
+        alone = without_padding(copied.rows([row]), [fault])
         refuse_other_model(alone, context.cache, "The cache of a fault context")
         context = replace(context, cache=without_padding(context.cache, []))
         row_damage = strike([fault], [row_draws], [0], alone.layers, alone.ledger, context)
@@ -264,4 +266,4 @@ def corrupt(
         damage.count[row] = row_damage.count[0]
         if (first := row_damage.nonfinite.get(0)) is not None:
             damage.nonfinite[row] = replace(first, slot=int(slots[first.slot]))
-    return replace(cache, layers=tuple(copies)), damage
+    return copied, damage

@@ -23,7 +23,7 @@ from kvprobe.faults import (
 )
 from kvprobe.faults.strike import strike
 from kvprobe.inference.model import Model
-from tests.faults import PARTS, SLOTS, WIDTH, after, both, context_of, reindexed, same_bits, square_cache
+from tests.faults import EVERY, PARTS, SLOTS, WIDTH, after, both, context_of, reindexed, same_bits, square_cache
 from tests.random_caches import random_tokens
 from tests.refusals import refused
 
@@ -90,6 +90,16 @@ def test_a_row_of_a_padded_batch_is_damaged_as_it_is_alone():
             held = slice(0, cache.slots)
             for mine, expected in zip(damaged.keys + damaged.values, alone.keys + alone.values, strict=True):
                 assert torch.equal(mine[row, :, held], expected[0]), (fault, row)
+
+
+@pytest.mark.parametrize("fault", EVERY, ids=str)
+def test_a_cache_whose_numbers_lie_in_another_order_is_damaged_alike(fault: Fault):
+    """As those of a dump do, which has an axis of slots before that of heads."""
+    cache, context = square_cache(3), context_of(square_cache(3))
+    turned = [{name: part.transpose(1, 2).contiguous().transpose(1, 2) for name, part in layer.items()}
+              for layer in cache.layers]  # fmt: skip
+    turned = replace(cache, layers=tuple(turned))
+    assert same_bits(*(one.corrupt(fault, contexts=[context]) for one in (turned, cache)))
 
 
 @pytest.mark.parametrize(
