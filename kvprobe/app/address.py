@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvprobe.arguments import check_fields
+from kvprobe.brief import cut
 from kvprobe.errors import UserError
 from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.names import unknown
@@ -15,7 +16,7 @@ from kvprobe.policies.written import as_policy
 from kvprobe.text.transcript import Transcript
 
 Removal = Literal["mask", "evict", "re-index"]
-EditKind = Literal["mask", "evict", "re-index", "restart", "compact", "damage", "quantise", "policy"]
+EditKind = Literal["mask", "evict", "re-index", "restart", "compact", "patch", "damage", "quantise", "policy"]
 LIMITS = Limits(text=20_000, entries=64)
 MOST_NEW = 64
 """Tokens of a reply."""
@@ -29,7 +30,8 @@ class Edit:
 
     Attributes:
         kind: `mask`, `evict`, `re-index` (evict, and close the gap), `restart` (read the rest anew without these
-            segments), `compact` (the model writes a summary, then they go), `damage`, `quantise` or a `policy`.
+            segments), `compact` (the model writes a summary, then they go), `patch` (K and V of the same conversation
+            with other text in one message), `damage`, `quantise` or a `policy`.
         segments: that it acts on.
         slots: or the first slot and the one after the last, as the whole conversation counts them.
         fault: of `damage`, its name in the catalogue of faults.
@@ -37,7 +39,9 @@ class Edit:
         seed: of `damage`, for its random draws.
         bits: of `quantise`.
         policy: its text, such as "SnapKV(50%)".
-        text: of `compact`, what the user says to ask for the summary; empty for the usual request.
+        text: of `compact`, what the user says to ask for the summary; empty for the usual request. Of `patch`, what
+            the other message says, in as many tokens.
+        of: of `patch`, the segment of this message.
         then: of `compact`, how what was summed up goes.
     """
 
@@ -50,6 +54,7 @@ class Edit:
     bits: int = 4
     policy: str = ""
     text: str = ""
+    of: str = ""
     then: Removal = "evict"
 
     def __post_init__(self) -> None:
@@ -71,6 +76,8 @@ class Edit:
             raise UserError(f"seed is {self.seed}; give a whole number from 0 to {2**32 - 1}.")
         if not 1 <= self.bits <= 8:
             raise UserError(f"bits is {self.bits}; give 1 to 8.")
+        if self.kind == "patch" and not (self.of and self.text.strip()):
+            raise UserError("patch needs the message that says something else (of), and what it says (text).")
         if self.kind == "policy":
             as_policy(self.policy)
 
@@ -81,6 +88,7 @@ class Edit:
             "quantise": f"{self.bits} bits",
             "policy": self.policy,
             "compact": f"({self.then})",
+            "patch": f"from {self.of} “{cut(self.text, 40)}” into",
         }.get(self.kind, "")
         return " ".join(filter(None, (self.kind if self.kind != "policy" else "", how, where)))
 

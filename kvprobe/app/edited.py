@@ -10,18 +10,23 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvprobe.app.address import Edit
+from kvprobe.app.python import conversation_code
 from kvprobe.attention.alignment import aligned
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.differences import changed_slots
 from kvprobe.editing import splice, summarise
+from kvprobe.editing.splicing import refuse_quantised
 from kvprobe.editing.summaries import REQUEST, SUMMARY
 from kvprobe.errors import UserError
 from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.faults.scope import Scope
 from kvprobe.inference.model import Model
 from kvprobe.inference.trials import struck
+from kvprobe.names import unknown
+from kvprobe.patching import aligned as aligned_donor
 from kvprobe.policies.written import as_policy
-from kvprobe.text.tokens import Tokens
+from kvprobe.text.messages import Part
+from kvprobe.text.transcript import Transcript
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class EditedCache:
         places: for each slot of the cache, which of these it is.
         written: the summaries, and which of these slots the model could not see when it wrote each.
         damaged: slots of the conversation that were struck and were not computed again since.
+        patched: likewise, those that hold K and V of another conversation.
         notes: warnings of the library, in order.
         code: Python that makes this cache of a `model` and a `chat`, line by line.
     """
@@ -43,6 +49,7 @@ class EditedCache:
     places: Int[Tensor, "slots"]
     written: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     damaged: frozenset[int] = frozenset()
+    patched: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
     code: tuple[str, ...] = ("cache = model.prefill(chat)",)
 
@@ -66,11 +73,11 @@ Acted = tuple[KVCache, Int[Tensor, "slots"], list[str]]
 """A cache, the places of its slots, and the code."""
 
 
-def edited(model: Model, before: EditedCache, edit: Edit, history: Tokens) -> EditedCache:
+def edited(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
     """The cache after one more edit.
 
     Args:
-        history: the tokens of the conversation.
+        chat: the conversation.
 
     Raises:
         UserError: the edit does not fit this cache or this model.
@@ -80,14 +87,19 @@ def edited(model: Model, before: EditedCache, edit: Edit, history: Tokens) -> Ed
         if edit.kind == "compact":
             before = _with_summary(model, before, edit.text)
             edit = Edit(edit.then, edit.segments, edit.slots)
-        cache, places, code = _ACTS[edit.kind](model, before, edit, history)
-    damaged = before.damaged & set(places.tolist()) if edit.kind != "restart" else frozenset[int]()
+        cache, places, code = _ACTS[edit.kind](model, before, edit, chat)
+    left = set(places.tolist()) if edit.kind != "restart" else set[int]()
+    damaged, patched = before.damaged & left, before.patched & left
+    if edit.kind == "patch":
+        patched |= set(places[before.cache.chosen(edit.segments, _where(before, edit)[0])[0]].tolist())
+        damaged -= patched
     if edit.kind == "damage":
         seen = model.as_seen(before.cache) if before.cache.ledger.rotated else before.cache
         damaged |= set(places[changed_slots(seen, cache)].tolist())
     notes = dict.fromkeys([*before.notes, *(str(warning.message) for warning in caught)])
     code = code if edit.kind == "policy" and len(code) == 1 and "prefill" in code[0] else [*before.code, *code]
-    return replace(before, cache=cache, places=places, damaged=damaged, notes=tuple(notes), code=tuple(code))
+    marks = {"damaged": damaged, "patched": patched, "notes": tuple(notes)}
+    return replace(before, cache=cache, places=places, code=tuple(code), **marks)
 
 
 def _with_summary(model: Model, before: EditedCache, request: str) -> EditedCache:
@@ -118,38 +130,38 @@ def _summary_names() -> Iterator[str]:
     yield from (f"{SUMMARY} {number}" for number in count(2))
 
 
-def _where(before: EditedCache, edit: Edit) -> tuple[dict[str, object], str]:
-    """What edit acts on, as arguments and as code."""
+def _where(before: EditedCache, edit: Edit) -> tuple[list[int] | None, str]:
+    """The slots that an edit acts on, if it names no segments, and what it acts on as code."""
     if edit.segments:
-        return {"segments": edit.segments}, ", ".join(map(repr, edit.segments))
+        return None, ", ".join(map(repr, edit.segments))
     here = before.here(edit.slots)
     whole = here == [*range(here[0], here[-1] + 1)]
-    return {"slots": here}, f"slots=range({here[0]}, {here[-1] + 1})" if whole else f"slots={here}"
+    return here, f"slots=range({here[0]}, {here[-1] + 1})" if whole else f"slots={here}"
 
 
-def _mask(model: Model, before: EditedCache, edit: Edit, history: Tokens) -> Acted:
-    where, code = _where(before, edit)
-    cache = before.cache.mask(*edit.segments, slots=where.get("slots"))  # pyright: ignore[reportArgumentType]
+def _mask(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> Acted:
+    slots, code = _where(before, edit)
+    cache = before.cache.mask(*edit.segments, slots=slots)
     return cache, before.places, [f"cache = cache.mask({code})"]
 
 
-def _evict(model: Model, before: EditedCache, edit: Edit, history: Tokens) -> Acted:
-    where, code = _where(before, edit)
-    gone = before.cache.chosen(edit.segments, where.get("slots"))[0]  # pyright: ignore[reportArgumentType]
+def _evict(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> Acted:
+    slots, code = _where(before, edit)
+    gone = before.cache.chosen(edit.segments, slots)[0]
     cache = before.cache.evict(slots=gone[None])
     if not cache.slots:
         raise UserError("Nothing would be left of the conversation; keep at least one slot.")
     return cache, before.places[~gone], [f"cache = cache.evict({code})"]
 
 
-def _reindex(model: Model, before: EditedCache, edit: Edit, history: Tokens) -> Acted:
+def _reindex(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> Acted:
     if not model.lanes.can_reindex:
         raise UserError(f"Keys of {model.name} cannot be rotated to other positions; evict instead.")
-    cache, places, (code,) = _evict(model, before, edit, history)
+    cache, places, (code,) = _evict(model, before, edit, chat)
     return cache.reindex(), places, [f"{code}.reindex()"]
 
 
-def _restart(model: Model, before: EditedCache, edit: Edit, history: Tokens) -> Acted:
+def _restart(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> Acted:
     one, *more = edit.segments
     segments = edit.segments if more else one
     policy = f"RestartRebuilt({segments!r})"
@@ -159,9 +171,9 @@ def _restart(model: Model, before: EditedCache, edit: Edit, history: Tokens) -> 
     return model.apply(policy, before.cache), before.places[left[0]], [f"cache = model.apply({policy!r}, cache)"]
 
 
-def _damage(model: Model, before: EditedCache, edit: Edit, history: Tokens) -> Acted:
+def _damage(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> Acted:
     named = CATALOGUE[edit.fault]
-    where = {"segments": edit.segments} if edit.segments else _where(before, edit)[0] if edit.slots else {}
+    where = {"segments": edit.segments} if edit.segments else {"slots": _where(before, edit)[0]} if edit.slots else {}
     scope: dict[str, object] = {"rate": edit.rate, **where, "parts": named.parts}
     fault = named.make(scope=Scope(**scope))  # pyright: ignore[reportArgumentType]
     settings = ", ".join(f"{name}={value!r}" for name, value in scope.items())
@@ -174,19 +186,61 @@ def _damage(model: Model, before: EditedCache, edit: Edit, history: Tokens) -> A
     return struck(model, before.cache, fault, seed=edit.seed), before.places, code
 
 
-def _quantise(model: Model, before: EditedCache, edit: Edit, history: Tokens) -> Acted:
+def _patch(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> Acted:
+    refuse_quantised(before.cache)
+    slots, code = _where(before, edit)
+    other = _other(chat, edit.of, edit.text)
+    said, instead = model.tokens(chat)[0], model.tokens(other)[0]
+    if said.segments != instead.segments:
+        counts = [tokens.segments.count(edit.of) for tokens in (said, instead)]
+        raise UserError(
+            f"{edit.of} has {counts[0]} tokens with its delimiters, and with the other text {counts[1]}, so that slots "
+            "do not stand for one another; write a text of as many tokens."
+        )
+    donor, kept = model.prefill(instead), before.places[before.places < len(said)]
+    fits = aligned_donor(model.lanes, before.cache, donor.select(slots=kept.tolist()))
+    chosen = before.cache.chosen(edit.segments, slots)
+    if bool((fits.source[chosen[0]] < 0).any()):
+        raise UserError("The other conversation has no summary; patch slots of messages.")
+    messages = [{"role": message.role, "content": message.text} for message in other.messages]
+    lines = conversation_code(messages, [message.segment for message in other.messages], "other")
+    gone = "" if len(kept) == len(said) else f".select(slots={kept.tolist()})"
+    lines += [
+        "from kvprobe.patching import aligned",
+        f"donor = aligned(model.lanes, cache, model.prefill(other){gone})",
+        f"cache = donor.base.patch(donor.cache, {code})",
+    ]
+    return fits.base.patch(fits.cache, slots=chosen), before.places, lines
+
+
+def _other(chat: Transcript, segment: str, text: str) -> Transcript:
+    """The conversation in which a message says something else."""
+    if (count := [message.segment for message in chat.messages].count(segment)) != 1:
+        raise UserError(
+            unknown("segment", segment, chat.segments) if not count else f"{segment} is {count} messages; name one."
+        )
+    return replace(
+        chat,
+        messages=tuple(
+            replace(message, parts=(Part(text),)) if message.segment == segment else message
+            for message in chat.messages
+        ),
+    )
+
+
+def _quantise(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> Acted:
     policy = f"Quantise({edit.bits}, tail=0)"
     return model.apply(policy, before.cache), before.places, [f"cache = model.apply({policy!r}, cache)"]
 
 
-def _policy(model: Model, before: EditedCache, edit: Edit, history: Tokens) -> Acted:
+def _policy(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> Acted:
     observes = as_policy(edit.policy).observes
     if observes is not None and not before.untouched:
         raise UserError(
             f"{edit.policy} decides by the attention that it saw while the conversation was read; make it the first "
             "edit."
         )
-    start = before.cache if observes is None else model.watch(history, queries=observes)
+    start = before.cache if observes is None else model.watch(chat, queries=observes)
     cache = model.apply(edit.policy, start)
     if (kept := aligned(before.cache.ledger, cache.ledger)) is None:
         raise UserError(f"{edit.policy} leaves slots that the page cannot match to the conversation; use Python.")
@@ -195,28 +249,13 @@ def _policy(model: Model, before: EditedCache, edit: Edit, history: Tokens) -> A
     return cache, before.places[kept], [code]
 
 
-_ACTS: Mapping[str, Callable[[Model, EditedCache, Edit, Tokens], Acted]] = {
+_ACTS: Mapping[str, Callable[[Model, EditedCache, Edit, Transcript], Acted]] = {
     "mask": _mask,
     "evict": _evict,
     "re-index": _reindex,
     "restart": _restart,
+    "patch": _patch,
     "damage": _damage,
     "quantise": _quantise,
     "policy": _policy,
 }
-
-
-def script(load: str, address_code: Sequence[str], code: Sequence[str], ask: str, new: int) -> str:
-    """A whole Python script that makes the cache and asks the question; `load` is the Python that gives the model."""
-    imports = [line for line in dict.fromkeys(code) if line.startswith("from ")]
-    rest = [line for line in code if not line.startswith("from ")]
-    end = f"print(model.generate(cache, {ask!r}, max_new_tokens={new}).text)"
-    return "\n".join(["import kvprobe as kv", *imports, "", f"model = {load}", *address_code, *rest, end, ""])
-
-
-def conversation_code(messages: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:
-    """The lines of Python that write a conversation."""
-    lines = ["chat = kv.Transcript.from_messages(", "    ["]
-    lines += [f"        {dict(message)!r}," for message in messages]
-    plain_names = [f"m{number}" for number in range(len(names))]
-    return [*lines, "    ]", *([] if [*names] == plain_names else [f"    , names={[*names]!r}"]), ")"]

@@ -20,7 +20,7 @@ Rows = list[list[float | None]]
 
 def slots_now(now: EditedCache) -> dict[str, list[object]]:
     """Per slot of the conversation: its `segment`, its `position` (null where it is gone), the share of layers and KV
-    heads that may see it (`seen`), and whether it was `recomputed`, `damaged`, `quantised`."""
+    heads that may see it (`seen`), and whether it was `recomputed`, `damaged`, `patched`, `quantised`."""
     ledger, places, count = now.cache.ledger, now.places, now.whole.slots
     seen = torch.zeros(count)
     seen[places] = ledger.live[:, 0].float().mean((0, 1)).cpu()
@@ -41,6 +41,7 @@ def slots_now(now: EditedCache) -> dict[str, list[object]]:
         "recomputed": [*marked(ledger.recomputed[0])],
         "quantised": [*marked(ledger.quantised[0] >= 0)],
         "damaged": [slot in now.damaged for slot in range(count)],
+        "patched": [slot in now.patched for slot in range(count)],
     }
 
 

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import torch
 
 from kvprobe.app.address import Address, Edit
-from kvprobe.app.edited import EditedCache, conversation_code, edited, script
+from kvprobe.app.edited import EditedCache, edited
 from kvprobe.app.measures import Rows, change, contamination, memory, slots_now
+from kvprobe.app.python import conversation_code, script
 from kvprobe.attention import Patterns, attend
 from kvprobe.cache.cache import KVCache
 from kvprobe.comparison import FirstReply, Reply, replies_under
@@ -100,11 +101,11 @@ class Microscope:
         """
         began = time.perf_counter()
         step("reading the conversation")
-        history, full = self._read(address)
+        full = self._read(address)
         now = full
         for count, edit in enumerate(address.edits, 1):
             step(str(edit))
-            now = self._after(address, count, history, now, edit)
+            now = self._after(address, count, now, edit)
         step("answering with everything in view")
         question, first, whole = self._first(address, full.cache)
         replies = (whole,)
@@ -137,10 +138,10 @@ class Microscope:
             seconds=round(time.perf_counter() - began, 3),
         )
 
-    def _read(self, address: Address) -> tuple[Tokens, EditedCache]:
-        """The tokens of the conversation, and the cache of all of it."""
+    def _read(self, address: Address) -> EditedCache:
+        """The cache of the whole conversation."""
 
-        def read() -> tuple[Tokens, EditedCache]:
+        def read() -> EditedCache:
             history = self.model.tokens(address.chat)[0]
             if len(history) > MOST_SLOTS:
                 raise UserError(
@@ -148,14 +149,14 @@ class Microscope:
                     "shorter one, or use Python."
                 )
             cache = self.model.prefill(history)
-            return history, EditedCache(cache, cache, torch.arange(cache.slots, device=cache.ledger.tokens.device))
+            return EditedCache(cache, cache, torch.arange(cache.slots, device=cache.ledger.tokens.device))
 
         return self._once("read", address.messages, read)
 
-    def _after(self, address: Address, count: int, history: Tokens, before: EditedCache, edit: Edit) -> EditedCache:
+    def _after(self, address: Address, count: int, before: EditedCache, edit: Edit) -> EditedCache:
         """The cache after the first edits of an address."""
         key = (address.messages, address.edits[:count])
-        return self._once("edited", key, lambda: edited(self.model, before, edit, history))
+        return self._once("edited", key, lambda: edited(self.model, before, edit, address.chat))
 
     def _first(self, address: Address, full: KVCache) -> tuple[Tokens, FirstReply, Reply]:
         """The question, and the reply to it with everything in view."""

@@ -79,7 +79,21 @@ def test_a_turn_is_hidden_and_damaged_and_undone_and_the_session_opens_offline(
     click(tab, "#undo")
     settled(tab, "mask m1")
     assert len(edits(tab)) == 1
-    assert tab.do("document.querySelectorAll('#states li').length") == 3
+    tab.do(f"{turn('m1')}.click()")
+    tab.do("document.querySelector('#request').value = 'so it is'")
+    click(tab, "[data-edit=compact]")
+    settled(tab, "compact (evict) m1")
+    tab.do("[...document.querySelectorAll('.turn-name')].at(-1).click()")
+    assert tab.do("document.querySelector('#chosen').textContent") == "Chosen: summary."
+    click(tab, "#undo")
+    settled(tab, "mask m1")
+    tab.do(f"{turn('m2')}.click()")
+    tab.do("document.querySelector('#instead').value = 'the mill has 7.'")
+    click(tab, "[data-edit=patch]")
+    settled(tab, "patch from m0 “the mill has 7.” into m2")
+    click(tab, "#undo")
+    settled(tab, "mask m1")
+    assert tab.do("document.querySelectorAll('#states li').length") == 5
     click(tab, "#show-attention")
     tab.until("document.querySelector('#attention .heads-pattern svg')")
 

@@ -11,6 +11,7 @@ import kvprobe as kv
 from kvprobe.app.address import Address, Edit, SaidMessage, address_of
 from kvprobe.app.microscope import AppState, Microscope
 from kvprobe.cache.differences import vectors_apart
+from kvprobe.comparison import replies_under
 from kvprobe.editing import summarise
 from kvprobe.errors import UserError
 from kvprobe.exported import json_schema
@@ -37,6 +38,12 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         Edit("compact", ("m0", "m1"), then="re-index"),
         Edit("compact", ("summary",), text="so it is"),
         Edit("mask", ("summary 2",)),
+    ),
+    "patch after an eviction": (
+        Edit("re-index", slots=(5, 9)),
+        Edit("patch", ("m1", "m2"), of="m0", text="the mill has 7."),
+        Edit("mask", ("m0",)),
+        Edit("patch", slots=(20, 25), of="m0", text="the mill has 8."),
     ),
     "compact what is quantised": (Edit("quantise", bits=2), Edit("compact", slots=(3, 9))),
     "policy that observes": (Edit("policy", policy="SnapKV(50%, window=2)"), Edit("damage", fault="zeros", rate=0.2)),
@@ -140,6 +147,21 @@ def test_a_summary_holds_what_was_in_view_while_it_was_written(tiny_llama: Model
     assert shown.after
 
 
+def test_a_patched_slot_is_that_of_the_other_conversation(tiny_llama: Model, microscope: Microscope):
+    other = [{"role": "user", "content": "the mill has 7."}, *(vars(said) for said in START.messages[1:])]
+    donor = tiny_llama.prefill([{"role": said["role"], "content": said["content"]} for said in other])
+    for segments in (("m2",), tuple(START.names)):
+        state = microscope.state(at(Edit("patch", segments, of="m0", text="the mill has 7.")))
+        assert state.slots["patched"] == [name in segments for name in state.slots["segment"]]
+    asked = microscope.state(at()).replies[0]
+    given = replies_under(
+        tiny_llama, {"full": donor}, tiny_llama.prompts(donor, START.ask)[0], max_new_tokens=START.new
+    )
+    assert state.replies[1].text == given[1]["full"].text
+    assert state.replies[1].own_logprobs == pytest.approx(given[1]["full"].own_logprobs, abs=1e-4)
+    assert asked.own_logprobs != pytest.approx(given[1]["full"].own_logprobs, abs=1e-4)
+
+
 def test_a_restart_forgets_what_a_mask_remembers(tiny_llama: Model, microscope: Microscope):
     restarted = microscope.state(at(Edit("restart", ("m1",))))
     cache = tiny_llama.prefill(START.chat.without("m1", mode="contiguous"))
@@ -184,6 +206,7 @@ def test_a_damage_is_the_one_of_the_library(tiny_llama: Model, microscope: Micro
         ({"messages": [], "ask": "so", "edits": [{"kind": "damage", "fault": "zeroes"}]}, "did you mean 'zeros'"),
         ({"messages": [], "ask": "so", "edits": [{"kind": "damage", "fault": "zeros", "rate": 7}]}, "from 0 to 1"),
         ({"messages": [], "ask": "so", "edits": [{"kind": "policy", "policy": "__import__('os')"}]}, "policy"),
+        ({"messages": [], "ask": "so", "edits": [{"kind": "patch", "segments": ["m0"]}]}, "what it says"),
         ({"messages": [], "ask": "so", "edits": [{"kind": "quantise", "segments": ["m0"]}]}, "whole cache"),
     ],
 )
@@ -200,6 +223,15 @@ def test_an_edit_that_does_not_fit_is_refused_in_a_sentence(microscope: Microsco
     refused(lambda: microscope.state(at(*gone)), "no longer in the cache")
     late = (Edit("mask", ("m1",)), Edit("policy", policy="H2O(50%)"))
     refused(lambda: microscope.state(at(*late)), "make it the first edit")
+    patch = Edit("patch", ("m0",), of="m0", text="the mill has 4. and so")
+    refused(lambda: microscope.state(at(patch)), "a text of as many tokens")
+    refused(lambda: microscope.state(at(replace(patch, of="m9"))), "m9")
+    of_summary = (
+        Edit("compact", ("m1",), text="so it is"),
+        replace(patch, segments=("summary",), text="the mill has 7."),
+    )
+    refused(lambda: microscope.state(at(*of_summary)), "has no summary")
+    refused(lambda: microscope.state(at(Edit("quantise"), patch)), "edit first, then quantise")
     long = Address((SaidMessage("user", "the mill " * 2000),), "so")
     refused(lambda: microscope.state(long), "at most 1,024")
 

@@ -6,8 +6,15 @@ import { drawReplies } from "./replies.js";
 import { drawAttention, drawChange, drawMemory, drawRemembered } from "./maps.js";
 
 const at = (id) => document.getElementById(id);
-const LEGEND = [["hidden", "hidden or evicted"], ["partly", "hidden from some heads"], ["damaged", "damaged"], ["recomputed", "computed again"], ["quantised", "quantised"]];
-const NEED_SLOTS = ["mask", "evict", "re-index", "restart", "compact"];
+const LEGEND = {
+  hidden: "hidden or evicted",
+  partly: "hidden from some heads",
+  damaged: "damaged",
+  patched: "of another conversation",
+  recomputed: "computed again",
+  quantised: "quantised",
+};
+const NEED_SLOTS = ["mask", "evict", "re-index", "restart", "compact", "patch"];
 const page = { live: false, address: null, state: null, strip: null, stop: null };
 
 function say(text, wrong = false) {
@@ -57,6 +64,10 @@ function draw(state) {
   at("ask").value = state.address.ask;
   at("undo").disabled = !state.edits.length;
   page.strip = drawStrip(at("strip"), state, chosen);
+  const [names, of] = [state.address.messages.map(({ segment }, number) => segment || `m${number}`), at("of").value];
+  at("of").replaceChildren(...names.map((name) => make("option", "", null, name)));
+  at("of").value = names.includes(of) ? of : names[0];
+  offer();
   const layer = at("layer");
   layer.max = `${state.model.layers - 1}`;
   at("layer-choice").hidden = !state.contamination;
@@ -71,6 +82,12 @@ function draw(state) {
   drawStates();
   const reply = state.replies.at(-1);
   say(`${state.edits.at(-1) ?? "Everything in view"}. The model says: ${reply.text}`);
+}
+
+// What the message says, to be changed into what it says in another conversation.
+function offer() {
+  const said = page.state.address.messages[at("of").selectedIndex]?.content ?? "";
+  if (at("instead").dataset.said !== said) at("instead").value = at("instead").dataset.said = said;
 }
 
 function ofLayer() {
@@ -114,6 +131,7 @@ function edit(kind) {
   const where = ["quantise", "policy"].includes(kind) || !what ? {} : { [what]: choice[what] };
   const how = {
     compact: () => ({ then: at("then").value, text: at("request").value.trim() }),
+    patch: () => ({ of: at("of").value, text: at("instead").value }),
     damage: () => ({ fault: at("fault").value, rate: Number(at("rate").value) / 100, seed: Number(at("seed").value) }),
     quantise: () => ({ bits: Number(at("bits").value) }),
     policy: () => ({ policy: at("policy").value }),
@@ -142,7 +160,7 @@ function undo() {
 function wire() {
   for (const [name, label] of Object.entries(JSON.parse(at("faults").textContent))) make("option", "", at("fault"), label).value = name;
   at("fault").value = "zeros";
-  for (const [mark, words] of LEGEND) at("legend").append(make("span", `slot ${mark}`, null, words), " ");
+  for (const [mark, words] of Object.entries(LEGEND)) at("legend").append(make("span", `slot ${mark}`, null, words), " ");
   for (const button of document.querySelectorAll("[data-edit]")) button.addEventListener("click", () => edit(button.dataset.edit));
   at("tools").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -156,6 +174,7 @@ function wire() {
   });
   at("cancel").addEventListener("click", () => page.stop?.abort());
   at("layer").addEventListener("input", ofLayer);
+  at("of").addEventListener("change", offer);
   at("read").addEventListener("click", () => {
     try {
       const messages = messagesOf(at("said").value);

@@ -1,6 +1,6 @@
 // Addresses: a conversation, a question and what was done, in the fragment of the page's address. States are kept by them.
 
-const DEFAULTS = { segments: [], slots: [], fault: "", rate: 1, seed: 0, bits: 4, policy: "", text: "", then: "evict" };
+const DEFAULTS = { segments: [], slots: [], fault: "", rate: 1, seed: 0, bits: 4, policy: "", text: "", of: "", then: "evict" };
 
 // What is known: the conversation that the page begins with, and the states that were computed.
 export const known = { start: null, states: new Map() };

@@ -8,7 +8,7 @@ const mean = (values) => (values.length ? values.reduce((sum, value) => sum + va
 export const choice = { segments: [], slots: [] };
 
 export function drawStrip(place, state, changed) {
-  const { text, segment, seen, position, recomputed, damaged, quantised } = state.slots;
+  const { text, segment, seen, position, recomputed, damaged, patched, quantised } = state.slots;
   const roles = Object.fromEntries([
     ...state.address.messages.map(({ role, segment: name }, at) => [name || `m${at}`, role]),
     ...Object.keys(state.written).map((name) => [name, "the model’s own"]),
@@ -48,6 +48,7 @@ export function drawStrip(place, state, changed) {
         partly: seen[slot] > 0 && seen[slot] < 1,
         recomputed: recomputed[slot],
         damaged: damaged[slot],
+        patched: patched[slot],
         quantised: quantised[slot],
       };
       const marks = Object.keys(said).filter((mark) => said[mark]);
