@@ -15,6 +15,7 @@ from kvprobe.app.address import Address, Edit
 from kvprobe.app.edited import EditedCache, edited
 from kvprobe.app.measures import Rows, change, contamination, memory, slots_now
 from kvprobe.app.python import conversation_code, script
+from kvprobe.app.readings import ExchangeReadings, readings
 from kvprobe.attention import Patterns, attend
 from kvprobe.cache.cache import KVCache
 from kvprobe.comparison import FirstReply, Reply, replies_under
@@ -55,6 +56,8 @@ class AppState(Exported):
         memory: see `kvprobe.app.measures.memory`.
         attention: the view of attention, before and after; None where it was not asked for or cannot be shown.
         attention_left_out: why it cannot.
+        readings: see `kvprobe.app.readings`; None where they were not asked for or there are none.
+        readings_left_out: why there are none.
         notes: warnings.
         python: a script that makes the same cache and asks the same question.
         seconds: that it took.
@@ -73,6 +76,8 @@ class AppState(Exported):
     memory: Mapping[str, object]
     attention: AttentionView | None = field(repr=False)
     attention_left_out: str
+    readings: ExchangeReadings | None = field(repr=False)
+    readings_left_out: str
     notes: tuple[str, ...]
     python: str = field(repr=False)
     seconds: float
@@ -89,11 +94,14 @@ class Microscope:
         self.model, self.load = model, load or f"kv.load({model.name!r})"
         self._kept: dict[str, OrderedDict[Hashable, Any]] = {}
 
-    def state(self, address: Address, *, attention: bool = False, step: OnStep = lambda what: None) -> AppState:
+    def state(
+        self, address: Address, *, attention: bool = False, read: bool = False, step: OnStep = lambda what: None
+    ) -> AppState:
         """What there is to see at an address.
 
         Args:
             attention: whether to show attention too, which takes longer.
+            read: whether to ask probes what later messages hold of hidden ones, and whether the reply needs it.
             step: is called with what is being done; an exception that it raises ends the work.
 
         Raises:
@@ -118,6 +126,13 @@ class Microscope:
         if attention:
             step("recording attention")
             view, left_out = self._attention(address, question.answered(first.ids), now)
+        known, unknown = None, ""
+        if read:
+            step("asking probes")
+            try:
+                known = readings(self.model, address, now)
+            except UserError as error:
+                unknown = str(error)
         names, messages = address.names, [{"role": one.role, "content": one.content} for one in address.messages]
         return AppState(
             model={"name": self.model.name, "layers": full.cache.n_layers, "dtype": self.model.dtype},
@@ -133,6 +148,8 @@ class Microscope:
             memory=memory(full.cache, now),
             attention=view,
             attention_left_out=left_out,
+            readings=known,
+            readings_left_out=unknown,
             notes=now.notes,
             python=script(self.load, conversation_code(messages, names), now.code, address.ask, address.new),
             seconds=round(time.perf_counter() - began, 3),

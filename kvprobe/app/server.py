@@ -79,10 +79,10 @@ def application(
     worker, token = Worker(), token or secrets.token_urlsafe(24)
     loaded: list[Microscope] = []
 
-    def computed(address: Address, attention: bool, step: Step) -> dict[str, Any]:
+    def computed(address: Address, attention: bool, read: bool, step: Step) -> dict[str, Any]:
         if not loaded:
             loaded.append(load(step))
-        return loaded[0].state(address, attention=attention, step=step).to_plain()
+        return loaded[0].state(address, attention=attention, read=read, step=step).to_plain()
 
     async def page(request: Request) -> Response:
         return HTMLResponse(live_page())
@@ -104,8 +104,8 @@ def application(
     async def ask(request: Request) -> Response:
         content = await _content(request, MOST_BYTES)
         address = address_of(content.get("address"))
-        attention = content.get("attention") is True
-        return JSONResponse({"job": worker.add(partial(computed, address, attention)).name})
+        attention, read = (content.get(name) is True for name in ("attention", "read"))
+        return JSONResponse({"job": worker.add(partial(computed, address, attention, read)).name})
 
     async def listen(request: Request) -> Response:
         job = _job(worker, request)

@@ -96,6 +96,9 @@ def test_a_turn_is_hidden_and_damaged_and_undone_and_the_session_opens_offline(
     assert tab.do("document.querySelectorAll('#states li').length") == 5
     click(tab, "#show-attention")
     tab.until("document.querySelector('#attention .heads-pattern svg')")
+    click(tab, "#show-readings")
+    tab.until("document.querySelectorAll('.exchange').length === 1")
+    assert tab.do("document.querySelector('#attention .heads-pattern svg') !== null")
 
     browser.downloads(tmp_path)
     click(tab, "#share")

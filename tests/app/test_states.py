@@ -10,6 +10,7 @@ import torch
 import kvprobe as kv
 from kvprobe.app.address import Address, Edit, SaidMessage, address_of
 from kvprobe.app.microscope import AppState, Microscope
+from kvprobe.app.readings import ExchangeReadings
 from kvprobe.cache.differences import vectors_apart
 from kvprobe.comparison import replies_under
 from kvprobe.editing import summarise
@@ -18,7 +19,9 @@ from kvprobe.exported import json_schema
 from kvprobe.inference.model import Model
 from kvprobe.inference.trials import struck
 from kvprobe.inference.under_policy import tokens_at
+from kvprobe.probes.card import ProbeInput
 from tests.app.made_up import HOSTILE, START
+from tests.probes.made_probes import made_probe
 from tests.refusals import refused
 
 EDITS: dict[str, tuple[Edit, ...]] = {
@@ -179,6 +182,44 @@ def test_attention_is_recorded_where_it_is_asked_for(microscope: Microscope):
     assert {"m1 · assistant"} == {state.attention.segments[slot] for slot in state.hidden}
     jsonschema.validate(json.loads(state.to_json()), json_schema())
     assert microscope.state(at(Edit("evict", ("m1",)))).attention is None
+
+
+def test_what_later_messages_know_is_taken_out_by_the_restart(
+    tiny_llama: Model, microscope: Microscope, monkeypatch: pytest.MonkeyPatch
+):
+    def known(*edits: Edit) -> ExchangeReadings:
+        state = microscope.state(at(*edits), read=True)
+        jsonschema.validate(json.loads(state.to_json()), json_schema())
+        assert state.readings is not None, state.readings_left_out
+        return state.readings
+
+    cache = tiny_llama.prefill(START.chat).evict("m0")
+    restart = tiny_llama.prefill(START.chat.without("m0"))
+    question = tiny_llama.prompts(cache, START.ask)[0]
+    arms = {"now": cache, "restart": restart}
+    replies = replies_under(tiny_llama, arms, question, max_new_tokens=START.new)[1]
+    for edit in ("mask", "re-index"):
+        alone = known(Edit(edit, ("m0",)))
+        assert [one.segments for one in alone.exchanges] == [("m1",), ("m2",), ("m1", "m2")]
+        assert "No published probe" in alone.left_out
+        assert {one.readable for one in alone.exchanges} == {None}
+        assert alone.exchanges[-1].kl == pytest.approx(replies["restart"].kl, rel=0.01)
+        assert alone.exchanges[-1].kl > 1e-3
+        assert alone.exchanges[-1].reply == replies["restart"].text
+    written = known(Edit("compact", ("m0",), text="so it is"))
+    assert [one.segments for one in written.exchanges][-2:] == [("summary",), ("m1", "m2", "summary")]
+
+    for promise, readable in (({"gain": 0.1}, True), ({"gain": 1e9}, False), ({"far": 0.0}, None)):
+        probe = made_probe(tiny_llama, ProbeInput("v", 2, None, "mean"), arm="direct", scale=10, **promise)
+        monkeypatch.setattr("kvprobe.probes.scan.published_for", lambda model, probe=probe: [probe])
+        read = known(Edit("mask", ("m0",)))
+        assert not read.left_out
+        assert readable in {one.readable for one in read.exchanges[:-1]} <= {readable, False if readable else readable}
+        assert {row["place"] for row in read.exchanges[0].probes} == {"first", "second"}
+    for edit in (Edit("quantise"), Edit("mask", ("m2",)), Edit("mask", slots=(3, 9))):
+        state = microscope.state(at(edit), read=True)
+        assert state.readings is None
+        assert state.readings_left_out.endswith((".", "undo the rest."))
 
 
 def test_a_damage_is_the_one_of_the_library(tiny_llama: Model, microscope: Microscope):

@@ -3,6 +3,7 @@ import { addressOf, fragmentOf, keyOf, known, parentOf, remember, tidy } from ".
 import { compute, opened, shared } from "./server.js";
 import { choice, drawStrip } from "./strip.js";
 import { drawReplies } from "./replies.js";
+import { drawReadings } from "./readings.js";
 import { drawAttention, drawChange, drawMemory, drawRemembered } from "./maps.js";
 
 const at = (id) => document.getElementById(id);
@@ -29,20 +30,23 @@ function go(address) {
   else location.hash = fragment;
 }
 
-async function show(attention = false) {
+// `more` is what to measure beside: `attention`, or what probes `read`.
+async function show(more = {}) {
   page.stop?.abort();
   let address = null;
   try { address = addressOf(location.hash); } catch (error) { say(error.message, true); return; }
   page.address = address;
   const found = known.states.get(keyOf(address));
-  if (found && !(attention && !found.attention && !found.attention_left_out)) { draw(found); return; }
+  const measured = { attention: found?.attention || found?.attention_left_out, read: found?.readings || found?.readings_left_out };
+  const asked = Object.fromEntries(Object.entries(measured).map(([name, had]) => [name, Boolean(more[name] || had)]));
+  if (found && !Object.keys(more).some((name) => !measured[name])) { draw(found); return; }
   if (!page.live) { say("This state is not in this file.", true); return; }
   const stop = new AbortController();
   page.stop = stop;
   document.body.setAttribute("aria-busy", "true");
   at("cancel").hidden = false;
   try {
-    const state = await compute(address, attention, (step) => page.stop === stop && say(`${step} …`), stop.signal);
+    const state = await compute(address, asked, (step) => page.stop === stop && say(`${step} …`), stop.signal);
     if (state) remember(state);
     if (page.stop !== stop) return;
     if (state) draw(state);
@@ -77,7 +81,8 @@ function draw(state) {
   drawMemory(at("memory"), state);
   drawRemembered(at("remembered").lastElementChild, state);
   drawChange(at("changed").lastElementChild, state);
-  drawAttention(at("attention").lastElementChild, state, page.live ? () => show(true) : null);
+  drawAttention(at("attention").lastElementChild, state, page.live ? () => show({ attention: true }) : null);
+  drawReadings(at("readings").lastElementChild, state, page.live ? () => show({ read: true }) : null);
   at("python").textContent = state.python;
   drawStates();
   const reply = state.replies.at(-1);

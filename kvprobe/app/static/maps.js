@@ -57,9 +57,22 @@ export function drawMemory(place, { memory: { full, held, live, slots, of } }) {
   place.replaceChildren(list, make("p", "soft", null, `${slots} of ${of} slots in view. A mask hides slots and frees nothing; an eviction frees them.`));
 }
 
-// Gives whether it was drawn, so that the page can ask for it.
+// What is measured on request: gives whether there is something to draw; else says why there is not, or offers to ask.
+export function offered(place, found, leftOut, ask, words, id) {
+  if (found) return true;
+  if (leftOut || !ask) {
+    place.replaceChildren(make("p", "soft", null, leftOut || "This was not measured for this state."));
+    return false;
+  }
+  const button = make("button", "", null, words);
+  Object.assign(button, { type: "button", id });
+  button.addEventListener("click", ask);
+  place.replaceChildren(button);
+  return false;
+}
+
 export function drawAttention(place, state, ask) {
-  if (state.attention) {
+  if (offered(place, state.attention, state.attention_left_out, ask, "Show attention", "show-attention")) {
     const { caption, layers, heads, tokens, segments, queries, masked, damaged, index, index_name: indexName, weights, values, after, values_after: valuesAfter } = state.attention;
     const given = { weights, values, after, valuesAfter };
     const readings = Object.keys(given).filter((name) => name === "weights" || given[name].length);
@@ -67,19 +80,5 @@ export function drawAttention(place, state, ask) {
     const view = make("div", "view drawn");
     place.replaceChildren(make("p", "soft", null, caption), view);
     view.append(attentionView({ tokens, segments, layers, heads, queries, masked, damaged, index, indexName, readings }, packed, caption, "attention"));
-    return;
   }
-  if (state.attention_left_out) {
-    place.replaceChildren(make("p", "soft", null, `Attention is not shown: ${state.attention_left_out}`));
-    return;
-  }
-  if (!ask) {
-    place.replaceChildren(make("p", "soft", null, "Attention was not recorded for this state."));
-    return;
-  }
-  const button = make("button", "", null, "Show attention");
-  button.type = "button";
-  button.id = "show-attention";
-  button.addEventListener("click", ask);
-  place.replaceChildren(button);
 }

@@ -6,9 +6,9 @@ async function post(path, content) {
   return answer;
 }
 
-// Asks for a state; `step` gets what is being done. Gives null if it was cancelled.
-export async function compute(address, attention, step, cancelled) {
-  const { job } = await (await post("jobs", { address, attention })).json();
+// Asks for a state, and for what else is `asked` of it; `step` gets what is being done. Gives null if it was cancelled.
+export async function compute(address, asked, step, cancelled) {
+  const { job } = await (await post("jobs", { address, ...asked })).json();
   const cancel = () => post(`jobs/${job}/cancel`, {}).catch(() => {});
   if (cancelled.aborted) {  // while the request was on its way
     await cancel();
