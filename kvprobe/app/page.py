@@ -22,7 +22,7 @@ from kvprobe.report.views.page import templates
 
 CLASSIC = ("views.js", "picture.js", "attention.js")
 """Scripts of reports, which the page draws maps and attention with."""
-MODULES = ("state.js", "server.js", "strip.js", "replies.js", "maps.js", "readings.js", "app.js")
+MODULES = ("state.js", "server.js", "strip.js", "replies.js", "pictures.js", "maps.js", "readings.js", "app.js")
 """In the order in which they need one another."""
 STYLES = ("views.css", "app.css")
 TYPES = {".js": "text/javascript", ".css": "text/css"}

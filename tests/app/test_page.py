@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -101,6 +102,15 @@ def test_a_turn_is_hidden_and_damaged_and_undone_and_the_session_opens_offline(
     assert tab.do("document.querySelector('#attention .heads-pattern svg') !== null")
 
     browser.downloads(tmp_path)
+    for place, file in (("#strip-saving", "conversation"), ("#remembered", "what-later-slots-hold-of-what-is-hidden")):
+        for kind in ("svg", "png"):
+            click(tab, f"{place} .saving button:nth-child({1 + (kind == 'png')})")
+            while not (tmp_path / f"{file}.{kind}").exists():
+                tab.do("new Promise((done) => setTimeout(done, 20))")
+        picture = ElementTree.parse(tmp_path / f"{file}.svg").getroot()
+        assert len(picture) > 80
+        assert {element.tag.rpartition("}")[2] for element in picture.iter()} == {"svg", "rect", "text"}
+        assert (tmp_path / f"{file}.png").read_bytes().startswith(b"\x89PNG")
     click(tab, "#share")
     settled(tab, "Saved")
     tab.until("true")

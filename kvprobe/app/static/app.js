@@ -2,6 +2,7 @@
 import { addressOf, fragmentOf, keyOf, known, parentOf, remember, tidy } from "./state.js";
 import { compute, opened, shared } from "./server.js";
 import { choice, drawStrip } from "./strip.js";
+import { saving, stripPicture } from "./pictures.js";
 import { drawReplies } from "./replies.js";
 import { drawReadings } from "./readings.js";
 import { drawAttention, drawChange, drawMemory, drawRemembered } from "./maps.js";
@@ -39,7 +40,7 @@ async function show(more = {}) {
   const found = known.states.get(keyOf(address));
   const measured = { attention: found?.attention || found?.attention_left_out, read: found?.readings || found?.readings_left_out };
   const asked = Object.fromEntries(Object.entries(measured).map(([name, had]) => [name, Boolean(more[name] || had)]));
-  if (found && !Object.keys(more).some((name) => !measured[name])) { draw(found); return; }
+  if (found && !Object.keys(more).some((name) => !measured[name])) { drawState(found); return; }
   if (!page.live) { say("This state is not in this file.", true); return; }
   const stop = new AbortController();
   page.stop = stop;
@@ -49,7 +50,7 @@ async function show(more = {}) {
     const state = await compute(address, asked, (step) => page.stop === stop && say(`${step} …`), stop.signal);
     if (state) remember(state);
     if (page.stop !== stop) return;
-    if (state) draw(state);
+    if (state) drawState(state);
     else say("Cancelled.");
   } catch (error) {
     if (page.stop === stop) say(error.message, true);
@@ -62,7 +63,7 @@ async function show(more = {}) {
   }
 }
 
-function draw(state) {
+function drawState(state) {
   page.state = state;
   at("model").textContent = `${state.model.name} · ${state.model.layers} layers · ${state.model.dtype}`;
   at("ask").value = state.address.ask;
@@ -163,6 +164,7 @@ function undo() {
 }
 
 function wire() {
+  saving(at("strip-saving"), "conversation", () => stripPicture(at("strip")));
   for (const [name, label] of Object.entries(JSON.parse(at("faults").textContent))) make("option", "", at("fault"), label).value = name;
   at("fault").value = "zeros";
   for (const [mark, words] of Object.entries(LEGEND)) at("legend").append(make("span", `slot ${mark}`, null, words), " ");

@@ -1,8 +1,10 @@
 // Layer × slot maps, attention and memory, drawn as reports draw them.
 
+import { mapPicture, saving } from "./pictures.js";
+
 const MIB = 2 ** 20;
 
-function mapOf(place, state, values, caption) {
+function mapOf(place, state, values, caption, title) {
   const { text, segment } = state.slots;
   const columns = text.map((token, slot) => `${slot} ${token.replaceAll("\n", "↵")} (${segment[slot]})`);
   const rows = values.map((_, layer) => `${layer}`);
@@ -10,6 +12,7 @@ function mapOf(place, state, values, caption) {
   const view = make("div", "view drawn");
   view.append(map);
   place.replaceChildren(make("p", "soft", null, caption), view);
+  saving(place, title.replaceAll(" ", "-"), () => mapPicture(state, values, title));
 }
 
 export function drawRemembered(place, state) {
@@ -22,7 +25,7 @@ export function drawRemembered(place, state) {
     "Slots that were computed while the hidden ones were in view: how far each is, layer by layer, from what it holds",
     "when it is read without them (‖difference‖ / ‖value‖, mean of parts and heads). Grey: hidden, or before it.",
   ];
-  mapOf(place, state, state.contamination, caption.join(" "));
+  mapOf(place, state, state.contamination, caption.join(" "), "what later slots hold of what is hidden");
 }
 
 export function drawChange(place, state) {
@@ -36,7 +39,7 @@ export function drawChange(place, state) {
     "How far what each slot holds is from what it held with everything in view (‖difference‖ / ‖before‖, mean of parts",
     "and heads). Keys do not count where they were computed at other positions. Grey: evicted.",
   ];
-  mapOf(place, state, state.change, caption.join(" "));
+  mapOf(place, state, state.change, caption.join(" "), "what changed in the cache");
 }
 
 export function drawMemory(place, { memory: { full, held, live, slots, of } }) {

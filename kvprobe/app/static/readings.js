@@ -5,7 +5,8 @@ const percent = (share) => `${(100 * share).toFixed(0)} %`;
 const COLUMNS = ["probe", "reads", "probability", "chance", "without the hidden", "verdict"];
 const WORDS = [
   "Each exchange after the hidden messages, held against the same text read without them. Readable: a published probe finds a",
-  "class so much likelier than without them that nine of ten such readings were right in its training conversations.",
+  "class so much likelier than without them that nine of ten such readings were right in its training conversations; in",
+  "others the class may be wrong, though the slots differ.",
   "Used: with what the exchange holds of the hidden messages taken out (its slots exchanged), the model says something",
   "else. One reply; near ties turn easily, so see how far it moves.",
 ];
