@@ -64,6 +64,18 @@ def state(model: Any) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor if held is None else held[part].to(tensor.dtype)
 
 
+def bytes_in_memory(model: nn.Module) -> int:
+    """Bytes of the weights that are in memory at once: those that stay there, and of those on disk the largest module's
+    own, which is there while it runs."""
+    held, passing = dict[int, int](), 0
+    for module in model.modules():
+        own = [*module.parameters(recurse=False)]
+        for piece in (piece for weight in own if not weight.is_meta for piece in pieces(weight.detach())):
+            held[piece.untyped_storage().data_ptr()] = piece.untyped_storage().nbytes()
+        passing = max(passing, sum(weight.nbytes for weight in own if weight.is_meta))
+    return sum(held.values()) + passing
+
+
 def pieces(tensor: Tensor) -> list[Tensor]:
     """The tensors that a quantised one is made of; others as they are."""
     parts: Any = getattr(tensor, "__tensor_flatten__", None)

@@ -42,6 +42,7 @@ from kvprobe.policies.written import as_policy
 from kvprobe.text.chat_template import Tokenizer
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
+from kvprobe.weights import bytes_in_memory
 
 if TYPE_CHECKING:
     from kvprobe.memory.budget import Budget
@@ -176,8 +177,13 @@ class Model(Brief):
         block: int = BLOCK,
         batched_tokens: int = 8192,
     ) -> "Budget":
-        """The memory that this model needs, in the dtype that it was loaded in; see `kvprobe.memory.budget.budget`."""
+        """The memory that this model needs, in the dtype that it was loaded in; see `kvprobe.memory.budget.budget`.
+
+        Of weights on disk, those of one module are counted.
+        """
         choices: dict[str, Any] = {name: value for name, value in locals().items() if name != "self"}
+        if weights is None and engine == "hf" and any(weight.is_meta for weight in self.lanes.plain.parameters()):
+            choices["weights"] = bytes_in_memory(self.lanes.plain)
         from kvprobe.memory.budget import budget
 
         needed = budget(self.lanes.plain.config.to_dict(), dtype=plain_dtype(self.lanes.dtype), **choices)

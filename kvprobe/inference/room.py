@@ -13,7 +13,7 @@ from kvprobe.models.adapters import is_adapter
 from kvprobe.models.files import MAX_JSON_BYTES, weight_sizes
 from kvprobe.models.loading import base_folder, free_bytes
 from kvprobe.models.placing import Placing
-from kvprobe.units import both
+from kvprobe.units import MOST, both
 
 MARGIN = 0.05
 """By how much a need may exceed what is free before it is refused; budgets were never off by more (docs/results)."""
@@ -32,11 +32,14 @@ def loading_bytes(folder: Path, dtype: torch.dtype, placing: Placing) -> int:
         fields["quantization_config"] = rounded.to_dict()
     sizes = weight_sizes(folder)
     widest = max(sizes) * 4 if dtype.itemsize < 4 else 0
+    # What is given to weights has room for the largest of those on disk, too.
+    shares: dict[Any, int] = placing.arguments(dtype).get("max_memory") or {}
+    most = shares.get("cpu", MOST)
     try:
         needs = budget(fields, context=PROVED, dtype=plain_dtype(dtype))
     except UserError:  # a family without a budget, whose weights are in its files
-        return sum(sizes) * (1 if rounded is not None else dtype.itemsize) + widest
-    return needs.peak + widest
+        return min(most, sum(sizes) * (1 if rounded is not None else dtype.itemsize)) + widest
+    return needs.peak - max(0, needs.weights - most) + widest
 
 
 def check_loading(folder: Path, device: torch.device, dtype: torch.dtype, placing: Placing) -> None:

@@ -15,8 +15,10 @@ from kvprobe.experiments.stages import refuse_other_models
 from kvprobe.experiments.work import TABLE, Work, part_of
 from kvprobe.inference.elsewhere import SameModel
 from kvprobe.inference.model import Model, load
+from kvprobe.inference.room import loading_bytes
 from kvprobe.models.files import bounded, check_folder
 from kvprobe.models.loading import free_bytes
+from kvprobe.models.placing import Placing
 from tests.models import llama, tiny_tokenizer
 from tests.models.test_adapters import adapter
 from tests.refusals import refused
@@ -66,6 +68,11 @@ def test_memory_that_is_too_small_leaves_weights_on_disk(folder: Path, whole: Mo
     assert {weight.device.type for weight in model.lanes.plain.parameters()} == {"cpu", "meta"}
     assert model.fingerprint == whole.fingerprint
     assert torch.equal(model.prefill(TEXT).layers[2]["V"], whole.prefill(TEXT).layers[2]["V"])
+    held = sum(weight.nbytes for weight in model.lanes.plain.parameters() if not weight.is_meta)
+    largest = max(weight.nbytes for weight in model.lanes.plain.parameters() if weight.is_meta)
+    assert model.budget(context=8).weights == held + largest <= 60_000 < whole.budget(context=8).weights
+    saved = [loading_bytes(folder, torch.float32, Placing(max_memory=most)) for most in (None, {"cpu": "60 KB"})]
+    assert saved[0] - saved[1] == whole.budget(context=8).weights - 60_000
 
 
 @pytest.mark.parametrize(("quantization", "dtype"), [("int8", "float32"), ("int4", "float32"), ("int8", "bfloat16")])
