@@ -32,7 +32,7 @@ def compare(
 
     read = read_chat(chat, conversation)
     from kvprobe.comparison import compare
-    from kvprobe.report.views.compare import save_comparison
+    from kvprobe.report.views.compare import comparison
 
     compared = compare(
         loading.model(model),
@@ -43,7 +43,7 @@ def compare(
         policies=policy,
         max_new_tokens=new,
     )
-    print(f"{compared}\n\nPage: {save_comparison(compared, out)}")
+    print(f"{compared}\n\nPage: {comparison(compared).save(out)}")
 
 
 def prefix(first: Path, second: Path, *, model: Source = "smollm2-135m", conversation: Chosen = None) -> None:

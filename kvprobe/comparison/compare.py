@@ -8,7 +8,7 @@ import pandas as pd
 
 from kvprobe.arguments import AtLeastOne, checked_arguments
 from kvprobe.attention import attend, dangling
-from kvprobe.brief import Brief, brief
+from kvprobe.brief import Brief, brief, show_page
 from kvprobe.cache.cache import KVCache
 from kvprobe.checks import names_of
 from kvprobe.comparison.reply import Reply, replies_under
@@ -84,6 +84,13 @@ class Comparison(Brief, Exported):
     def _facts(self) -> Iterable[str]:
         yield f"{self.model}, hidden: {', '.join(self.hidden)}, asked {brief(self.question)}"
         yield f"{len(self.replies)} replies"
+
+    def show(self) -> None:
+        """Show the conversation, the replies and where the hidden messages matter on an interactive page.
+
+        In a notebook the page is the output. Elsewhere it is written to a temporary file, and its path is printed.
+        """
+        show_page("comparison", self)
 
     def df(self) -> pd.DataFrame:
         """One row per arm."""

@@ -1,6 +1,8 @@
 """The comparison of replies: each arm is what the cache operations give by hand, and the page escapes what it shows."""
 
+import html
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +110,20 @@ def test_a_hidden_system_message_is_restarted_as_the_template_renders_it_and_slo
     assert "on slot 0, the sink, which is hidden too" in compared.reach
     share = 100 * (compared.attention["dangling"] - compared.attention["dangling_first"]).mean()
     assert f"{share:.1f} % of their attention on m0" in compared.reach
+
+
+def test_a_comparison_is_shown_in_a_notebook_and_written_elsewhere(
+    tiny_llama: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    said = [{"role": "user", "content": "</iframe><b>the mill"}, {"role": "assistant", "content": "so it is"}]
+    compared = kv.compare(tiny_llama, said, policies=["TOVA(8)"], ask="so", max_new_tokens=2)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    compared.show()
+    assert Path(capsys.readouterr().out.strip()).read_text() == comparison_page(compared)
+    frame = kv.views.comparison(compared)._repr_html_()
+    assert frame.count("</iframe>") == 1
+    assert html.unescape(frame.partition('srcdoc="')[2].partition('"')[0]) == comparison_page(compared)
 
 
 def test_a_model_whose_keys_cannot_be_rotated_has_no_re_indexed_arm(tiny_models: dict[str, Model]):

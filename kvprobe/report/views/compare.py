@@ -1,16 +1,30 @@
 """A comparison as a page: the conversation, the replies, and where the hidden messages matter."""
 
-from pathlib import Path
+from dataclasses import dataclass
 
 from kvprobe.comparison import ARMS, Comparison
-from kvprobe.files import write_whole
 from kvprobe.report.document import HeatMap, SeenPassage, TokenView
-from kvprobe.report.views.page import render
+from kvprobe.report.views.page import Showable, render
 
 
-def save_comparison(comparison: Comparison, path: str | Path) -> Path:
-    """Write the page as one HTML file that needs no other."""
-    return write_whole(path, comparison_page(comparison))
+@dataclass(frozen=True)
+class ComparisonPage(Showable):
+    """A comparison on a page of its own."""
+
+    comparison: Comparison
+
+    @property
+    def html(self) -> str:
+        return comparison_page(self.comparison)
+
+    @property
+    def height(self) -> int:
+        return 80
+
+
+def comparison(result: Comparison) -> ComparisonPage:
+    """A comparison on a page of its own; `Comparison.show` shows it."""
+    return ComparisonPage(result)
 
 
 def comparison_page(comparison: Comparison) -> str:

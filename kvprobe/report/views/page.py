@@ -9,6 +9,7 @@ import hashlib
 import re
 import sys
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -44,16 +45,22 @@ HEIGHTS = {TokenView: 24, HeatMap: 46, AttentionView: 70}
 """Of the frame in a notebook, in rem."""
 
 
-@dataclass(frozen=True)
-class Page:
-    """Maps, token views and attention on a page of their own, for a file or a notebook."""
+class Showable(ABC):
+    """A page for a file or a notebook."""
 
-    parts: Sequence[Part]
-    title: str
+    @property
+    @abstractmethod
+    def html(self) -> str:
+        """The document, which needs no other."""
+
+    @property
+    @abstractmethod
+    def height(self) -> int:
+        """Of its frame in a notebook, in rem."""
 
     def save(self, path: str | Path) -> Path:
         """Write the page as one HTML file that needs no other."""
-        return write_whole(path, page(self.parts, self.title))
+        return write_whole(path, self.html)
 
     def show(self) -> None:
         """Show the page in the output of a notebook; elsewhere write it to a temporary file, and print its path."""
@@ -66,10 +73,24 @@ class Page:
 
     def _repr_html_(self) -> str:
         # A frame separates the styles and scripts of the page from those of the notebook.
-        document = escape(page(self.parts, self.title))
-        height = max(HEIGHTS[type(part)] for part in self.parts) if self.parts else 24
-        style = f"width: 100%; height: {height}rem; border: 0"
-        return f'<iframe sandbox="allow-scripts allow-downloads" srcdoc="{document}" style="{style}"></iframe>'
+        style = f"width: 100%; height: {self.height}rem; border: 0"
+        return f'<iframe sandbox="allow-scripts allow-downloads" srcdoc="{escape(self.html)}" style="{style}"></iframe>'
+
+
+@dataclass(frozen=True)
+class Page(Showable):
+    """Maps, token views and attention on a page of their own, for a file or a notebook."""
+
+    parts: Sequence[Part]
+    title: str
+
+    @property
+    def html(self) -> str:
+        return page(self.parts, self.title)
+
+    @property
+    def height(self) -> int:
+        return max(HEIGHTS[type(part)] for part in self.parts) if self.parts else 24
 
 
 @checked_arguments
