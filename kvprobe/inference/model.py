@@ -22,7 +22,7 @@ from kvprobe.inference.forward import as_seen, extend, prefill
 from kvprobe.inference.generate import Generation, OnStep, generate
 from kvprobe.inference.hf import Grid, from_hf, to_hf
 from kvprobe.inference.readable import require_type
-from kvprobe.inference.room import check_loading
+from kvprobe.inference.room import budget_of, check_loading
 from kvprobe.inference.rows import Readable, needs_question, rows_of, runs_after, turns_after, user_turn, with_question
 from kvprobe.inference.sweep import ROWS, Question, Sweep, Trial, sweep
 from kvprobe.inference.under_policy import apply, lane_for, read_for, read_in_chunks, sample_numbers, watch
@@ -42,7 +42,6 @@ from kvprobe.policies.written import as_policy
 from kvprobe.text.chat_template import Tokenizer
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
-from kvprobe.weights import bytes_in_memory
 
 if TYPE_CHECKING:
     from kvprobe.memory.budget import Budget
@@ -182,12 +181,7 @@ class Model(Brief):
         Of weights on disk, those of one module are counted.
         """
         choices: dict[str, Any] = {name: value for name, value in locals().items() if name != "self"}
-        if weights is None and engine == "hf" and any(weight.is_meta for weight in self.lanes.plain.parameters()):
-            choices["weights"] = bytes_in_memory(self.lanes.plain)
-        from kvprobe.memory.budget import budget
-
-        needed = budget(self.lanes.plain.config.to_dict(), dtype=plain_dtype(self.lanes.dtype), **choices)
-        return replace(needed, config=replace(needed.config, name=self.name))
+        return budget_of(self.lanes.plain, self.name, self.lanes.dtype, choices)
 
     def prefill(
         self,

@@ -1,19 +1,22 @@
 """Whether a model fits into memory, by its budget, before it is loaded."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from kvprobe.brief import plain_dtype
 from kvprobe.errors import UserError
 from kvprobe.files import read_json
-from kvprobe.memory.budget import budget
+from kvprobe.memory.budget import Budget, budget
 from kvprobe.models.adapters import is_adapter
 from kvprobe.models.files import MAX_JSON_BYTES, weight_sizes
 from kvprobe.models.loading import base_folder, free_bytes
 from kvprobe.models.placing import Placing
 from kvprobe.units import MOST, both
+from kvprobe.weights import bytes_in_memory
 
 MARGIN = 0.05
 """By how much a need may exceed what is free before it is refused; budgets were never off by more (docs/results)."""
@@ -40,6 +43,14 @@ def loading_bytes(folder: Path, dtype: torch.dtype, placing: Placing) -> int:
     except UserError:  # a family without a budget, whose weights are in its files
         return min(most, sum(sizes) * (1 if rounded is not None else dtype.itemsize)) + widest
     return needs.peak - max(0, needs.weights - most) + widest
+
+
+def budget_of(plain: PreTrainedModel, name: str, dtype: torch.dtype, choices: dict[str, Any]) -> Budget:
+    """The budget of a loaded model. Of weights on disk, those of one module are counted, as it is while it runs."""
+    if choices["weights"] is None and choices["engine"] == "hf" and any(one.is_meta for one in plain.parameters()):
+        choices = {**choices, "weights": bytes_in_memory(plain)}
+    needed = budget(plain.config.to_dict(), dtype=plain_dtype(dtype), **choices)
+    return replace(needed, config=replace(needed.config, name=name))
 
 
 def check_loading(folder: Path, device: torch.device, dtype: torch.dtype, placing: Placing) -> None:
