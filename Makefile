@@ -79,6 +79,7 @@ benchmark: $(VENV)/.developed
 	$(PY) benchmarks/framework.py
 	$(PY) benchmarks/coverage.py
 	$(PY) benchmarks/coverage_probes.py
+	$(PY) benchmarks/curves.py
 
 clean:
 	rm -rf $(VENV) .venv-newest .venv-engines build dist runs site .ruff_cache .pytest_cache .hypothesis
