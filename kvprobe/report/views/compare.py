@@ -1,17 +1,20 @@
 """A comparison as a page: the conversation, the replies, and where the hidden messages matter."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvprobe.comparison import ARMS, Comparison
 from kvprobe.report.document import HeatMap, SeenPassage, TokenView
 from kvprobe.report.views.page import Showable, render
+
+if TYPE_CHECKING:  # other pages need no model
+    from kvprobe.comparison import Comparison
 
 
 @dataclass(frozen=True)
 class ComparisonPage(Showable):
     """A comparison on a page of its own."""
 
-    comparison: Comparison
+    comparison: "Comparison"
 
     @property
     def html(self) -> str:
@@ -22,13 +25,15 @@ class ComparisonPage(Showable):
         return 80
 
 
-def comparison(result: Comparison) -> ComparisonPage:
+def comparison(result: "Comparison") -> ComparisonPage:
     """A comparison on a page of its own; `Comparison.show` shows it."""
     return ComparisonPage(result)
 
 
-def comparison_page(comparison: Comparison) -> str:
+def comparison_page(comparison: "Comparison") -> str:
     """The page."""
+    from kvprobe.comparison import ARMS
+
     hidden = ", ".join(comparison.hidden)
     policies = [arm for arm in comparison.replies if arm not in ARMS]
     return render(
@@ -52,7 +57,7 @@ def comparison_page(comparison: Comparison) -> str:
     )
 
 
-def _tokens(comparison: Comparison) -> TokenView:
+def _tokens(comparison: "Comparison") -> TokenView:
     """How much more or less likely each token of the reply becomes."""
     full = comparison.replies["full"].logprobs
     others = [reply for arm, reply in comparison.replies.items() if arm != "full"]
@@ -65,7 +70,7 @@ def _tokens(comparison: Comparison) -> TokenView:
     )
 
 
-def _heads(comparison: Comparison) -> HeatMap:
+def _heads(comparison: "Comparison") -> HeatMap:
     attention = comparison.attention.assign(spent=lambda rows: rows["dangling"] - rows["dangling_first"])
     table = attention.pivot(index="layer", columns="head", values="spent")
     return HeatMap(
