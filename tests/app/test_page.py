@@ -99,7 +99,7 @@ def test_a_turn_is_hidden_and_damaged_and_undone_and_the_session_opens_offline(
     tab.until("document.querySelector('#attention .heads-pattern svg')")
     click(tab, "#show-readings")
     tab.until("document.querySelectorAll('.exchange').length === 1")
-    assert tab.do("document.querySelector('#attention .heads-pattern svg') !== null")
+    tab.until("document.querySelector('#attention .heads-pattern svg')")  # it is drawn again, a moment later
 
     browser.downloads(tmp_path)
     for place, file in (("#strip-saving", "conversation"), ("#remembered", "what-later-slots-hold-of-what-is-hidden")):
