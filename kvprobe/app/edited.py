@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -57,6 +58,10 @@ class EditedCache:
     def untouched(self) -> bool:
         return len(self.code) == 1
 
+    def then(self, cache: KVCache, *code: str, **changed: Any) -> "EditedCache":
+        """After one more edit: the cache that it makes, the code, and what else of this it changes."""
+        return replace(self, cache=cache, code=(*self.code, *code), **changed)
+
     def here(self, slots: Sequence[int]) -> list[int]:
         """The slots of the cache that are these of the conversation: the first, and the one after the last.
 
@@ -67,10 +72,6 @@ class EditedCache:
         if not (left := inside.nonzero()[:, 0].tolist()):
             raise UserError(f"Slots {slots[0]}–{slots[1] - 1} are no longer in the cache; choose others.")
         return left
-
-
-Acted = tuple[KVCache, Int[Tensor, "slots"], list[str]]
-"""A cache, the places of its slots, and the code."""
 
 
 def edited(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
@@ -84,22 +85,14 @@ def edited(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> E
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if edit.kind == "compact":
-            before = _with_summary(model, before, edit.text)
-            edit = Edit(edit.then, edit.segments, edit.slots)
-        cache, places, code = _ACTS[edit.kind](model, before, edit, chat)
-    left = set(places.tolist()) if edit.kind != "restart" else set[int]()
-    damaged, patched = before.damaged & left, before.patched & left
-    if edit.kind == "patch":
-        patched |= set(places[before.cache.chosen(edit.segments, _where(before, edit)[0])[0]].tolist())
-        damaged -= patched
-    if edit.kind == "damage":
-        seen = model.as_seen(before.cache) if before.cache.ledger.rotated else before.cache
-        damaged |= set(places[changed_slots(seen, cache)].tolist())
-    notes = dict.fromkeys([*before.notes, *(str(warning.message) for warning in caught)])
-    code = code if edit.kind == "policy" and len(code) == 1 and "prefill" in code[0] else [*before.code, *code]
-    marks = {"damaged": damaged, "patched": patched, "notes": tuple(notes)}
-    return replace(before, cache=cache, places=places, code=tuple(code), **marks)
+        after = _ACTS[edit.kind](model, before, edit, chat)
+    left = set(after.places.tolist())
+    notes = tuple(dict.fromkeys([*before.notes, *(str(warning.message) for warning in caught)]))
+    return replace(after, damaged=after.damaged & left, patched=after.patched & left, notes=notes)
+
+
+def _compact(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
+    return _ACTS[edit.then](model, _with_summary(model, before, edit.text), edit, chat)
 
 
 def _with_summary(model: Model, before: EditedCache, request: str) -> EditedCache:
@@ -115,13 +108,13 @@ def _with_summary(model: Model, before: EditedCache, request: str) -> EditedCach
     in_view = set(before.places[before.cache.ledger.live_somewhere[0]].tolist())
     unseen = tuple(slot for slot in range(before.whole.slots) if slot not in in_view)
     arguments = f", {request=}" * (request != REQUEST) + f", segment={name!r}" * (name != SUMMARY)
-    return replace(
-        before,
+    return before.then(
+        cache,
+        "from kvprobe.editing import summarise",
+        f"cache = summarise(model, cache{arguments})",
         whole=whole,
-        cache=cache,
         places=torch.cat([before.places, added]),
         written={**before.written, name: unseen},
-        code=(*before.code, "from kvprobe.editing import summarise", f"cache = summarise(model, cache{arguments})"),
     )
 
 
@@ -139,39 +132,40 @@ def _where(before: EditedCache, edit: Edit) -> tuple[list[int] | None, str]:
     return here, f"slots=range({here[0]}, {here[-1] + 1})" if whole else f"slots={here}"
 
 
-def _mask(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> Acted:
+def _mask(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
     slots, code = _where(before, edit)
-    cache = before.cache.mask(*edit.segments, slots=slots)
-    return cache, before.places, [f"cache = cache.mask({code})"]
+    return before.then(before.cache.mask(*edit.segments, slots=slots), f"cache = cache.mask({code})")
 
 
-def _evict(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> Acted:
+def _evict(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
     slots, code = _where(before, edit)
     gone = before.cache.chosen(edit.segments, slots)[0]
     cache = before.cache.evict(slots=gone[None])
     if not cache.slots:
         raise UserError("Nothing would be left of the conversation; keep at least one slot.")
-    return cache, before.places[~gone], [f"cache = cache.evict({code})"]
+    return before.then(cache, f"cache = cache.evict({code})", places=before.places[~gone])
 
 
-def _reindex(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> Acted:
+def _reindex(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
     if not model.lanes.can_reindex:
         raise UserError(f"Keys of {model.name} cannot be rotated to other positions; evict instead.")
-    cache, places, (code,) = _evict(model, before, edit, chat)
-    return cache.reindex(), places, [f"{code}.reindex()"]
+    after = _evict(model, before, edit, chat)
+    return replace(after, cache=after.cache.reindex(), code=(*before.code, f"{after.code[-1]}.reindex()"))
 
 
-def _restart(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> Acted:
+def _restart(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
     one, *more = edit.segments
     segments = edit.segments if more else one
     policy = f"RestartRebuilt({segments!r})"
     left = before.cache.ledger.live_somewhere & ~before.cache.ledger.in_segments(edit.segments)
     if not bool(left.any()):
         raise UserError("Nothing would be left of the conversation; keep at least one message.")
-    return model.apply(policy, before.cache), before.places[left[0]], [f"cache = model.apply({policy!r}, cache)"]
+    cache, nothing = model.apply(policy, before.cache), frozenset[int]()
+    code = f"cache = model.apply({policy!r}, cache)"
+    return before.then(cache, code, places=before.places[left[0]], damaged=nothing, patched=nothing)
 
 
-def _damage(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> Acted:
+def _damage(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
     named = CATALOGUE[edit.fault]
     where = {"segments": edit.segments} if edit.segments else {"slots": _where(before, edit)[0]} if edit.slots else {}
     scope: dict[str, object] = {"rate": edit.rate, **where, "parts": named.parts}
@@ -183,10 +177,13 @@ def _damage(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> 
         f"fault = CATALOGUE[{edit.fault!r}].make(scope=kv.faults.Scope({settings}))",
         f"cache = struck(model, cache, fault, seed={edit.seed})",
     ]
-    return struck(model, before.cache, fault, seed=edit.seed), before.places, code
+    cache = struck(model, before.cache, fault, seed=edit.seed)
+    seen = model.as_seen(before.cache) if before.cache.ledger.rotated else before.cache
+    here = before.places[changed_slots(seen, cache)].tolist()
+    return before.then(cache, *code, damaged=before.damaged.union(here))
 
 
-def _patch(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> Acted:
+def _patch(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
     refuse_quantised(before.cache)
     slots, code = _where(before, edit)
     other = _other(chat, edit.of, edit.text)
@@ -210,7 +207,9 @@ def _patch(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> A
         f"donor = aligned(model.lanes, cache, model.prefill(other){gone})",
         f"cache = donor.base.patch(donor.cache, {code})",
     ]
-    return fits.base.patch(fits.cache, slots=chosen), before.places, lines
+    here = before.places[chosen[0]].tolist()
+    marks = {"damaged": before.damaged.difference(here), "patched": before.patched.union(here)}
+    return before.then(fits.base.patch(fits.cache, slots=chosen), *lines, **marks)
 
 
 def _other(chat: Transcript, segment: str, text: str) -> Transcript:
@@ -228,12 +227,12 @@ def _other(chat: Transcript, segment: str, text: str) -> Transcript:
     )
 
 
-def _quantise(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> Acted:
+def _quantise(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
     policy = f"Quantise({edit.bits}, tail=0)"
-    return model.apply(policy, before.cache), before.places, [f"cache = model.apply({policy!r}, cache)"]
+    return before.then(model.apply(policy, before.cache), f"cache = model.apply({policy!r}, cache)")
 
 
-def _policy(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> Acted:
+def _policy(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
     observes = as_policy(edit.policy).observes
     if observes is not None and not before.untouched:
         raise UserError(
@@ -244,16 +243,18 @@ def _policy(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> 
     cache = model.apply(edit.policy, start)
     if (kept := aligned(before.cache.ledger, cache.ledger)) is None:
         raise UserError(f"{edit.policy} leaves slots that the page cannot match to the conversation; use Python.")
-    apply = f"cache = model.apply({edit.policy!r}, cache)"
-    code = apply if observes is None else f"cache = model.prefill(chat, policy={edit.policy!r})"
-    return cache, before.places[kept], [code]
+    after = before.then(cache, f"cache = model.apply({edit.policy!r}, cache)", places=before.places[kept])
+    if observes is None:
+        return after
+    return replace(after, code=(f"cache = model.prefill(chat, policy={edit.policy!r})",))
 
 
-_ACTS: Mapping[str, Callable[[Model, EditedCache, Edit, Transcript], Acted]] = {
+_ACTS: Mapping[str, Callable[[Model, EditedCache, Edit, Transcript], EditedCache]] = {
     "mask": _mask,
     "evict": _evict,
     "re-index": _reindex,
     "restart": _restart,
+    "compact": _compact,
     "patch": _patch,
     "damage": _damage,
     "quantise": _quantise,

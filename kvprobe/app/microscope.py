@@ -228,8 +228,6 @@ class Microscope:
 
 def _nbytes(made: object) -> int:
     """Bytes of the caches in what was made."""
-    if isinstance(made, tuple):
-        return sum(map(_nbytes, made))
     if not isinstance(made, EditedCache):
         return 0
     return made.cache.nbytes + (made.whole.nbytes if made.written else 0)

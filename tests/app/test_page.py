@@ -105,7 +105,9 @@ def test_a_turn_is_hidden_and_damaged_and_undone_and_the_session_opens_offline(
     for place, file in (("#strip-saving", "conversation"), ("#remembered", "what-later-slots-hold-of-what-is-hidden")):
         for kind in ("svg", "png"):
             click(tab, f"{place} .saving button:nth-child({1 + (kind == 'png')})")
-            while not (tmp_path / f"{file}.{kind}").exists():
+            for _ in range(500):
+                if (tmp_path / f"{file}.{kind}").exists():
+                    break
                 tab.do("new Promise((done) => setTimeout(done, 20))")
         picture = ElementTree.parse(tmp_path / f"{file}.svg").getroot()
         assert len(picture) > 80

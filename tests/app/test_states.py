@@ -165,6 +165,27 @@ def test_a_patched_slot_is_that_of_the_other_conversation(tiny_llama: Model, mic
     assert asked.own_logprobs != pytest.approx(given[1]["full"].own_logprobs, abs=1e-4)
 
 
+def test_a_summary_after_a_gap_was_closed_stands_where_the_conversation_has_it(microscope: Microscope):
+    state = microscope.state(at(Edit("re-index", ("m0",)), Edit("compact", ("m1",), text="so it is")))
+    assert state.contamination is not None
+    first, *_, last = state.contamination
+    later = [slot for slot, name in enumerate(state.slots["segment"]) if name == "summary"]
+    # The first layer knows nothing but a token and its position.
+    assert max(first[slot] or 0 for slot in later) < 1e-3 < max(last[slot] or 0 for slot in later)
+
+
+def test_a_slot_may_be_patched_and_then_damaged(microscope: Microscope):
+    patch = Edit("patch", ("m1",), of="m0", text="the mill has 7.")
+    damage = Edit("damage", ("m1",), fault="zeros")
+    state = microscope.state(at(patch, damage, replace(patch, segments=("m2",))))
+    of_segment = dict(
+        zip(state.slots["segment"], zip(state.slots["patched"], state.slots["damaged"], strict=True), strict=True)
+    )
+    assert (of_segment["m0"], of_segment["m1"], of_segment["m2"]) == ((False, False), (True, True), (True, False))
+    again = microscope.state(at(patch, damage, patch))
+    assert not any(again.slots["damaged"])
+
+
 def test_a_restart_forgets_what_a_mask_remembers(tiny_llama: Model, microscope: Microscope):
     restarted = microscope.state(at(Edit("restart", ("m1",))))
     cache = tiny_llama.prefill(START.chat.without("m1", mode="contiguous"))
