@@ -56,13 +56,16 @@ def budget_of(plain: PreTrainedModel, name: str, dtype: torch.dtype, choices: di
 def check_loading(folder: Path, device: torch.device, dtype: torch.dtype, placing: Placing) -> None:
     """Refuse a model that does not fit into the free memory of its device.
 
-    Of an adapter, it is its base that is held against it. Where weights may lie on disk they always fit.
+    Of an adapter, it is its base that is held against it. Where weights may lie on disk they always fit, unless memory
+    was given to them: then that and what comes beside it must.
 
     Raises:
         UserError: it does not, by more than `MARGIN`.
     """
     if placing.mapped:
-        return
+        if set(placing.max_memory or ()) != {"cpu"}:
+            return
+        device = torch.device("cpu")
     folder = base_folder(folder) if is_adapter(folder) else folder
     free = free_bytes(device)
     if 2 * sum(weight_sizes(folder)) * dtype.itemsize < free:
@@ -70,9 +73,10 @@ def check_loading(folder: Path, device: torch.device, dtype: torch.dtype, placin
     needed = loading_bytes(folder, dtype, placing)
     if needed > (1 + MARGIN) * free:
         smaller = "dtype='bfloat16', " if dtype.itemsize == 4 else ""
-        rounded = "" if placing.quantization else "quantization='int8', "
+        rounded = "" if placing.quantization or placing.mapped else "quantization='int8', "
+        spread = "less max_memory" if placing.mapped else "device_map='auto'"
         raise UserError(
             f"The weights of {folder.name} and what tests them need {both(needed)} as {plain_dtype(dtype)}, but "
-            f"{both(free)} are free on {device}; use {smaller}{rounded}device_map='auto' or a smaller model, or "
+            f"{both(free)} are free on {device}; use {smaller}{rounded}{spread} or a smaller model, or "
             "check_memory=False to try."
         )

@@ -63,7 +63,9 @@ def test_weights_read_from_disk_are_the_same_model(folder: Path, whole: Model, d
     assert same.extend(model.prefill(TEXT), MORE)[0].slots > len(TEXT.split())
 
 
-def test_memory_that_is_too_small_leaves_weights_on_disk(folder: Path, whole: Model):
+def test_memory_that_is_too_small_leaves_weights_on_disk(
+    folder: Path, whole: Model, monkeypatch: pytest.MonkeyPatch
+):
     model = load(folder, max_memory={"cpu": "60 KB"})
     assert {weight.device.type for weight in model.lanes.plain.parameters()} == {"cpu", "meta"}
     assert model.fingerprint == whole.fingerprint
@@ -73,6 +75,9 @@ def test_memory_that_is_too_small_leaves_weights_on_disk(folder: Path, whole: Mo
     assert model.budget(context=8).weights == held + largest <= 60_000 < whole.budget(context=8).weights
     saved = [loading_bytes(folder, torch.float32, Placing(max_memory=most)) for most in (None, {"cpu": "60 KB"})]
     assert saved[0] - saved[1] == whole.budget(context=8).weights - 60_000
+    monkeypatch.setattr("kvprobe.inference.room.free_bytes", lambda _: 60_000)
+    refused(lambda: load(folder, max_memory={"cpu": "60 KB"}), "use dtype='bfloat16', less max_memory or a smaller")
+    assert load(folder, device_map={"": "disk"}).fingerprint == whole.fingerprint
 
 
 @pytest.mark.parametrize(("quantization", "dtype"), [("int8", "float32"), ("int4", "float32"), ("int8", "bfloat16")])
