@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from timing import alternated
 
 import kvprobe as kv
 from kvprobe.faults import Gaussian, Scope
@@ -45,26 +46,15 @@ def curve(what: str, sizes: Sequence[int], runs: Callable[[int], dict[str, Run]]
     """A table of seconds by size, and the slope of each arm."""
     taken: dict[str, list[float]] = {}
     for size in sizes:
-        for name, seconds in alternated(runs(size), repeats).items():
-            taken.setdefault(name, []).append(seconds)
+        arms = runs(size)
+        for name, seconds in zip(arms, alternated([*arms.values()], repeats, time.process_time), strict=True):
+            taken.setdefault(name, []).append(statistics.median(seconds))
     print(f"\n{what:34}{''.join(f'{size:>10,}' for size in sizes)}{'slope':>8}{'ratio':>8}")
     own = next(iter(taken.values()))
     for name, seconds in taken.items():
         cells = "".join(f"{one:10.3f}" for one in seconds)
         ratio = own[-1] / seconds[-1]
         print(f"{name:34}{cells}{slope(sizes, seconds):8.2f}{ratio:8.2f}", flush=True)
-
-
-def alternated(runs: dict[str, Run], repeats: int) -> dict[str, float]:
-    """Median seconds of each, after a first turn that is not counted."""
-    taken: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(repeats + 1):
-        for name in list(runs)[:: 1 if turn % 2 else -1]:
-            start = time.process_time()
-            runs[name]()
-            if turn:
-                taken[name].append(time.process_time() - start)
-    return {name: statistics.median(seconds) for name, seconds in taken.items()}
 
 
 def slope(sizes: Sequence[int], seconds: Sequence[float]) -> float:

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import transformers
+from timing import alternated
 
 import kvprobe as kv
 from kvprobe.faults import Gaussian, Scope
@@ -186,15 +187,7 @@ def added(parts: list[Work]) -> Work:
 
 def timed(run: Callable[[], object], repeats: int) -> float:
     """Median seconds, after a first run that is not counted (the gate's proofs are in it)."""
-    seconds = []
-    for turn in range(repeats + 1):
-        start = time.perf_counter()
-        run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        if turn:
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    return statistics.median(alternated([run], repeats)[0])
 
 
 if __name__ == "__main__":

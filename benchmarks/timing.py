@@ -4,7 +4,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,26 +23,27 @@ def header(model: str, length: int, repeats: int) -> None:
     print(f"{'what':50}{'kvprobe':>10}{'beside':>10}{'ratio':>8}  limit")
 
 
-def paired(one: Callable[[], object], other: Callable[[], object], repeats: int) -> tuple[float, float, float]:
-    """Median seconds of each, and the median of their paired ratios; which goes first alternates."""
-    times: list[tuple[float, float]] = []
+def alternated(
+    runs: Sequence[Callable[[], object]], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> list[list[float]]:
+    """Seconds of each run in each turn; the order is reversed from turn to turn, and the first turn is not counted."""
+    taken: list[list[float]] = [[] for _ in runs]
     for turn in range(repeats + 1):
-        order = (one, other) if turn % 2 else (other, one)
-        taken = {}
-        for run in order:
-            start = time.perf_counter()
-            run()
+        for number in range(len(runs))[:: 1 if turn % 2 else -1]:
+            start = clock()
+            runs[number]()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            taken[run] = time.perf_counter() - start
-        if turn:  # the first pair warms up
-            times.append((taken[one], taken[other]))
-    ours, theirs = zip(*times, strict=True)
-    return (
-        statistics.median(ours),
-        statistics.median(theirs),
-        statistics.median(mine / yours for mine, yours in times),
-    )
+            if turn:
+                taken[number].append(clock() - start)
+    return taken
+
+
+def paired(one: Callable[[], object], other: Callable[[], object], repeats: int) -> tuple[float, float, float]:
+    """Median seconds of each, and the median of their paired ratios."""
+    ours, theirs = alternated([one, other], repeats)
+    ratios = [mine / yours for mine, yours in zip(ours, theirs, strict=True)]
+    return statistics.median(ours), statistics.median(theirs), statistics.median(ratios)
 
 
 def report(what: str, ours: float, theirs: float, ratio: float, limit: str) -> None:

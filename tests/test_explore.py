@@ -38,6 +38,7 @@ def page(tmp_path: Path) -> Path:
     [
         ("", 6, "rate 10, fault zeros: 5 (2.5 to 10) nats, n = 12, together over 4 claims"),
         ("#run=one&finding=loss&along=fault&line=&at.rate=100", 2, "rate 100, fault zeros: 25 (12.5 to 50) nats"),
+        ("#run=one&finding=kl&along=rate&line=fault&log=1", 6, "rate 100, fault zeros: 50 (25 to 100) nats"),
         ("#run=none&finding=none&panel=fault", 6, "rate 1, fault <img src=x onerror=alert(1)>: 0.5"),
     ],
 )
@@ -49,3 +50,5 @@ def test_findings_are_drawn_as_the_address_says(page: Path, fragment: str, marks
     assert any(title.replace("&lt;", "<").replace("&gt;", ">").startswith(says) for title in titles), titles
     assert done.stdout.count("<svg") == (2 if "panel=fault" in fragment else 1)
     assert "<img" not in done.stdout
+    ticks = re.findall(r'text-anchor="end"[^>]*>([^<]*)<', done.stdout)
+    assert (ticks == ["1", "10", "100"]) == ("log=1" in fragment), ticks

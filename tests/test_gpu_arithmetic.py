@@ -1,7 +1,7 @@
 """The work that `benchmarks/gpu.py` holds against a card's roofline, beside what torch counts."""
 
-import importlib.util
-import sys
+import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,10 @@ from tests.models import llama
 
 
 @pytest.fixture(scope="module")
-def gpu() -> Any:
-    spec = importlib.util.spec_from_file_location("gpu", Path(__file__).parent.parent / "benchmarks" / "gpu.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["gpu"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def gpu() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
+        yield importlib.import_module("gpu")
 
 
 @pytest.fixture(scope="module")

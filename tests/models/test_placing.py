@@ -63,9 +63,7 @@ def test_weights_read_from_disk_are_the_same_model(folder: Path, whole: Model, d
     assert same.extend(model.prefill(TEXT), MORE)[0].slots > len(TEXT.split())
 
 
-def test_memory_that_is_too_small_leaves_weights_on_disk(
-    folder: Path, whole: Model, monkeypatch: pytest.MonkeyPatch
-):
+def test_memory_that_is_too_small_leaves_weights_on_disk(folder: Path, whole: Model, monkeypatch: pytest.MonkeyPatch):
     model = load(folder, max_memory={"cpu": "60 KB"})
     assert {weight.device.type for weight in model.lanes.plain.parameters()} == {"cpu", "meta"}
     assert model.fingerprint == whole.fingerprint
