@@ -27,7 +27,7 @@ from kvprobe.report.views.patterns import patterns_view
 from kvprobe.text.tokens import Tokens, token_texts
 
 KEPT, KEPT_BYTES = 24, 2**31
-"""Caches, replies and patterns that are kept at a time, of each kind; and bytes of caches."""
+"""Caches, replies, patterns and readings that are kept at a time, of each kind; and bytes of caches."""
 MOST_SLOTS = 1024
 """Of a conversation on a page."""
 MOST_QUERIES = 12
@@ -130,7 +130,7 @@ class Microscope:
         if read:
             step("asking probes")
             try:
-                known = readings(self.model, address, now)
+                known = self._once("readings", address, lambda: readings(self.model, address, now))
             except UserError as error:
                 unknown = str(error)
         names, messages = address.names, [{"role": one.role, "content": one.content} for one in address.messages]
