@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -22,12 +22,24 @@ from kvprobe.errors import UserError
 from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.faults.scope import Scope
 from kvprobe.inference.model import Model
-from kvprobe.inference.trials import struck
+from kvprobe.inference.rows import Readable
+from kvprobe.inference.trials import Strikable, struck
 from kvprobe.names import unknown
 from kvprobe.patching import aligned as aligned_donor
+from kvprobe.policies.policy import Policy, Scene
 from kvprobe.policies.written import as_policy
 from kvprobe.text.messages import Part
+from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
+
+
+@runtime_checkable
+class EditingModel(Strikable, Protocol):
+    """What most edits ask of a model, wherever it runs."""
+
+    def tokens(self, text: Readable, /) -> list[Tokens]: ...
+    def watch(self, text: Readable, /, *, queries: int) -> Scene: ...
+    def apply(self, policy: Policy | str, start: KVCache | Scene, /) -> KVCache: ...
 
 
 @dataclass(frozen=True)
@@ -74,15 +86,20 @@ class EditedCache:
         return left
 
 
-def edited(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
+def edited(
+    model: EditingModel, before: EditedCache, edit: Edit, chat: Transcript, missing: Mapping[str, str] | None = None
+) -> EditedCache:
     """The cache after one more edit.
 
     Args:
         chat: the conversation.
+        missing: edits that the model does not have, each with the reason; a `Model` has all of them.
 
     Raises:
         UserError: the edit does not fit this cache or this model.
     """
+    if why := (missing or {}).get(edit.kind):
+        raise UserError(why)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         after = _ACTS[edit.kind](model, before, edit, chat)
@@ -132,12 +149,12 @@ def _where(before: EditedCache, edit: Edit) -> tuple[list[int] | None, str]:
     return here, f"slots=range({here[0]}, {here[-1] + 1})" if whole else f"slots={here}"
 
 
-def _mask(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
+def _mask(model: EditingModel, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
     slots, code = _where(before, edit)
     return before.then(before.cache.mask(*edit.segments, slots=slots), f"cache = cache.mask({code})")
 
 
-def _evict(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
+def _evict(model: EditingModel, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
     slots, code = _where(before, edit)
     gone = before.cache.chosen(edit.segments, slots)[0]
     cache = before.cache.evict(slots=gone[None])
@@ -146,14 +163,14 @@ def _evict(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> E
     return before.then(cache, f"cache = cache.evict({code})", places=before.places[~gone])
 
 
-def _reindex(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
-    if not model.lanes.can_reindex:
-        raise UserError(f"Keys of {model.name} cannot be rotated to other positions; evict instead.")
+def _reindex(model: EditingModel, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
     after = _evict(model, before, edit, chat)
-    return replace(after, cache=after.cache.reindex(), code=(*before.code, f"{after.code[-1]}.reindex()"))
+    cache = after.cache.reindex()
+    _ = model.as_seen(cache)  # refuses keys that cannot be rotated
+    return replace(after, cache=cache, code=(*before.code, f"{after.code[-1]}.reindex()"))
 
 
-def _restart(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
+def _restart(model: EditingModel, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
     one, *more = edit.segments
     segments = edit.segments if more else one
     policy = f"RestartRebuilt({segments!r})"
@@ -165,7 +182,7 @@ def _restart(model: Model, before: EditedCache, edit: Edit, chat: Transcript) ->
     return before.then(cache, code, places=before.places[left[0]], damaged=nothing, patched=nothing)
 
 
-def _damage(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
+def _damage(model: EditingModel, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
     named = CATALOGUE[edit.fault]
     where = {"segments": edit.segments} if edit.segments else {"slots": _where(before, edit)[0]} if edit.slots else {}
     scope: dict[str, object] = {"rate": edit.rate, **where, "parts": named.parts}
@@ -227,12 +244,12 @@ def _other(chat: Transcript, segment: str, text: str) -> Transcript:
     )
 
 
-def _quantise(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
+def _quantise(model: EditingModel, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
     policy = f"Quantise({edit.bits}, tail=0)"
     return before.then(model.apply(policy, before.cache), f"cache = model.apply({policy!r}, cache)")
 
 
-def _policy(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
+def _policy(model: EditingModel, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
     observes = as_policy(edit.policy).observes
     if observes is not None and not before.untouched:
         raise UserError(
@@ -249,7 +266,7 @@ def _policy(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> 
     return replace(after, code=(f"cache = model.prefill(chat, policy={edit.policy!r})",))
 
 
-_ACTS: Mapping[str, Callable[[Model, EditedCache, Edit, Transcript], EditedCache]] = {
+_ACTS: Mapping[str, Callable[[Any, EditedCache, Edit, Transcript], EditedCache]] = {
     "mask": _mask,
     "evict": _evict,
     "re-index": _reindex,

@@ -84,25 +84,19 @@ def contamination(model: Model, now: EditedCache) -> Rows | None:
     return _rows(distances, index, full.slots)
 
 
-def memory(full: KVCache, now: EditedCache) -> dict[str, object]:
-    """Bytes by kind: of `slots` that are attended to, and of what recurrent layers keep (`state`); held now, and by the
-    whole conversation; and what the live slots alone take where each head stores its own (`live`)."""
-
-    def held(cache: KVCache) -> dict[str, int]:
-        parts = [(name, part.numel() * part.element_size()) for layer in cache.layers for name, part in layer.items()]
-        return {
-            "slots": sum(size for name, size in parts if name not in WRITES),
-            "state": sum(size for name, size in parts if name in WRITES),
-        }
-
-    attended = all(name in (*KV, *LATENT, "index") for layer in now.cache.layers for name in layer)
+def held(cache: KVCache) -> dict[str, int]:
+    """Bytes of a cache: of `slots` that are attended to, and of what recurrent layers keep (`state`)."""
+    parts = [(name, part.numel() * part.element_size()) for layer in cache.layers for name, part in layer.items()]
     return {
-        "full": held(full),
-        "held": held(now.cache),
-        "live": now.cache.footprint if attended else None,
-        "slots": int(now.cache.ledger.live_somewhere.sum()),
-        "of": now.whole.slots,
+        "slots": sum(size for name, size in parts if name not in WRITES),
+        "state": sum(size for name, size in parts if name in WRITES),
     }
+
+
+def live_bytes(cache: KVCache) -> int | None:
+    """Bytes of the live slots alone where each head stores its own; None where layers keep states."""
+    attended = all(name in (*KV, *LATENT, "index") for layer in cache.layers for name in layer)
+    return cache.footprint if attended else None
 
 
 def _distance(mine: Layer, theirs: Layer, moved: bool = False) -> Float[Tensor, "slots"] | None:

@@ -12,19 +12,25 @@ from typing import Any, TypeVar
 import torch
 
 from kvprobe.app.address import Address, Edit
+from kvprobe.app.backend import Backend, ModelBackend, OfFirst
 from kvprobe.app.edited import EditedCache, edited
-from kvprobe.app.measures import Rows, change, contamination, memory, slots_now
-from kvprobe.app.python import conversation_code, script
-from kvprobe.app.readings import ExchangeReadings, readings
-from kvprobe.attention import Patterns, attend
+from kvprobe.app.measures import Rows, change, slots_now
+from kvprobe.app.page import offline_page
+from kvprobe.app.python import script
+from kvprobe.app.readings import ExchangeReadings
+from kvprobe.app.server_backend import ServerBackend
+from kvprobe.arguments import checked_arguments
 from kvprobe.cache.cache import KVCache
-from kvprobe.comparison import FirstReply, Reply, replies_under
+from kvprobe.comparison import Reply
+from kvprobe.engines.served_model import ServedModel
 from kvprobe.errors import UserError
 from kvprobe.exported import Exported
 from kvprobe.inference.model import Model
 from kvprobe.report.document import AttentionView
+from kvprobe.report.views.page import Showable
 from kvprobe.report.views.patterns import patterns_view
 from kvprobe.text.tokens import Tokens, token_texts
+from kvprobe.text.transcript import Transcript
 
 KEPT, KEPT_BYTES = 24, 2**31
 """Caches, replies, patterns and readings that are kept at a time, of each kind; and bytes of caches."""
@@ -38,7 +44,7 @@ OnStep = Callable[[str], object]
 
 
 @dataclass(frozen=True)
-class AppState(Exported):
+class AppState(Exported, Showable):
     """What the page shows of one address.
 
     Attributes:
@@ -52,8 +58,9 @@ class AppState(Exported):
         replies: the one with everything in view, and that with the cache as it is now.
         change: see `kvprobe.app.measures.change`.
         contamination: see `kvprobe.app.measures.contamination`.
+        contamination_left_out: why that is not there, where it cannot be measured.
         hidden: the slots that no later query sees.
-        memory: see `kvprobe.app.measures.memory`.
+        memory: see `kvprobe.app.backend.Backend.memory`; and `slots` in view, `of` all.
         attention: the view of attention, before and after; None where it was not asked for or cannot be shown.
         attention_left_out: why it cannot.
         readings: see `kvprobe.app.readings`; None where they were not asked for or there are none.
@@ -72,6 +79,7 @@ class AppState(Exported):
     replies: tuple[Reply, ...]
     change: Rows = field(repr=False)
     contamination: Rows | None = field(repr=False)
+    contamination_left_out: str
     hidden: tuple[int, ...]
     memory: Mapping[str, object]
     attention: AttentionView | None = field(repr=False)
@@ -82,16 +90,29 @@ class AppState(Exported):
     python: str = field(repr=False)
     seconds: float
 
+    @property
+    def html(self) -> str:
+        """The page of this state, which needs no other."""
+        state = self.to_plain()
+        return offline_page({"start": {**state["address"], "edits": []}, "states": [state], "at": state["address"]})
+
+    @property
+    def height(self) -> int:
+        return 60
+
 
 class Microscope:
     """A model, and what was computed for the last addresses.
 
     Attributes:
-        load: the Python that gives the model; by default that of its name.
+        backend: of the model.
     """
 
-    def __init__(self, model: Model, load: str | None = None) -> None:
-        self.model, self.load = model, load or f"kv.load({model.name!r})"
+    def __init__(self, model: Model | ServedModel, load: str | None = None) -> None:
+        """Args:
+        load: the Python that gives a model in this process; by default that of its name.
+        """
+        self.backend: Backend = ServerBackend(model) if isinstance(model, ServedModel) else ModelBackend(model, load)
         self._kept: dict[str, OrderedDict[Hashable, Any]] = {}
 
     def state(
@@ -122,36 +143,40 @@ class Microscope:
             replies = (whole, self._reply(address, question, first, now.cache))
         step("measuring")
         places = slots_now(now)
-        view, left_out = None, ""
+        spread, no_spread = self._measured("contamination", True, lambda: self.backend.contamination(now))
         if attention:
             step("recording attention")
-            view, left_out = self._attention(address, question.answered(first.ids), now)
-        known, unknown = None, ""
+        asked = question.answered(first.ids)
+        view, no_view = self._measured("attention", attention, lambda: self._attention(address, asked, now))
         if read:
             step("asking probes")
-            try:
-                known = self._once("readings", address, lambda: readings(self.model, address, now))
-            except UserError as error:
-                unknown = str(error)
-        names, messages = address.names, [{"role": one.role, "content": one.content} for one in address.messages]
+        known, unknown = self._measured(
+            "readings", read, lambda: self._once("readings", address, lambda: self.backend.readings(address, now))
+        )
+        tokenizer = self.backend.model.tokenizer
         return AppState(
-            model={"name": self.model.name, "layers": full.cache.n_layers, "dtype": self.model.dtype},
+            model=self.backend.facts,
             address=address,
             edits=tuple(map(str, address.edits)),
-            slots={"text": [*token_texts(now.whole.ledger.tokens[0].tolist(), self.model.tokenizer)], **places},
+            slots={"text": [*token_texts(now.whole.ledger.tokens[0].tolist(), tokenizer)], **places},
             written=now.written,
             expected=first.tokens,
             replies=replies,
             change=change(now),
-            contamination=contamination(self.model, now),
+            contamination=spread,
+            contamination_left_out=no_spread,
             hidden=tuple(slot for slot, seen in enumerate(places["seen"]) if not seen),
-            memory=memory(full.cache, now),
+            memory={
+                **self.backend.memory(full.cache, now.cache),
+                "slots": int(now.cache.ledger.live_somewhere.sum()),
+                "of": now.whole.slots,
+            },
             attention=view,
-            attention_left_out=left_out,
+            attention_left_out=no_view,
             readings=known,
             readings_left_out=unknown,
-            notes=now.notes,
-            python=script(self.load, conversation_code(messages, names), now.code, address.ask, address.new),
+            notes=(*now.notes, *self.backend.notes),
+            python=script(self.backend.load, address, now.code, attention=attention, read=read),
             seconds=round(time.perf_counter() - began, 3),
         )
 
@@ -159,61 +184,53 @@ class Microscope:
         """The cache of the whole conversation."""
 
         def read() -> EditedCache:
-            history = self.model.tokens(address.chat)[0]
+            history = self.backend.model.tokens(address.chat)[0]
             if len(history) > MOST_SLOTS:
                 raise UserError(
                     f"The conversation has {len(history):,} tokens, and the page shows at most {MOST_SLOTS:,}; give a "
                     "shorter one, or use Python."
                 )
-            cache = self.model.prefill(history)
+            cache = self.backend.model.prefill(history)
             return EditedCache(cache, cache, torch.arange(cache.slots, device=cache.ledger.tokens.device))
 
         return self._once("read", address.messages, read)
 
     def _after(self, address: Address, count: int, before: EditedCache, edit: Edit) -> EditedCache:
         """The cache after the first edits of an address."""
-        key = (address.messages, address.edits[:count])
-        return self._once("edited", key, lambda: edited(self.model, before, edit, address.chat))
+        key, backend = (address.messages, address.edits[:count]), self.backend
+        return self._once("edited", key, lambda: edited(backend.model, before, edit, address.chat, backend.missing))
 
-    def _first(self, address: Address, full: KVCache) -> tuple[Tokens, FirstReply, Reply]:
+    def _first(self, address: Address, full: KVCache) -> tuple[Tokens, OfFirst, Reply]:
         """The question, and the reply to it with everything in view."""
 
-        def answer() -> tuple[Tokens, FirstReply, Reply]:
-            question = self.model.prompts(full, address.ask)[0]
-            first, replies = replies_under(self.model, {"full": full}, question, max_new_tokens=address.new)
-            return question, first, replies["full"]
+        def answer() -> tuple[Tokens, OfFirst, Reply]:
+            question = self.backend.prompt(full, address.ask)
+            return (question, *self.backend.first(full, question, address.new))
 
         return self._once("first", replace(address, edits=()), answer)
 
-    def _reply(self, address: Address, question: Tokens, first: FirstReply, cache: KVCache) -> Reply:
-        by_head = not cache.ledger.uniform or cache.ledger.quantisation is not None
+    def _reply(self, address: Address, question: Tokens, first: OfFirst, cache: KVCache) -> Reply:
+        return self._once("reply", address, lambda: self.backend.reply(cache, question, first, address.new))
 
-        def answer() -> Reply:
-            counted = ("now",) if by_head else ()
-            _, replies = replies_under(
-                self.model, {"now": cache}, question, first, max_new_tokens=address.new, priced=counted
-            )
-            return replies["now"]
-
-        return self._once("reply", address, answer)
-
-    def _attention(self, address: Address, asked: Tokens, now: EditedCache) -> tuple[AttentionView | None, str]:
-        """Attention of the question's last tokens and the reply, before and after; or why it cannot be shown."""
-        asked = asked.shifted(int(now.whole.ledger.following[0]))
-        rows = range(len(asked))[-MOST_QUERIES:]
-
-        def before() -> Patterns:
-            return attend(self.model, asked, now.whole, queries=rows)
-
+    def _measured(self, name: str, wanted: bool, measure: Callable[[], Kept]) -> tuple[Kept | None, str]:
+        """What is wanted of this name, and why it is not there: that it cannot be is said unasked."""
+        if why := self.backend.missing.get(name):
+            return None, why
         try:
-            _ = self.model.lanes.attention_proved
-            last = max((number for number, edit in enumerate(address.edits, 1) if edit.kind == "compact"), default=0)
-            patterns = self._once("attention", replace(address, edits=address.edits[:last]), before)
-            following = int(now.cache.ledger.following[0])
-            after = attend(self.model, asked.shifted(following), now.cache, queries=rows) if address.edits else None
-            return patterns_view(patterns, after, chat=address.chat, caption=_CAPTION), ""
+            return (measure() if wanted else None), ""
         except UserError as error:
             return None, str(error)
+
+    def _attention(self, address: Address, asked: Tokens, now: EditedCache) -> AttentionView:
+        """Attention of the question's last tokens and the reply, before and after."""
+        asked = asked.shifted(int(now.whole.ledger.following[0]))
+        rows = range(len(asked))[-MOST_QUERIES:]
+        last = max((number for number, edit in enumerate(address.edits, 1) if edit.kind == "compact"), default=0)
+        key, attend = replace(address, edits=address.edits[:last]), self.backend.attend
+        patterns = self._once("attention", key, lambda: attend(asked, now.whole, rows))
+        following = int(now.cache.ledger.following[0])
+        after = attend(asked.shifted(following), now.cache, rows) if address.edits else None
+        return patterns_view(patterns, after, chat=address.chat, caption=_CAPTION)
 
     def _once(self, kind: str, key: Hashable, make: Callable[[], Kept]) -> Kept:
         """What was made for this key before, or is made now."""
@@ -234,3 +251,26 @@ def _nbytes(made: object) -> int:
 
 
 _CAPTION = "Attention of the last tokens of question and reply."
+
+
+@checked_arguments
+def look(
+    model: Model | ServedModel,
+    chat: Transcript,
+    ask: str,
+    *edits: Edit,
+    new: int = 24,
+    attention: bool = False,
+    read: bool = False,
+) -> AppState:
+    """What the page shows of a conversation and a question after some edits; `.show()` of it is the same view.
+
+    Args:
+        new: the most tokens of a reply.
+        attention: see `Microscope.state`, as for `read`.
+
+    Raises:
+        UserError: see `Microscope.state` and `Address`.
+    """
+    address = replace(Address.of_chat(chat, ask), edits=edits, new=new)
+    return Microscope(model).state(address, attention=attention, read=read)

@@ -5,6 +5,7 @@ moved to any position without the model. Moving it again and again would add up 
 bfloat16). kvprobe therefore stores keys as they were computed, and rotates them from there when they are read.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -29,6 +30,10 @@ class Rotary:
     frequencies: Float[Tensor, "pairs"]
     layout: Layout = "half"
     last: bool = False
+
+
+Rotaries = Sequence[Mapping[str, Rotary | None]]
+"""How the keys of each layer turn with position, by part; None where they do not."""
 
 
 @dataclass(frozen=True)

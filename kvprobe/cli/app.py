@@ -1,23 +1,43 @@
 """The command that serves the page."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from kvprobe.cli.flags import USUAL, Chosen, Loading, Source, Whole
+from kvprobe.cli.flags import USUAL, Chosen, Loading, Whole
 from kvprobe.errors import UserError
+from kvprobe.models.catalogue import check_source
+
+if TYPE_CHECKING:
+    from kvprobe.app.server import LoadMicroscope
+    from kvprobe.app.work import Step
 
 EXAMPLE = "smollm2-135m"
 """The model whose states the page shows before one is loaded."""
+SERVERS = ("http://", "https://")
+
+
+def _known(_: object, source: str) -> None:
+    """A server's address, or a model's name, looked at before torch is imported."""
+    if not source.startswith(SERVERS):
+        check_source(source)
 
 
 def serve(
-    model: Source = EXAMPLE,
+    model: Annotated[
+        str, Parameter(help="A model, or the address of a llama-server: http://127.0.0.1:8080.", validator=_known)
+    ] = EXAMPLE,
     *,
     chat: Annotated[Path | None, Parameter(help="A conversation in JSON or JSONL; an example by default.")] = None,
     conversation: Chosen = None,
     ask: Annotated[str | None, Parameter(help="The user's next message, after --chat.")] = None,
+    slots: Annotated[
+        Path | None, Parameter(help="Of a llama-server on this machine: the folder that it has as --slot-save-path.")
+    ] = None,
+    gguf: Annotated[
+        Path | None, Parameter(help="Of a llama-server: its model's file, where it names one that is not here.")
+    ] = None,
     port: Annotated[Whole, Parameter(help="On this machine; a free one by default.")] = 0,
     open: Annotated[bool, Parameter(help="Open the page in the browser.", negative="--no-open")] = True,
     loading: Loading = USUAL,
@@ -34,17 +54,14 @@ def serve(
     except ModuleNotFoundError as error:
         raise UserError(f"kvprobe app needs {error.name}; install it with pip install 'kvprobe[app]'.") from error
     from kvprobe.app.address import Address
-    from kvprobe.app.microscope import Microscope
-    from kvprobe.app.work import Step
 
     if chat is None and (ask is not None or conversation is not None):
         raise UserError("--ask and --conversation belong to --chat; give its file, or ask on the page.")
     start = None if chat is None else Address.of_chat(read_chat(chat, conversation), ask or "What did I say first?")
 
-    def load(step: Step) -> Microscope:
-        step(f"loading {model}, once")
-        return Microscope(loading.model(model), loading.code(model))
-
+    if (slots or gguf) and not model.startswith(SERVERS):
+        raise UserError("--slots and --gguf belong to the address of a llama-server; give it, or leave them out.")
+    load = _of_server(model, slots, gguf, loading) if model.startswith(SERVERS) else _of_model(model, loading)
     try:
         listening = socket.create_server(("127.0.0.1", port))
     except (OSError, OverflowError) as error:
@@ -57,3 +74,40 @@ def serve(
         webbrowser.open(address)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1))
     server.run(sockets=[listening])
+
+
+def _of_model(name: str, loading: Loading) -> "LoadMicroscope":
+    """What gives the microscope on a model that is loaded here."""
+    from kvprobe.app.microscope import Microscope
+
+    def load(step: "Step") -> Microscope:
+        step(f"loading {name}, once")
+        return Microscope(loading.model(name), loading.code(name))
+
+    return load
+
+
+def _of_server(url: str, slots: Path | None, gguf: Path | None, loading: Loading) -> "LoadMicroscope":
+    """What gives the microscope on a llama-server.
+
+    Raises:
+        UserError: its folder is not given or not there, or how a model is loaded is given.
+    """
+    from kvprobe.app.microscope import Microscope
+    from kvprobe.engines.served_model import ServedModel
+
+    if slots is None:
+        raise UserError(
+            "kvprobe edits a llama-server's slots in files; give --slots, the folder that llama-server has as "
+            "--slot-save-path, on this machine."
+        )
+    if loading != USUAL:
+        raise UserError("A llama-server has loaded its model already; leave out how to load it.")
+    model = ServedModel.at(url, slots, gguf)
+
+    def load(step: "Step") -> Microscope:
+        step(f"asking {url}")
+        _ = model.tokenizer
+        return Microscope(model)
+
+    return load

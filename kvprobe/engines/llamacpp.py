@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from kvprobe.arguments import AtLeastOne, checked_arguments
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
@@ -63,9 +61,7 @@ def from_slot(path: Path, model: Model, text: Readable | None = None) -> KVCache
     held = open_slot(path, model)
     cache = replace(held.cache(), made_by=model.lanes.maker)
     if text is not None:
-        cache = replace(
-            cache, ledger=replace(new_slots([_told(held, model, text)], torch.device("cpu")), live=cache.ledger.live)
-        )
+        cache = told(cache, model.tokens(text)[0])
     _refuse_another(cache, model, path)
     return cache.to(model.lanes.device)
 
@@ -115,39 +111,63 @@ def layout_of(model: Model, slot: Slot) -> SlotLayout:
         UserError: kvprobe does not know how llama.cpp keeps this model, or the slot cannot be of it.
     """
     geometry, kind = model.geometry, model.lanes.plain.config.model_type
-    if kind not in PAIRED + HALVED or any(parts != KV for parts in geometry.parts):
-        raise UserError(
-            f"kvprobe does not know in which order llama.cpp keeps the numbers of {kind} models; it knows "
-            f"{', '.join(sorted(PAIRED + HALVED))}, and shows other slots without a model, as they lie in the file."
-        )
-    everywhere = tuple(number for number, window in enumerate(geometry.windows) if window is None)
-    sliding = tuple(number for number, window in enumerate(geometry.windows) if window is not None)
+    if any(parts != KV for parts in geometry.parts):
+        raise _unknown(kind)
+    keys = [parts[0] for parts in geometry.layers]
+    return layout_for(kind, [part.heads for part in keys], geometry.windows, keys[0].numbers, slot)
+
+
+def layout_for(kind: str, heads: Sequence[int], windows: Sequence[int | None], d_head: int, slot: Slot) -> SlotLayout:
+    """How the file of a slot holds layers with so many KV heads each, and these windows.
+
+    Args:
+        kind: what transformers calls such models.
+
+    Raises:
+        UserError: kvprobe does not know how llama.cpp keeps them.
+    """
+    if kind not in PAIRED + HALVED:
+        raise _unknown(kind)
+    everywhere = tuple(number for number, window in enumerate(windows) if window is None)
+    sliding = tuple(number for number, window in enumerate(windows) if window is not None)
     return SlotLayout(
-        geometry.n_layers,
-        tuple(parts[0].heads for parts in geometry.layers),
-        (everywhere, sliding) if len(slot.attention) == 2 else (tuple(range(geometry.n_layers)),),
-        paired=geometry.d_head if kind in PAIRED else 0,
+        len(heads),
+        tuple(heads),
+        (everywhere, sliding) if len(slot.attention) == 2 else (tuple(range(len(heads))),),
+        paired=d_head if kind in PAIRED else 0,
     )
 
 
-def _told(held: StoredCache, model: Model, text: Readable) -> Tokens:
-    """The tokens of the slots, with their segments in the text."""
-    run = model.tokens(text)[0]
-    ledger = held.ledger
+def _unknown(kind: str) -> UserError:
+    return UserError(
+        f"kvprobe does not know in which order llama.cpp keeps the numbers of {kind} models; it knows "
+        f"{', '.join(sorted(PAIRED + HALVED))}, and shows other slots without a model, as they lie in the file."
+    )
+
+
+def told(cache: KVCache, text: Tokens) -> KVCache:
+    """The cache of a slot whose slots have their segments in the text that was read into it; what follows it counts as
+    generated.
+
+    Raises:
+        UserError: the text is another.
+    """
+    ledger = cache.ledger
     positions, ids = entries(ledger.positions[0], int), entries(ledger.tokens[0], int)
     following = int(ledger.following[0])
-    known = dict(zip(run.positions, range(len(run)), strict=True))
+    known = dict(zip(text.positions, range(len(text)), strict=True))
     wrong = next(
-        (at for at, token in zip(positions, ids, strict=True) if at in known and run.ids[known[at]] != token), None
+        (at for at, token in zip(positions, ids, strict=True) if at in known and text.ids[known[at]] != token), None
     )
-    if wrong is not None or run.following > following:
+    if wrong is not None or text.following > following:
         raise UserError(
-            f"The text is another than the slot holds, from position {run.following if wrong is None else wrong} on; "
+            f"The text is another than the slot holds, from position {text.following if wrong is None else wrong} on; "
             "give what the server had read when the slot was saved."
         )
-    whole = run + Tokens.of([0] * (following - run.following), GENERATED, run.following)
+    whole = text + Tokens.of([0] * (following - text.following), GENERATED, text.following)
     place = dict(zip(whole.positions, range(len(whole)), strict=True))
-    return replace(whole.at([place[position] for position in positions]), ids=ids, end=following)
+    run = replace(whole.at([place[position] for position in positions]), ids=ids, end=following)
+    return replace(cache, ledger=replace(new_slots([run], ledger.tokens.device), live=ledger.live))
 
 
 def _refuse_another(cache: KVCache, model: Model, path: Path) -> None:

@@ -14,7 +14,7 @@ from kvprobe.cache.entries import entries
 from kvprobe.cache.layer import Layer, slots_and_writes
 from kvprobe.cache.ledger import OWN, PADDING, Ledger
 from kvprobe.cache.parts import WRITES, described
-from kvprobe.cache.rotary import Rotation
+from kvprobe.cache.rotary import Rotaries, Rotation
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import differing
 from kvprobe.inference.readable import refuse_unreadable
@@ -177,7 +177,7 @@ def taps(
             lambda number: TapLayer(pick=pick.get(number), store=store),
             lambda number: StateTap(pick=pick.get(number), store=store),
         )
-    rotations = _rotations(lanes, past) if past.ledger.rotated else [None] * past.n_layers
+    rotations = _rotations(lanes.rotaries_by_part, past) if past.ledger.rotated else [None] * past.n_layers
     held = [*map(slots_and_writes, past.layers)]
     lives, padding = past.ledger.live[:, :, 0], past.ledger.padding
     return layers_of(
@@ -189,14 +189,14 @@ def taps(
     )
 
 
-def _rotations(lanes: Lanes, past: KVCache) -> list[Rotations]:
+def _rotations(by_part: Rotaries, past: KVCache) -> list[Rotations]:
     """The rotations of each layer's keys to their positions; those of the same frequencies are one."""
-    rotaries = {id(rotary): rotary for layer in lanes.rotaries_by_part for rotary in layer.values() if rotary}
+    rotaries = {id(rotary): rotary for layer in by_part for rotary in layer.values() if rotary}
     shared = {
         number: Rotation.between(rotary, past.ledger.origins, past.ledger.positions)
         for number, rotary in rotaries.items()
     }
-    return [{name: shared[id(rotary)] for name, rotary in layer.items() if rotary} for layer in lanes.rotaries_by_part]
+    return [{name: shared[id(rotary)] for name, rotary in layer.items() if rotary} for layer in by_part]
 
 
 def _turned(layer: Layer, rotations: Rotations) -> Layer:
@@ -206,10 +206,13 @@ def _turned(layer: Layer, rotations: Rotations) -> Layer:
 
 def as_seen(lanes: Lanes, cache: KVCache) -> KVCache:
     """The cache with each key rotated to its position, so that re-indexing is done once and for all."""
-    if not cache.ledger.rotated:
-        return cache
-    rotated = (_turned(*layer) for layer in zip(cache.layers, _rotations(lanes, cache), strict=True))
-    return replace(cache, layers=tuple(rotated), ledger=replace(cache.ledger, origins=cache.ledger.positions))
+    return rotated(cache, lanes.rotaries_by_part) if cache.ledger.rotated else cache
+
+
+def rotated(cache: KVCache, rotaries: Rotaries) -> KVCache:
+    """The cache with each key rotated to its position by these rotary embeddings of its layers."""
+    layers = (_turned(*layer) for layer in zip(cache.layers, _rotations(rotaries, cache), strict=True))
+    return replace(cache, layers=tuple(layers), ledger=replace(cache.ledger, origins=cache.ledger.positions))
 
 
 def cache_of(lanes: Lanes, layers: Sequence[Any], ledger: Ledger) -> KVCache:

@@ -16,7 +16,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
 from kvprobe.cache.parts import described
 from kvprobe.errors import UserError
-from kvprobe.faults.fault import Fault
+from kvprobe.faults import Fault, FaultContext
 from kvprobe.inference.capture import Captured, capture
 from kvprobe.inference.forward import as_seen, extend, prefill
 from kvprobe.inference.generate import Generation, OnStep, generate
@@ -24,7 +24,7 @@ from kvprobe.inference.hf import Grid, from_hf, to_hf
 from kvprobe.inference.readable import require_type
 from kvprobe.inference.room import budget_of, check_loading
 from kvprobe.inference.rows import Readable, needs_question, rows_of, runs_after, turns_after, user_turn, with_question
-from kvprobe.inference.sweep import ROWS, Question, Sweep, Trial, sweep
+from kvprobe.inference.sweep import ROWS, Question, Sweep, Trial, prepare, sweep
 from kvprobe.inference.under_policy import apply, lane_for, read_for, read_in_chunks, sample_numbers, watch
 from kvprobe.memory.forward import Kernel, Logits
 from kvprobe.memory.needs import EngineName
@@ -203,8 +203,7 @@ class Model(Brief):
         tokens = self.tokens(text)
         if policy is None:
             return prefill(self.lanes, tokens, lane_for(self.lanes, lane), chunk)
-        policy = as_policy(policy)
-        numbers = sample_numbers(samples)
+        policy, numbers = as_policy(policy), sample_numbers(samples)
         if chunk is not None:
             return read_in_chunks(self.lanes, tokens, policy, chunk, lane, numbers)[0].cache
         scene, _ = read_for(self.lanes, policy.observes, None, tokens, lane)
@@ -295,6 +294,10 @@ class Model(Brief):
         """The cache with each key rotated to its position, so that re-indexing is done once and for all."""
         return as_seen(self.lanes, cache)
 
+    def fault_context(self, cache: KVCache, faults: Sequence[Fault], donors: Mapping[str, KVCache]) -> FaultContext:
+        """What these faults need to know of a cache of one row; see `kvprobe.inference.trials.struck`."""
+        return prepare(self.lanes, cache, faults, donors)
+
     def sweep(
         self,
         start: KVCache | Readable,
@@ -320,8 +323,7 @@ class Model(Brief):
             donors: what faults take slots from, by name: caches of one row, or what to read for them.
             sample: number of the prompt, which separates its random draws from those of other prompts.
         """
-        past = start if isinstance(start, KVCache) else None
-        prompts = self.prompts(start, ask)
+        past, prompts = start if isinstance(start, KVCache) else None, self.prompts(start, ask)
         if len(prompts) != 1:
             raise UserError(f"A sweep answers one prompt, but there are {len(prompts)}; sweep them one by one.")
         trials = [fault if isinstance(fault, Trial) else Trial(fault) for fault in faults]
@@ -369,10 +371,8 @@ class Model(Brief):
 
     def tokens_after(self, cache: KVCache | None, text: Readable) -> list[Tokens]:
         """The tokens of `text`; bare texts or ids, one or one for each row, take the positions after the cache."""
-        if cache is None:
-            return self.tokens(text)
-        following = runs_after(text, entries(cache.ledger.following, int), self._tokenizer)
-        return self.tokens(text) if following is None else following
+        runs = None if cache is None else runs_after(text, entries(cache.ledger.following, int), self._tokenizer)
+        return self.tokens(text) if runs is None else runs
 
     def prompts(
         self, start: KVCache | Readable, ask: str | None, arguments: Mapping[str, object] | None = None

@@ -7,17 +7,17 @@ A sample is one item of one task: its prompt is read once and answered once for 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.faults import Draws, Fault, scaffold
+from kvprobe.faults import Draws, Fault, FaultContext, scaffold
 from kvprobe.inference.generate import stop_tokens
 from kvprobe.inference.model import Model
 from kvprobe.inference.struck_rows import Outcome
-from kvprobe.inference.sweep import Question, Trial, first_divergence, prepare, sweep
+from kvprobe.inference.sweep import Question, Trial, first_divergence, sweep
 from kvprobe.inference.under_policy import tokens_at
 from kvprobe.tasks.passcode import contexts
 from kvprobe.tasks.task import Item, Task
@@ -55,6 +55,19 @@ class AskedItem:
     item: Item
     number: int
     tokens: Tokens
+
+
+@runtime_checkable
+class Strikable(Protocol):
+    """What damaging a cache asks of the model that made it, wherever that runs."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+    def prefill(self, text: Tokens, /) -> KVCache: ...
+    def as_seen(self, cache: KVCache, /) -> KVCache: ...
+    def fault_context(self, cache: KVCache, faults: Sequence[Fault], donors: Mapping[str, KVCache], /) -> FaultContext:
+        """See `kvprobe.inference.sweep.prepare`."""
+        ...
 
 
 def answer(
@@ -123,7 +136,7 @@ def _row(sample: AskedItem, case: int, labels: Labels, outcome: Outcome, clean: 
     }
 
 
-def donors(model: Model, tokens: Tokens, number: int, wanted: Collection[str | None]) -> dict[str, KVCache]:
+def donors(model: Strikable, tokens: Tokens, number: int, wanted: Collection[str | None]) -> dict[str, KVCache]:
     """The wanted caches for a prompt: `distractor`, of a conversation about something else, drawn for this number, at
     least as long as the prompt; and `scaffold`, the prompt's own chat template around neutral filler."""
     caches: dict[str, KVCache] = {}
@@ -135,7 +148,7 @@ def donors(model: Model, tokens: Tokens, number: int, wanted: Collection[str | N
     return caches
 
 
-def struck(model: Model, cache: KVCache, fault: Fault, *, seed: int = 0, number: int = 0) -> KVCache:
+def struck(model: Strikable, cache: KVCache, fault: Fault, *, seed: int = 0, number: int = 0) -> KVCache:
     """A cache of one row under one fault, which strikes once, with all that the fault needs to know.
 
     Args:
@@ -143,7 +156,7 @@ def struck(model: Model, cache: KVCache, fault: Fault, *, seed: int = 0, number:
     """
     cache = model.as_seen(cache) if cache.ledger.rotated else cache
     tokens = tokens_at(cache.ledger, 0, torch.arange(cache.slots))
-    context = prepare(model.lanes, cache, [fault], donors(model, tokens, number, {fault.lender}))
+    context = model.fault_context(cache, [fault], donors(model, tokens, number, {fault.lender}))
     return cache.corrupt(fault, draws=[Draws(seed=seed, sample=number)], contexts=[context])
 
 

@@ -1,7 +1,7 @@
 """Policies at work on a model: reading while attention is observed, letting a policy act, recomputing slots."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -170,6 +170,10 @@ def apply(
         UserError: see `Policy.act`; the model's keys cannot be rotated; or a cache whose layers or heads keep different
             slots is to be recomputed.
     """
+
+    def read(rows: Sequence[Tokens]) -> KVCache:
+        return extend(lanes, None, rows, lane_for(lanes, lane))[0]
+
     scene = scene.sized
     for part in acting(policy, step) if parts is None else parts:
         if part.mode == "contiguous" and part.provenance == "retained":
@@ -179,7 +183,7 @@ def apply(
         else:
             acted = part.act(scene)
         if part.provenance == "recomputed":
-            acted = _recomputed(lanes, scene.cache.ledger, acted, lane_for(lanes, lane))
+            acted = recomputed(read, scene.cache.ledger, acted)
         if part.every is None and _same(scene, acted):
             warnings.warn(
                 f"{part} acts once and has changed nothing: what it drops is not live in this cache, or all of it fits "
@@ -238,8 +242,15 @@ def read_in_chunks(
     raise UserError("There is nothing to read: give at least one token for each row.")
 
 
-def _recomputed(lanes: Lanes, before: Ledger, scene: Scene, lane: Lane) -> Scene:
-    """The slots of the scene, read again from their tokens at their present positions."""
+def recomputed(read: Callable[[Sequence[Tokens]], KVCache], before: Ledger, scene: Scene) -> Scene:
+    """The slots of the scene, read again from their tokens at their present positions.
+
+    Args:
+        before: the ledger before the policy acted.
+
+    Raises:
+        UserError: layers or heads keep different slots.
+    """
     ledger = scene.cache.ledger
     if not ledger.uniform:
         raise UserError(
@@ -251,7 +262,7 @@ def _recomputed(lanes: Lanes, before: Ledger, scene: Scene, lane: Lane) -> Scene
         tokens = tokens_at(ledger, row, ledger.live_somewhere[row].nonzero()[:, 0])
         change = _first_change(before, ledger, row)
         rows.append(replace(tokens, recomputed=tuple(old or at >= change for at, old in enumerate(tokens.recomputed))))
-    cache, _ = extend(lanes, None, rows, lane)
+    cache = read(rows)
     # The names of removed segments stay known, as in a masked cache.
     renamed = replace(cache.ledger, segments=cache.ledger.numbered(ledger.names), names=ledger.names)
     return replace(scene, cache=replace(cache, ledger=renamed), attention=None)

@@ -1,7 +1,7 @@
 """How a model rotates its keys by position: chosen among its own frequencies, and proved on the model."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvprobe.cache.parts import INDEX, ROTATED
@@ -34,7 +34,7 @@ def rotaries_of(plain: PreTrainedModel, geometry: Geometry) -> tuple[dict[str, R
     past = past_key_values(layers)
     with torch.no_grad(), writes_noted(recurrent_modules(plain, len(geometry.recurrent))):
         plain(input_ids=ids.repeat(2, 1), position_ids=at, use_cache=True, **{CACHE: past})
-    candidates = _candidates(plain)
+    candidates = rotaries_within(plain)
     rotaries: list[dict[str, Rotary | None]] = [{} for _ in layers]
     names = [(layer, part.name) for layer, parts in enumerate(geometry.layers) for part in parts]
     tensors = [tensor for layer in layers for tensor in held_by(layer)]
@@ -63,24 +63,29 @@ def rotaries_of(plain: PreTrainedModel, geometry: Geometry) -> tuple[dict[str, R
     return tuple(rotaries)
 
 
-def _candidates(plain: PreTrainedModel) -> list[Rotary]:
+def rotaries_within(module: nn.Module) -> list[Rotary]:
+    """Every way in which keys may be rotated by the frequencies that this module or one within it holds.
+
+    Raises:
+        UserError: frequencies change with the length.
+    """
     layouts: tuple[Layout, ...] = ("half", "interleaved")
     rotaries: list[Rotary] = []
-    for module in plain.modules():
-        table = getattr(module, "embed_positions", None)
+    for part in module.modules():
+        table = getattr(part, "embed_positions", None)
         if isinstance(table, Tensor) and table.dim() == 2:  # GPT-J: sines, then cosines, of each position
             sines, cosines = table[1].float().chunk(2)
             rotaries += [Rotary(torch.atan2(sines, cosines), layout) for layout in layouts]
-        kinds = getattr(module, "rope_type", None)
+        kinds = getattr(part, "rope_type", None)
         if kinds is None:
             continue
         names: list[object] = [*kinds.values()] if isinstance(kinds, dict) else [kinds]
         if "dynamic" in names or "longrope" in names:
             raise UserError(
-                f"{type(plain).__name__} changes its rotary frequencies with the length ({kinds}), so a key "
+                f"{type(module).__name__} changes its rotary frequencies with the length ({kinds}), so a key "
                 f"cannot be rotated to another position; use mode='gapped', or recompute the slots."
             )
-        for name, frequencies in module.named_buffers(recurse=False):
+        for name, frequencies in part.named_buffers(recurse=False):
             if name.endswith("inv_freq") and "original" not in name:
                 rotaries += [Rotary(frequencies.float(), layout, last) for last in (False, True) for layout in layouts]
     return rotaries

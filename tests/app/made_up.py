@@ -11,6 +11,7 @@ import uvicorn
 from kvprobe.app.address import Address, SaidMessage
 from kvprobe.app.microscope import Microscope
 from kvprobe.app.server import served
+from kvprobe.engines.served_model import ServedModel
 from kvprobe.inference.model import Model
 
 HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>"
@@ -23,7 +24,9 @@ START = Address(MESSAGES, "and the inn", new=4)
 
 
 @contextmanager
-def serving(model: Model, start: Address | None = START, of_example: bool = True) -> Iterator[tuple[str, list[str]]]:
+def serving(
+    model: Model | ServedModel, start: Address | None = START, of_example: bool = True
+) -> Iterator[tuple[str, list[str]]]:
     """The address of a server, and what it said while it loaded its model."""
     loaded: list[str] = []
 

@@ -7,10 +7,16 @@ from xml.etree import ElementTree
 
 import pytest
 
+from kvprobe.app.address import Edit
+from kvprobe.app.microscope import look
+from kvprobe.app.server_backend import MISSING
+from kvprobe.engines.served_model import ServedModel
+from kvprobe.engines.server import served
 from kvprobe.inference.model import Model
 from tests.app.made_up import HOSTILE, START, serving
 from tests.browser import needs_browser
 from tests.devtools import Browser, Tab, browsing
+from tests.models.gguf_file import write_gguf
 
 pytestmark = needs_browser
 READY = "document.querySelector('.slot') && !document.body.hasAttribute('aria-busy')"
@@ -52,6 +58,17 @@ def turn(name: str) -> str:
 def edits(tab: Tab) -> list[dict[str, object]]:
     at = tab.do("new URLSearchParams(location.hash.slice(1)).get('at')")
     return json.loads(at or "{}").get("edits", [])
+
+
+def shared(browser: Browser, tab: Tab, folder: Path) -> Tab:
+    """The session in a tab, saved and opened as a file."""
+    browser.downloads(folder)
+    click(tab, "#share")
+    settled(tab, "Saved")
+    file = folder / "kvprobe.html"
+    while not file.exists():
+        tab.do("new Promise((done) => setTimeout(done, 20))")
+    return opened(browser, file.as_uri())
 
 
 def test_a_turn_is_hidden_and_damaged_and_undone_and_the_session_opens_offline(
@@ -113,13 +130,7 @@ def test_a_turn_is_hidden_and_damaged_and_undone_and_the_session_opens_offline(
         assert len(picture) > 80
         assert {element.tag.rpartition("}")[2] for element in picture.iter()} == {"svg", "rect", "text"}
         assert (tmp_path / f"{file}.png").read_bytes().startswith(b"\x89PNG")
-    click(tab, "#share")
-    settled(tab, "Saved")
-    tab.until("true")
-    shared = tmp_path / "kvprobe.html"
-    while not shared.exists():
-        tab.do("new Promise((done) => setTimeout(done, 20))")
-    offline = opened(browser, shared.as_uri())
+    offline = shared(browser, tab, tmp_path)
     assert offline.do(REPLY) == masked
     offline.until("document.querySelector('#attention .heads-pattern svg')")
     assert offline.do("document.querySelectorAll('[data-edit]:not([disabled])').length") == 0
@@ -182,3 +193,51 @@ def test_two_tabs_do_not_mix_and_an_address_that_is_none_is_refused(browser: Bro
     refused = [complaint for complaint in browser.complaints if "400 (Bad Request)" in complaint]
     assert browser.complaints == refused  # the browser's own lines for what the server refuses
     browser.complaints.clear()
+
+
+def test_a_turn_is_hidden_in_a_llama_server_and_what_that_cannot_show_is_said(
+    browser: Browser, tiny_llama: Model, tmp_path: Path
+):
+    path = write_gguf(tiny_llama, tmp_path / "tiny.gguf")
+    with (
+        served(path, cache="f32", context=256, threads=1, flash=False) as server,
+        serving(ServedModel(server)) as (address, _),
+    ):
+        tab = opened(browser, address)
+        tab.do(f"{turn('m1')}.click()")
+        click(tab, "[data-edit=mask]")
+        settled(tab, "mask m1")
+        cache = tiny_llama.prefill(START.chat).mask("m1")
+        masked = tiny_llama.generate(cache, START.ask, max_new_tokens=START.new).text
+        assert tab.do(REPLY) == masked
+        assert "f32 in a llama-server" in tab.do("document.querySelector('#model').textContent")
+        for place, what in (("attention", "attention"), ("remembered", "contamination"), ("readings", "readings")):
+            assert tab.do(f"document.querySelector('#{place}').lastElementChild.textContent") == MISSING[what]
+        tab.do(f"{turn('m0')}.click()")
+        click(tab, "[data-edit=compact]")
+        tab.until(f"{STATUS}.startsWith('Compact is not available')")
+        tab.do("history.back()")
+        settled(tab, "mask m1")
+        tab.do(f"{turn('m0')}.click()")
+        click(tab, "[data-edit=re-index]")
+        settled(tab, "re-index m0")
+        click(tab, "#undo")
+        settled(tab, "mask m1")
+        assert tab.do("document.querySelectorAll('#states li').length") == 3
+        offline = shared(browser, tab, tmp_path)
+        assert offline.do(REPLY) == masked
+    assert not browser.complaints
+
+
+def test_a_state_is_shown_in_a_notebooks_frame(browser: Browser, tiny_llama: Model, tmp_path: Path):
+    state = look(tiny_llama, START.chat, START.ask, Edit("mask", ("m1",)), new=START.new)
+    notebook = tmp_path / "notebook.html"
+    notebook.write_text(state._repr_html_().replace("sandbox=", "data-sandbox="))  # so that the test may look inside
+    tab = browser.tab(notebook.as_uri())
+    within = "document.querySelector('iframe')?.contentDocument"
+    tab.until(f"{within}?.querySelector('[data-arm=now]')")
+    for _ in range(2):  # before and after its only link was followed
+        assert tab.do(f"{within}.querySelector('[data-arm=now] .reply-text').textContent") == state.replies[1].text
+        tab.do(f"{within}.querySelector('#states a').click()")
+    assert tab.do(f"{within}.querySelector('#python').textContent") == state.python
+    assert not browser.complaints

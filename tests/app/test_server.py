@@ -188,6 +188,14 @@ def test_a_question_without_a_conversation_is_refused():
     refused(lambda: serve(ask="and the inn"), "belong to --chat")
 
 
+def test_a_llama_server_needs_its_folder_and_no_loading(tmp_path: Path):
+    url = "http://127.0.0.1:8080"
+    refused(lambda: serve(url), "--slots", "--slot-save-path")
+    refused(lambda: serve(url, slots=tmp_path / "none"), "no folder")
+    refused(lambda: serve(url, slots=tmp_path, loading=Loading(dtype="bfloat16")), "has loaded its model already")
+    refused(lambda: serve(slots=tmp_path), "belong to the address of a llama-server")
+
+
 def test_the_python_of_a_command_loads_what_it_loads():
     assert USUAL.code("tiny") == "kv.load('tiny')"
     loading = Loading(dtype="bfloat16", max_memory=("cpu=8GiB",), offload_folder=Path("there"))

@@ -81,7 +81,11 @@ def test_a_state_is_that_of_its_edits_from_scratch_and_of_its_python(
     monkeypatch.setattr("kvprobe.inference.model.load", lambda *_, **__: tiny_llama)
     loads = list[object]()
     monkeypatch.setattr(kv, "load", lambda *given, **named: loads.append((given, named)) or tiny_llama, raising=False)
+    looked: list[AppState] = []
+    monkeypatch.setattr("kvprobe.app.microscope.Microscope", lambda model: microscope)
+    monkeypatch.setattr(AppState, "show", lambda state: looked.append(state))
     exec(state.python, {"print": printed.append})
+    assert [replace(one, address=state.address, seconds=state.seconds) for one in looked] == [state]
     assert printed == [state.replies[-1].text]
     assert loads == [((tiny_llama.name,), {})]
     rounded = Microscope(tiny_llama, "kv.load('tiny', dtype='bfloat16')").state(at())

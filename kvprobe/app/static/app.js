@@ -17,25 +17,29 @@ const LEGEND = {
   quantised: "quantised",
 };
 const NEED_SLOTS = ["mask", "evict", "re-index", "restart", "compact", "patch"];
-const page = { live: false, address: null, state: null, strip: null, stop: null };
+const page = { live: false, address: null, state: null, strip: null, stop: null, framed: location.protocol === "about:", fragment: "" };
 
 function say(text, wrong = false) {
   at("status").textContent = text;
   at("status").classList.toggle("wrong", wrong);
 }
 
+// A notebook's frame has no address of its own.
+const fragment = () => (page.framed ? page.fragment : location.hash);
+
 // Goes to an address, as a link would.
 function go(address) {
-  const fragment = fragmentOf(address);
-  if (fragment === location.hash) show();
-  else location.hash = fragment;
+  const to = fragmentOf(address);
+  if (page.framed) page.fragment = to;
+  else if (to !== fragment()) { location.hash = to; return; }
+  show();
 }
 
 // `more` is what to measure beside: `attention`, or what probes `read`.
 async function show(more = {}) {
   page.stop?.abort();
   let address = null;
-  try { address = addressOf(location.hash); } catch (error) { say(error.message, true); return; }
+  try { address = addressOf(fragment()); } catch (error) { say(error.message, true); return; }
   page.address = address;
   const found = known.states.get(keyOf(address));
   const measured = { attention: found?.attention || found?.attention_left_out, read: found?.readings || found?.readings_left_out };
@@ -115,6 +119,11 @@ function drawStates() {
     item.style.setProperty("--depth", path.length);
     const link = make("a", "", item, state.edits.at(-1) ?? "everything in view");
     link.href = fragmentOf(state.address);
+    link.addEventListener("click", (event) => {  // in a notebook's frame the link would lead to the notebook
+      if (event.ctrlKey || event.metaKey || event.shiftKey) return;
+      event.preventDefault();
+      go(state.address);
+    });
     if (keyOf(state.address) === here) link.setAttribute("aria-current", "page");
     make("span", "soft", item, ` ${state.replies.at(-1).text}`);
     return item;
@@ -224,7 +233,10 @@ async function open() {
     at("ask").readOnly = true;
     at("hint").textContent = "This file holds the states below; it computes none. `kvprobe app` does.";
   }
-  if (!new URLSearchParams(location.hash.slice(1)).has("at") && session.at) history.replaceState(null, "", fragmentOf(session.at));
+  if (!new URLSearchParams(fragment().slice(1)).has("at") && session.at) {
+    if (page.framed) page.fragment = fragmentOf(session.at);
+    else history.replaceState(null, "", fragmentOf(session.at));
+  }
   show();
 }
 

@@ -18,7 +18,7 @@ function mapOf(place, state, values, caption, title) {
 export function drawRemembered(place, state) {
   if (!state.contamination) {
     const none = "Nothing: what is left was computed again, or stands before what is hidden.";
-    place.replaceChildren(make("p", "soft", null, state.hidden.length ? none : "Nothing is hidden."));
+    place.replaceChildren(make("p", "soft", null, state.contamination_left_out || (state.hidden.length ? none : "Nothing is hidden.")));
     return;
   }
   const caption = [
@@ -42,7 +42,7 @@ export function drawChange(place, state) {
   mapOf(place, state, state.change, caption.join(" "), "what changed in the cache");
 }
 
-export function drawMemory(place, { memory: { full, held, live, slots, of } }) {
+export function drawMemory(place, { memory: { full, held, live, note, slots, of } }) {
   const list = make("dl", "memory");
   const bar = (name, bytes, total) => {
     make("dt", "", list, name);
@@ -57,7 +57,7 @@ export function drawMemory(place, { memory: { full, held, live, slots, of } }) {
     bar("of it slots", held.slots, total);
     bar("of it states of recurrent layers", held.state, total);
   }
-  place.replaceChildren(list, make("p", "soft", null, `${slots} of ${of} slots in view. A mask hides slots and frees nothing; an eviction frees them.`));
+  place.replaceChildren(list, make("p", "soft", null, `${slots} of ${of} slots in view. ${note}`));
 }
 
 // What is measured on request: gives whether there is something to draw; else says why there is not, or offers to ask.

@@ -1,0 +1,138 @@
+"""The microscope on a model in a llama-server, beside the same model in this process."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from kvprobe.app.address import Address, Edit
+from kvprobe.app.microscope import AppState, Microscope
+from kvprobe.app.server_backend import MISSING
+from kvprobe.engines.served_model import EDITED, READ, RestoredSlot, ServedModel, divergence_at_least
+from kvprobe.engines.server import LlamaServer, served
+from kvprobe.exported import json_schema
+from kvprobe.inference.model import Model
+from tests.app.made_up import START
+from tests.models.gguf_file import write_gguf
+from tests.refusals import refused
+
+EDITS: dict[str, tuple[Edit, ...]] = {
+    "nothing": (),
+    "mask": (Edit("mask", ("m1",)),),
+    "evict a run": (Edit("evict", slots=(3, 9)), Edit("mask", slots=(5, 20))),
+    "re-index, then damage": (Edit("re-index", ("m1",)), Edit("damage", ("m2",), fault="zeros", rate=0.5)),
+    "restart after damage": (Edit("damage", fault="gaussian", rate=0.3, seed=2), Edit("restart", ("m1",))),
+    "damage with what another conversation holds": (Edit("damage", fault="distractor", rate=0.5),),
+    "quantise, policy": (Edit("quantise", bits=2), Edit("policy", policy="SinkWindow(2, 30)")),
+}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaServer]:
+    path = write_gguf(tiny_llama, tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+    with served(path, cache="f32", context=256, threads=1, flash=False) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def there(server: LlamaServer) -> Microscope:
+    return Microscope(ServedModel(server))
+
+
+@pytest.fixture(scope="module")
+def here(tiny_llama: Model) -> Microscope:
+    return Microscope(tiny_llama)
+
+
+def at(*edits: Edit) -> Address:
+    return replace(START, edits=edits)
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_state_of_a_server_is_that_of_the_model_itself(
+    here: Microscope, there: Microscope, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    state, true = there.state(at(*EDITS[name])), here.state(at(*EDITS[name]))
+    jsonschema.validate(json.loads(state.to_json()), json_schema())
+    assert (state.slots, state.edits, state.hidden) == (true.slots, true.edits, true.hidden)
+    assert state.expected == true.expected
+    for reply, right in zip(state.replies, true.replies, strict=True):
+        assert (reply.text, reply.tokens, reply.slots) == (right.text, right.tokens, right.slots)
+        assert reply.logprobs == pytest.approx(right.logprobs, abs=1e-4)
+        assert reply.own_logprobs == pytest.approx(right.own_logprobs, abs=1e-4)
+        assert reply.kls == pytest.approx(right.kls, abs=2e-4)
+    for row, right in zip(state.change, true.change, strict=True):
+        assert row == pytest.approx(right, abs=1e-3)
+    assert state.memory["full"] == true.memory["full"]
+
+    printed, looked = list[str](), list[AppState]()
+    assert isinstance(there.backend.model, ServedModel)
+    monkeypatch.setattr("kvprobe.app.microscope.Microscope", lambda model: there)
+    monkeypatch.setattr(AppState, "show", lambda state: looked.append(state))
+    exec(state.python, {"print": printed.append})
+    assert printed == [state.replies[-1].text]
+    assert [replace(one, address=state.address, seconds=state.seconds) for one in looked] == [state]
+
+
+def test_what_a_slot_is_not_enough_for_is_said_in_a_sentence(there: Microscope):
+    state = there.state(at(Edit("mask", ("m1",))), attention=True)
+    assert (state.attention, state.contamination, state.readings) == (None, None, None)
+    assert state.attention_left_out == MISSING["attention"]
+    assert state.contamination_left_out == MISSING["contamination"]
+    assert state.readings_left_out == MISSING["readings"]
+    refused(lambda: there.state(at(Edit("compact", ("m1",)))), "Compact is not available from a llama-server")
+    refused(lambda: there.state(at(Edit("patch", ("m1",), of="m0", text="the mill has 7."))), "Patch is not available")
+    refused(lambda: there.state(at(Edit("policy", policy="SnapKV(50%, window=2)"))), "gives no attention")
+    refused(
+        lambda: there.state(at(Edit("policy", policy="RandomEviction(50%, seed=0, per_head=True)"))),
+        "llama.cpp cannot express",
+    )
+    refused(lambda: there.state(at(Edit("mask", ("m2",)))), "goes on right after a live slot alone")
+    refused(lambda: there.state(at(Edit("policy", policy="RestartInPlace('m0')"))), "without gaps")
+
+
+def test_memory_is_what_the_server_holds(server: LlamaServer):
+    memory = Microscope(ServedModel(server)).state(at(Edit("mask", ("m1",)))).to_plain()["memory"]
+    full, held = (memory[name]["slots"] for name in ("full", "held"))
+    assert held == full * memory["slots"] // memory["of"] < full
+    assert 0 < server.path(EDITED).stat().st_size - held < 2000  # tokens, positions and headers
+
+
+def test_a_slot_that_somebody_else_used_is_refused(there: Microscope, server: LlamaServer):
+    model = ServedModel(server)
+    cache = model.prefill(START.chat).mask("m1")
+    start = model.restored(cache, model.prompts(cache, START.ask)[0])
+    server.complete([3, 4, 5], reuse=False)
+    refused(lambda: start.likeliest(()), "what was edited is lost")
+    server.path(READ).unlink()
+    assert model.generate(cache, START.ask, max_new_tokens=2).text == there.state(
+        replace(at(Edit("mask", ("m1",))), new=2)
+    ).replies[1].text  # fmt: skip
+
+
+def test_what_is_no_server_of_a_model_here_is_refused(server: LlamaServer, tmp_path: Path):
+    refused(lambda: ServedModel.at(server.url, tmp_path / "nowhere"), "no folder", "--slot-save-path")
+    refused(lambda: ServedModel.at(server.url, tmp_path).prefill("the mill"), "but not in", "--slot-save-path")
+    refused(lambda: ServedModel.at(server.url, tmp_path, tmp_path / "none.gguf").tokenizer, "no file here", "--gguf")
+    refused(lambda: ServedModel.at("http://127.0.0.1:9", tmp_path).name, "No server answers")
+
+
+def test_a_divergence_of_the_likeliest_tokens_is_never_too_large():
+    first, now = {1: -0.2231435, 2: -1.6094379}, {1: -1.6094379, 3: -0.2231435}  # 0.8 and 0.2
+    exact = divergence_at_least({**first, 3: -30.0}, {**now, 2: -30.0})
+    assert 0 < divergence_at_least(first, now) < exact
+    assert divergence_at_least(first, first) == 0
+
+
+def test_a_token_that_is_not_among_the_likeliest_is_asked_for(server: LlamaServer, monkeypatch: pytest.MonkeyPatch):
+    model = ServedModel(server)
+    cache = model.prefill(START.chat)
+    every = model.restored(cache, model.prompts(cache, START.ask)[0]).likeliest(())
+    monkeypatch.setattr("kvprobe.engines.served_model.LIKELIEST", 3)
+    start: RestoredSlot = model.restored(cache, model.prompts(cache, START.ask)[0])
+    assert len(start.likeliest(())) == 3
+    last = min(every, key=every.__getitem__)
+    assert start.likeliest((), last)[last] == pytest.approx(every[last], abs=1e-4)
