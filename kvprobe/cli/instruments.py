@@ -126,7 +126,11 @@ def certify(
     lead: Annotated[str, Parameter(help="How the answer begins, before the secret.")] = "",
     others: Annotated[tuple[str, ...], several("Secrets in its place; its digits are drawn anew by default.")] = (),
     secrets: Annotated[Whole, Parameter(help="How many secrets are tried.")] = 96,
-    conversations: Annotated[int, Parameter(help="Other conversations that probes learn from.")] = 0,
+    conversations: Annotated[int, Parameter(help="Other conversations that readers learn from.")] = 0,
+    reader: Annotated[
+        Literal["ridge", "slot", "hidden", "attention", "transformer"],
+        Parameter(help="That reads beside the ridge; a transformer takes minutes."),
+    ] = "ridge",
     seed: Annotated[int, Parameter(help="Of the secrets that are drawn.")] = 0,
     out: Annotated[Path | None, Parameter(help="Also write a page.")] = None,
     json: Annotated[bool, Parameter(help="Print JSON for a program.", negative="")] = False,
@@ -153,6 +157,7 @@ def certify(
         others=others,
         secrets=secrets,
         conversations=conversations,
+        reader=reader,
         seed=seed,
     )
     from kvprobe.report.views.certificate import save_certificate

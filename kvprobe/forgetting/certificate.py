@@ -17,13 +17,12 @@ from kvprobe.brief import Brief, Table
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.forgetting.hidden_secret import FEWEST_SECRETS, HiddenSecret
-from kvprobe.forgetting.readers import SecretReading, known_reading, reading_from_others
+from kvprobe.forgetting.readers import RIDGE, SecretReader, SecretReading, known_readings, readings_from_others
 from kvprobe.forgetting.search import Search, search
-from kvprobe.forgetting.trace import SecretTrace, Slots, stored, trace_of
+from kvprobe.forgetting.trace import SecretTrace, Slots, in_layers, stored, trace_of
 from kvprobe.forgetting.use import Use, answers, use_of
 from kvprobe.forgetting.ways import NOTHING, WAYS, Way, forgotten, way_of
 from kvprobe.inference.model import Model
-from kvprobe.names import number_ranges
 from kvprobe.policies.policy import Policy
 from kvprobe.progress import Bar
 from kvprobe.stats import Estimate
@@ -62,8 +61,8 @@ class Certificate(Brief):
         secrets: how many were tried in the place of the secret, its own among them.
         stored: slots that later tokens do not see, and that still hold something that depends on the secret.
         trace: where caches of different secrets differ.
-        known: what probes read that have learned from other secrets of this conversation.
-        from_others: what probes read that have learned from other conversations; None where they were not asked.
+        known: what each reader makes of it that has learned from other secrets of this conversation.
+        from_others: what each makes of it that has learned from other conversations; empty where they were not asked.
         search: whether trying finds the secret.
         use: how much the secret decides the answer, and how much with everything in view; None without a question.
     """
@@ -74,8 +73,8 @@ class Certificate(Brief):
     secrets: int
     stored: int
     trace: SecretTrace
-    known: SecretReading | None = field(repr=False)
-    from_others: SecretReading | None = field(repr=False)
+    known: tuple[SecretReading, ...] = field(repr=False)
+    from_others: tuple[SecretReading, ...] = field(repr=False)
     search: Search | None = field(repr=False)
     use: Use | None = field(repr=False)
     use_in_view: Use | None = field(repr=False)
@@ -92,10 +91,9 @@ class Certificate(Brief):
 
     @property
     def bits(self) -> float:
-        """Bits of each digit that the best probe reads which reads more than chance, of 3.32: the number for a report;
+        """Bits of each digit that the best reader reads which reads more than chance, of 3.32: the number for a report;
         0 where none does."""
-        readings = [one for one in (self.known, self.from_others) if one is not None]
-        return max([0.0, *(one.bits.mean for one in readings if one.digits.above(one.chance))])
+        return max([0.0, *(one.bits.mean for one in (*self.known, *self.from_others) if one.above_chance)])
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
@@ -123,28 +121,23 @@ class Certificate(Brief):
         layer, part, head, position = found[0]
         at = "" if position < 0 else f", position {position}"
         sentence = (
-            f"{len(found):,} places in layers {number_ranges(self.trace.touched)}, "
-            f"{len({place[:3:2] for place in found}):,} heads; most in {part} of layer {layer}, "
+            f"{_counted(len(found), 'place')} in {in_layers(self.trace.touched)}, "
+            f"{_counted(len({place[:3:2] for place in found}), 'head')}; most in {part} of layer {layer}, "
             f"head {head}{at}: {self.trace.most:.2g} of its size.{slots}"
         )
         return Verdict(question, "traces are left", True, sentence)
 
-    def _read(self, question: str, reading: SecretReading | None) -> Verdict:
+    def _read(self, question: str, readings: tuple[SecretReading, ...]) -> Verdict:
         if self.clean:
             return Verdict(question, "nothing to read", False, "No reader can: nothing differs.")
-        if reading is None:
-            return Verdict(question, "was not asked", None, "Probes of digits were not asked.")
-        layer, part = reading.site
-        shown = (
-            f"{_percent(reading.digits)} of the digits (chance {reading.chance:.0%}), all of them in "
-            f"{_percent(reading.whole)} of the secrets, {reading.bits.mean:.2f} bits a digit; {part} of layer {layer}"
-        )
-        control = "" if reading.control is None else f"; with everything in view {_percent(reading.control)}"
-        if reading.digits.above(reading.chance):
-            return Verdict(question, "can be read", True, f"{shown}{control}.")
-        if reading.control is not None and reading.control.mean < POWER:
-            return Verdict(question, "is not decided", None, f"{shown}{control}, so that it says little.")
-        return Verdict(question, "was not read", None, f"{shown}{control}; other readers may read more.")
+        if not readings:
+            return Verdict(question, "was not asked", None, "Readers of digits were not asked.")
+        said = " ".join(_described(one) for one in readings)
+        if any(one.above_chance for one in readings):
+            return Verdict(question, "can be read", True, said)
+        if all(one.control is not None and one.control.mean < POWER for one in readings):
+            return Verdict(question, "is not decided", None, f"{said} So this says little.")
+        return Verdict(question, "was not read", None, f"{said} Other readers may read more.")
 
     def _recovered(self) -> Verdict:
         question = "Can it be found by trying?"
@@ -188,7 +181,7 @@ class Certificate(Brief):
             return f"Nothing is left that later tokens see, but {self.stored} hidden slots still hold the secret."
         said = dict.fromkeys(one.words for one in self.verdicts[1:] if one.left is not None)
         found = f": {'; '.join(said)}" if said else ""
-        return f"Something is left{found}. Probes read {self.bits:.2f} bits a digit, of 3.32."
+        return f"Something is left{found}. Readers read {self.bits:.2f} bits a digit, of 3.32."
 
     @property
     def unseen(self) -> tuple[str, ...]:
@@ -203,9 +196,20 @@ class Certificate(Brief):
                 "evict them."
             )
         if not self.clean:
-            sentences.append("Better readers than these, and other questions than the one that was asked.")
+            sentences += self._unread()
+            sentences.append("Other questions to the model than the one that was asked.")
         sentences.append("Copies elsewhere: logs, other caches, a prefix shared with other requests.")
         return tuple(sentences)
+
+    def _unread(self) -> Iterator[str]:
+        """Readers that were not tried."""
+        readings = (*self.known, *self.from_others)
+        tried = " and ".join(dict.fromkeys(_NAMES[one.reader] for one in readings))
+        yield f"Other readers than those that were tried ({tried})." if tried else "Readers: none was tried."
+        if readings and all(one.reader == RIDGE for one in readings):
+            yield "A secret that no single number shows but several together; give a stronger reader (--reader)."
+        if nets := list(dict.fromkeys(one.place for one in self.known if one.reader != RIDGE)):
+            yield f"What a stronger reader could make of slots that it was not given: it read {nets[0]}."
 
     def as_mapping(self) -> dict[str, object]:
         """For JSON."""
@@ -218,6 +222,11 @@ class Certificate(Brief):
             "bits_per_digit": self.bits,
             "clean": self.clean,
             "forgotten": self.forgotten,
+            "readers": [
+                {"knows": knows, **_recorded(one)}
+                for knows, readings in (("this conversation", self.known), ("other conversations", self.from_others))
+                for one in readings
+            ],
             "verdicts": [vars(verdict) for verdict in self.verdicts],
             "places": len(self.trace.places),
             "layers": list(self.trace.touched),
@@ -254,6 +263,7 @@ def certify(
     asked: Annotated[int, Within(FEWEST_SECRETS)] = 16,
     searched: AtLeastZero = 4,
     conversations: AtLeastZero = 0,
+    reader: SecretReader = RIDGE,
     seed: AtLeastZero = 0,
 ) -> Certificate:
     """What is left of a secret in the cache that stays after a conversation forgot it.
@@ -270,6 +280,9 @@ def certify(
         searched: how many are searched for by trying.
         conversations: how many other conversations probes learn from that do not know this one; 0 leaves them out. They
             need 1,500 (several minutes) before they read most of what is in full view.
+        reader: that reads beside the ridge, which is on one part of one layer: a ridge on one `slot`, one `hidden`
+            layer, `attention` over slots and layers, or a `transformer` over them (minutes; it needs 200 secrets before
+            it reads what two slots say only together).
 
     Raises:
         UserError: the cache is not what the way makes of the conversation, too few secrets take as many tokens, or
@@ -285,11 +298,13 @@ def certify(
     caches = [own, *(forgotten(model, act, case, secret) for secret in rest)]
     slots = Slots.of(caches)
     trace = trace_of(model, caches, again, slots)
-    known = foreign = found = use = in_view = None
+    known = foreign = ()
+    found = use = in_view = None
+    readers = tuple(dict.fromkeys((RIDGE, reader)))
     if not trace.empty:
-        known = known_reading(model, caches, slots, tried, rng)
+        known = known_readings(model, caches, slots, trace, tried, readers, rng)
         if conversations:
-            foreign = reading_from_others(model, act, case, caches, tried, conversations, rng)
+            foreign = readings_from_others(model, act, case, caches, tried, conversations, readers, rng)
         if searched:
             found = search(model, act, case, caches, tried, searched, rng)
         if ask:
@@ -320,6 +335,48 @@ def _refuse_another(model: Model, cache: KVCache, made: KVCache, again: KVCache,
             f"The cache is not what {way!r} makes of this conversation, so a certificate of the way would say nothing "
             "of it; give the way in which it was made."
         )
+
+
+_NAMES: dict[SecretReader, str] = {
+    "ridge": "a ridge on one part of one layer",
+    "slot": "a ridge on one slot of one layer",
+    "hidden": "a network with one hidden layer",
+    "attention": "attention over slots and layers",
+    "transformer": "a transformer over slots and layers",
+}
+
+
+def _described(one: SecretReading) -> str:
+    """What a reader read, and the same reader where there is nothing to read."""
+    name = _NAMES[one.reader]
+    beside = [
+        f"{of} {share.mean:.1%}"
+        for of, share in (
+            ("after a restart", one.restart),
+            ("of secrets dealt out at random", one.dealt),
+            ("with everything in view", one.control),
+        )
+        if share is not None
+    ]
+    return (
+        f"{name[0].upper()}{name[1:]}: {_percent(one.digits)} of the digits ({', '.join(beside)}; chance "
+        f"{one.chance:.0%}), all of them in {_percent(one.whole)} of the secrets, {one.bits.mean:.2f} bits a digit, "
+        f"from {one.place}."
+    )
+
+
+def _recorded(one: SecretReading) -> dict[str, object]:
+    shares = {name: getattr(one, name) for name in ("digits", "whole", "bits", "restart", "dealt", "control")}
+    return {
+        "reader": one.reader,
+        "place": one.place,
+        "chance": one.chance,
+        **{name: None if share is None else share.record() for name, share in shares.items()},
+    }
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def _percent(share: Estimate) -> str:

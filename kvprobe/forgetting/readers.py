@@ -1,7 +1,12 @@
-"""Whether probes read the secret: such as know the conversation, and such as have never seen it."""
+"""Whether readers read the secret: such as know the conversation, and such as have never seen it.
+
+A ridge on one part of one layer always does; a stronger reader of the ladder (`kvprobe.probing.readers`) may read
+beside it. Each is held against itself: after a restart, with secrets dealt out at random, and with everything in view.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -9,51 +14,65 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.parts import recurrent
 from kvprobe.forgetting.hidden_secret import HiddenSecret, up_to
-from kvprobe.forgetting.trace import STATE, Slots, seen
+from kvprobe.forgetting.trace import SecretTrace, Slots
+from kvprobe.forgetting.views import View, ViewOfOthers, view_of
 from kvprobe.forgetting.ways import NOTHING, WAYS, Way, forgotten
 from kvprobe.inference.model import Model
-from kvprobe.inference.states import state_of
 from kvprobe.probing.calibration import calibrated_tasks, joined
+from kvprobe.probing.linear import log_frequency
+from kvprobe.probing.readers import BEST, Known, Rung, read, scored
 from kvprobe.progress import Bar
 from kvprobe.stats import SHARE, Estimate, estimate
 from kvprobe.tasks.grammar import draw, random_codes
 
+SecretReader = Literal["ridge", "slot", "hidden", "attention", "transformer"]
+"""Ridge on one part of one layer, or on one slot; one hidden layer on the best parts; attention over slots and layers;
+a transformer over them."""
+RIDGE: SecretReader = "ridge"
 FOLDS = 4
 CLASSES = 10
 """Of a digit."""
 FEWEST_READ = 3 * CLASSES
-"""Secrets of one conversation below which probes have nothing to learn from."""
+"""Secrets of one conversation below which readers have nothing to learn from."""
 
 
 @dataclass(frozen=True)
 class SecretReading:
-    """What probes read of secrets.
+    """What a reader makes of secrets.
 
     Attributes:
         digits: share of the digits that were read right.
         whole: share of the secrets of which every digit was.
-        bits: read of each digit, of 3.32; below zero where the probe misleads.
-        site: layer and part that most folds chose.
-        held: bits of each place for one who knows how often each word stands there, as the probe does: the most that
+        bits: read of each digit, of 3.32; below zero where the reader misleads.
+        place: the layers, parts or slots that it read.
+        held: bits of each place for one who knows how often each word stands there, as the reader does: the most that
             can be read.
-        control: what the same probes read of the segments themselves with everything in view; None where they were not
-            asked.
+        restart: digits that the same reader reads after a restart.
+        dealt: digits that it reads by chance: of secrets dealt out at random among the same caches.
+        control: digits that it reads of the segments themselves with everything in view; None where it was not asked.
         classes: that each place can be of; of other words than digits, these are what `digits` counts.
     """
 
     digits: Estimate
     whole: Estimate
     bits: Estimate
-    site: tuple[int, str]
+    place: str
     held: float
+    reader: SecretReader = RIDGE
+    restart: Estimate | None = None
+    dealt: Estimate | None = None
     control: Estimate | None = None
     classes: int = CLASSES
 
     @property
     def chance(self) -> float:
         return 1 / self.classes
+
+    @property
+    def above_chance(self) -> bool:
+        """Whether more was read than by chance, in digits or in bits: a bit of a digit hardly helps to name it."""
+        return self.digits.above(self.chance) or self.bits.above()
 
 
 def digits_of(secrets: Sequence[str]) -> Int[Tensor, "places secrets"]:
@@ -63,43 +82,100 @@ def digits_of(secrets: Sequence[str]) -> Int[Tensor, "places secrets"]:
     return numerals[(numerals != numerals[:, :1]).any(1)]
 
 
-def known_reading(
-    model: Model, caches: Sequence[KVCache], slots: Slots, secrets: Sequence[str], rng: np.random.Generator
-) -> SecretReading | None:
-    """What probes read that have learned from other secrets of this very conversation: every slot that stays, of one
-    part of one layer, which is chosen on secrets that are neither learned from nor tested on.
+@dataclass(frozen=True)
+class SecretQuestion:
+    """What readers are asked: labels of samples, in folds; the samples that are asked about, and how many readers are
+    asked."""
+
+    labels: Int[Tensor, "places samples"]
+    folds: Int[Tensor, "samples"]
+    asked: Bool[Tensor, "samples"]
+    readers: int
+    seed: int
+
+    def dealt(self) -> "SecretQuestion":
+        """With labels dealt out at random, among those that are asked about and among the others."""
+        rng, order = np.random.default_rng(self.seed), torch.arange(len(self.asked))
+        for some in (self.asked, ~self.asked):
+            order[some] = torch.from_numpy(rng.permutation(order[some].numpy()))
+        return replace(self, labels=self.labels[:, order])
+
+
+def known_readings(
+    model: Model,
+    caches: Sequence[KVCache],
+    slots: Slots,
+    trace: SecretTrace,
+    secrets: Sequence[str],
+    readers: Sequence[SecretReader],
+    rng: np.random.Generator,
+) -> tuple[SecretReading, ...]:
+    """What readers make of the slots that stay which have learned from other secrets of this very conversation.
 
     None where secrets have no digits that differ, or are too few to learn from.
     """
     labels = digits_of(secrets)
     if not len(labels) or not slots.positions or len(secrets) < FEWEST_READ:
-        return None
+        return ()
     folds = torch.from_numpy(rng.permutation(np.arange(len(secrets)) % FOLDS))
-    numbers: dict[tuple[int, str], Tensor] = {}
-    for layer in range(caches[0].n_layers):
-        held = [seen(model, cache, slots, number, layer) for number, cache in enumerate(caches)]
-        numbers |= {(layer, name): rotated(torch.stack([one[name].flatten() for one in held])) for name in held[0]}
-    return read_by_probes(numbers, labels, folds)
+    question = SecretQuestion(
+        labels, folds, torch.ones_like(folds, dtype=torch.bool), len(readers), int(rng.integers(2**31))
+    )
+    view, restart = view_of(model, caches, slots, trace), View.alike(len(secrets))
+    return tuple(held_against(reader, question, view, restart) for reader in readers)
 
 
-def rotated(numbers: Float[Tensor, "samples numbers"]) -> Float[Tensor, "samples dim"]:
-    """The same inner products between samples, of standardised numbers, in as many numbers as there are samples.
+def held_against(
+    reader: SecretReader, question: SecretQuestion, left: View, restart: View, in_view: View | None = None
+) -> SecretReading:
+    """What a reader makes of what is left, and the same reader of a restart, by chance, and with everything in view."""
+    return replace(
+        _reading(reader, question, left),
+        restart=_reading(reader, question, restart).digits,
+        dealt=_reading(reader, question.dealt(), left).digits,
+        control=None if in_view is None else _reading(reader, question, in_view).digits,
+    )
 
-    Ridge regression asks for inner products alone. A random rotation spreads them over all numbers, since probes scale
-    each number to the same variance.
-    """
-    size = numbers.norm(dtype=torch.double) / max(numbers.numel(), 1) ** 0.5
-    varying = numbers[:, (numbers != numbers[:1]).any(0)].double()
-    off = varying - varying.mean(0)
-    scaled = off[:, off.square().mean(0).sqrt() > 1e-9 * size]
-    scaled = scaled / scaled.square().mean(0).sqrt()
-    if not scaled.shape[1]:
-        return torch.zeros(len(numbers), len(numbers))
-    values, axes = torch.linalg.eigh(scaled @ scaled.T)
-    turn = torch.linalg.qr(
-        torch.randn(len(axes), len(axes), generator=torch.Generator().manual_seed(0), dtype=torch.double)
-    )[0]
-    return (axes * values.clamp(min=0).sqrt() @ turn).float()
+
+def _reading(reader: SecretReader, question: SecretQuestion, view: View) -> SecretReading:
+    if reader == RIDGE:
+        return read_by_probes(view.sites, question.labels, question.folds, question.asked, comparisons=question.readers)
+    return _read_on_the_ladder(reader, question, view)
+
+
+def _read_on_the_ladder(reader: SecretReader, question: SecretQuestion, view: View) -> SecretReading:
+    """In each fold in turn, what a reader makes of it that has learned from the others."""
+    labels, folds, asked, count = question.labels, question.folds, question.asked, int(question.folds.max()) + 1
+    features = view.averages if reader == "hidden" else view.tokens
+    right, bits, base = torch.zeros(3, *labels.shape, dtype=torch.double)
+    for fold in folds[asked].unique().tolist():
+        here = folds == fold
+        roles = torch.where(here, 0, torch.where(folds == (fold + 1) % count, 1, 2))
+        known = Known(features, labels, roles, question.seed + fold)
+        right[:, here], gained = scored(known, read(cast(Rung, reader), known))
+        surprisal = -log_frequency(labels[:, ~here], CLASSES).gather(1, labels[:, here]).double() / np.log(2)
+        bits[:, here], base[:, here] = gained - np.log2(CLASSES) + surprisal, surprisal
+    best = f"the best {min(BEST, features.shape[1])} of {features.shape[1]} parts of layers"
+    place = best if reader == "hidden" else view.seen
+    held = float(base[:, asked].mean())
+    return _summed(right[:, asked], bits[:, asked], place, held, reader, comparisons=question.readers)
+
+
+def _summed(
+    right: Float[Tensor, "places asked"],
+    bits: Float[Tensor, "places asked"],
+    place: str,
+    held: float,
+    reader: SecretReader,
+    classes: int = CLASSES,
+    comparisons: int = 1,
+) -> SecretReading:
+    digits, whole = (
+        estimate(share.double().numpy(), within=SHARE, comparisons=comparisons)
+        for share in (right.mean(0), right.amin(0))
+    )
+    gained = estimate(bits.mean(0).double().numpy(), comparisons=comparisons)
+    return SecretReading(digits, whole, gained, place, held, reader, classes=classes)
 
 
 def read_by_probes(
@@ -108,11 +184,13 @@ def read_by_probes(
     folds: Int[Tensor, "samples"],
     asked: Bool[Tensor, "samples"] | None = None,
     classes: int = CLASSES,
+    comparisons: int = 1,
 ) -> SecretReading:
     """What probes read of the samples that are asked about: in each fold, that which did best on its inner fold.
 
     Args:
         asked: all by default.
+        comparisons: readers of which the best is reported.
     """
     asked = torch.ones_like(folds, dtype=torch.bool) if asked is None else asked
     several = len({one.shape for one in numbers.values()}) == 1
@@ -125,35 +203,34 @@ def read_by_probes(
         right[:, here] = results.predicted[best][:, here].eq(labels[:, here]).float()
         bits[:, here] = results.information[best][:, here].float()
     tested = [int(picks[fold]) for fold in folds[asked].unique().tolist()]
-    shares = (right[:, asked].mean(0), right[:, asked].amin(0))
-    digits, whole = (estimate(share.double().numpy(), within=SHARE) for share in shares)
-    site = list(numbers)[max(tested, key=tested.count)]
+    layer, part = list(numbers)[max(tested, key=tested.count)]
     held = float(results.base_bits[:, asked].mean())
-    return SecretReading(digits, whole, estimate(bits[:, asked].mean(0).double().numpy()), site, held, classes=classes)
+    return _summed(right[:, asked], bits[:, asked], f"{part} of layer {layer}", held, RIDGE, classes, comparisons)
 
 
-def reading_from_others(
+def readings_from_others(
     model: Model,
     way: Way,
     case: HiddenSecret,
     caches: Sequence[KVCache],
     secrets: Sequence[str],
     conversations: int,
+    readers: Sequence[SecretReader],
     rng: np.random.Generator,
-) -> SecretReading | None:
-    """What probes read that have never seen this conversation: they learn from others, each with a code of its own,
-    that forgot it in the same way.
+) -> tuple[SecretReading, ...]:
+    """What readers make of it that have never seen this conversation: they learn from others, each with a code of its
+    own, that forgot it in the same way.
 
-    They read, in one part of one layer, the average over the segment after what was forgotten, as it is or less that of
-    the same text read anew, which anyone has who has the text that stays. The control reads what was forgotten itself,
-    with everything in view: the easier task.
+    They read the segment after what was forgotten: probes, in one part of one layer, its average, as it is or less that
+    of the same text read anew, which anyone has who has the text that stays; networks, averages or its last slots, less
+    those. The control reads what was forgotten itself, with everything in view: the easier task.
 
     None where secrets are not digits alone, or no segment comes after.
     """
     length, order = len(case.secret), case.chat.segments
     last = max(order.index(name) for name in case.hide) == len(order) - 1
     if last or not all(secret.isascii() and secret.isdecimal() for secret in secrets):
-        return None
+        return ()
     drawn = random_codes(min(conversations + len(secrets), 10**length), rng, length)
     codes = [code for code in drawn if code not in secrets][:conversations]
     others = [HiddenSecret(up_to(made.transcript(), "summary"), ("T2",), made.code) for made in draw(codes, rng)]
@@ -164,50 +241,17 @@ def reading_from_others(
             torch.zeros(len(secrets), dtype=torch.long),
         ]
     )
-    left, told = _Pooled(model), _Pooled(model)
+    left, anew, in_view = ViewOfOthers(model), ViewOfOthers(model), ViewOfOthers(model, itself=True)
     for other in Bar(others, desc="Other conversations forget", unit="conversation"):
-        left.add(
-            forgotten(model, way, other, other.secret), WAYS["restart in place"](model, other.chat, other.hide), other
-        )
-        told.add(WAYS[NOTHING](model, other.chat, other.hide), None, other)
+        restart = WAYS["restart in place"](model, other.chat, other.hide)
+        left.add(forgotten(model, way, other, other.secret), other, restart)
+        anew.add(restart, other)
+        in_view.add(WAYS[NOTHING](model, other.chat, other.hide), other)
     restart = WAYS["restart in place"](model, case.chat, case.hide)
     for cache, secret in zip(caches, secrets, strict=True):
-        left.add(cache, restart, case)
-        told.add(WAYS[NOTHING](model, case.said(secret), case.hide), None, case)
-    read, control = (read_by_probes(pooled.stacked, labels, folds, folds == 0) for pooled in (left, told))
-    return replace(read, control=control.digits)
-
-
-class _Pooled:
-    """Averages over slots, of each layer and part, of one conversation after another."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-        self._numbers: dict[tuple[int, str], list[Tensor]] = {}
-
-    def add(self, cache: KVCache, restart: KVCache | None, case: HiddenSecret) -> None:
-        """Of the segment after those that were forgotten; of these themselves where there is no restart."""
-        for layer in range(cache.n_layers):
-            for name, mean in _means(self._model, cache, case, layer, itself=restart is None).items():
-                self._numbers.setdefault((layer, name), []).append(mean)
-                if restart is not None:
-                    less = mean - _means(self._model, restart, case, layer, itself=False)[name]
-                    self._numbers.setdefault((layer, f"{name} less restart"), []).append(less)
-
-    @property
-    def stacked(self) -> dict[tuple[int, str], Float[Tensor, "samples numbers"]]:
-        """Of all conversations, by layer and part."""
-        return {site: torch.stack(means) for site, means in self._numbers.items()}
-
-
-def _means(
-    model: Model, cache: KVCache, case: HiddenSecret, layer: int, itself: bool
-) -> dict[str, Float[Tensor, "numbers"]]:
-    parts, ledger = cache.layers[layer], cache.ledger
-    if recurrent(parts):
-        return {STATE: state_of(model, cache, layer)[0].flatten()}
-    order = case.chat.segments
-    first = max(order.index(name) for name in case.hide)
-    wanted = case.hide if itself else order[first + 1 : first + 2]
-    chosen = ledger.in_segments([name for name in wanted if name in ledger.names])[0] & ledger.live_somewhere[0]
-    return {name: tensor[0][:, chosen].float().mean(1).flatten().cpu() for name, tensor in parts.items()}
+        left.add(cache, case, restart)
+        anew.add(restart, case)
+        in_view.add(WAYS[NOTHING](model, case.said(secret), case.hide), case)
+    question = SecretQuestion(labels, folds, folds == 0, len(readers), int(rng.integers(2**31)))
+    views = [one.view() for one in (left, anew, in_view)]
+    return tuple(held_against(reader, question, *views) for reader in readers)

@@ -17,6 +17,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.cache.parts import recurrent
 from kvprobe.inference.model import Model
 from kvprobe.inference.states import inputs_of, state_of
+from kvprobe.names import number_ranges
 
 STATE, INPUTS = "state", "conv"
 """Of recurrent layers: what they fold, and the inputs that their convolution keeps. Each counts as one slot."""
@@ -201,6 +202,11 @@ def trace_of(model: Model, caches: Sequence[KVCache], again: KVCache, slots: Slo
     apart.fill_diagonal_(torch.inf)
     nearest = float((apart.min() / max(size, 1e-30)).sqrt())
     return SecretTrace(tuple(layers), tuple(differs), slots.positions, exact, slots.differ, nearest)
+
+
+def in_layers(layers: Sequence[int]) -> str:
+    """These layers in words."""
+    return f"layer{'s' * (len(layers) != 1)} {number_ranges(layers)}"
 
 
 def stored(caches: Sequence[KVCache]) -> int:

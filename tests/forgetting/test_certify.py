@@ -13,9 +13,16 @@ import torch
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.forgetting import HiddenSecret, certify
-from kvprobe.forgetting.readers import known_reading, read_by_probes, reading_from_others
-from kvprobe.forgetting.trace import INPUTS, STATE, Slots
+from kvprobe.forgetting.readers import (
+    SecretQuestion,
+    held_against,
+    known_readings,
+    read_by_probes,
+    readings_from_others,
+)
+from kvprobe.forgetting.trace import INPUTS, STATE, Slots, trace_of
 from kvprobe.forgetting.use import Answers, exchange, use_of
+from kvprobe.forgetting.views import View, rotated
 from kvprobe.forgetting.ways import WAYS, forgotten
 from kvprobe.inference.model import Model, load
 from kvprobe.report.views.certificate import certificate_page
@@ -54,7 +61,7 @@ def test_a_restart_leaves_nothing(model: Model, way: str):
 
 def test_all_is_found_in_an_untouched_cache(model: Model):
     found = certified(model, "nothing")
-    assert found.known.digits.mean > 0.95
+    assert found.known[0].digits.mean > 0.95
     assert found.bits > 2.5
     assert found.search.found.mean == 1.0
     assert found.search.blind < 0.2
@@ -62,7 +69,7 @@ def test_all_is_found_in_an_untouched_cache(model: Model):
 
 
 def test_a_mask_hides_the_slots_and_leaves_what_others_know(model: Model):
-    masked, evicted = (certified(model, way) for way in ("mask", "evict"))
+    masked, evicted = (certified(model, way, searched=0) for way in ("mask", "evict"))
     assert masked.stored
     assert not evicted.stored
     gone = CHAT.tokens(model.tokenizer).span("T1")
@@ -90,7 +97,7 @@ def on_axes(secret: str) -> torch.Tensor:
 
 
 def test_a_planted_channel_is_found_where_it_is(model: Model):
-    found = certified(model, leaking(on_axes, 1, -2))
+    found = certified(model, leaking(on_axes, 1, -2), reader="slot", searched=0)
     assert {place[:3] for place in found.trace.places} == {(1, "V", 1)}
     assert len(found.trace.places) == 1
     by_head = found.trace.by_head()
@@ -98,7 +105,29 @@ def test_a_planted_channel_is_found_where_it_is(model: Model):
     assert by_head.count_nonzero() == 1
     assert found.as_mapping()["heads"] == [(1, 1)]
     assert not found.clean
-    assert found.known.site == (1, "V")
+    assert [one.place for one in found.known] == ["V of layer 1", f"1 of {len(found.trace.positions)} slots of layer 1"]
+    assert all(one.above_chance and not one.dealt.above(0.1) for one in found.known)
+    assert "a ridge on one slot of one layer" in str(found)
+    assert {one["reader"] for one in found.as_mapping()["readers"]} == {"ridge", "slot"}
+
+
+def test_what_two_slots_say_only_together_is_read_by_a_transformer_and_not_by_the_ridge():
+    """The product of the signs of two slots is the parity of a digit; either sign alone is a coin."""
+    rng = torch.Generator().manual_seed(0)
+    labels = torch.randint(10, (1, 240), generator=rng)
+    coin = 2 * torch.randint(2, (240,), generator=rng) - 1
+    signs = torch.stack([coin, coin * (1 - 2 * (labels[0] % 2))], 1).float()
+    tokens = signs[:, None, :, None] * torch.randn(2, 8, generator=rng)
+    view = View({(0, "V"): rotated(tokens.flatten(1))}, tokens, "2 slots")
+    folds = torch.arange(240) % 4
+    question = SecretQuestion(labels, folds, folds == 0, readers=2, seed=0)
+    ridge, transformer = (held_against(one, question, view, View.alike(240)) for one in ("ridge", "transformer"))
+    assert not ridge.above_chance
+    assert transformer.above_chance
+    assert transformer.bits.low > 0.5
+    for reading in (ridge, transformer):
+        assert not reading.restart.above(0.1)
+        assert not reading.dealt.above(0.1)
 
 
 def test_a_channel_of_which_slots_stay_is_no_clean_cache(model: Model):
@@ -114,9 +143,11 @@ def test_a_channel_of_which_slots_stay_is_no_clean_cache(model: Model):
 def test_a_state_that_was_not_folded_anew_keeps_it():
     model = load_hybrid()
     attends = [number for number, layer in enumerate(model.geometry.parts) if "K" in layer]
-    found = certified(model, lambda model, chat, hide: model.prefill(chat).mask(*hide, layers=attends), searched=0)
+    found = certified(
+        model, lambda model, chat, hide: model.prefill(chat).mask(*hide, layers=attends), searched=0, secrets=16
+    )
     assert {part for _, part, *_ in found.trace.places} >= {STATE}
-    assert certified(model, "restart in place").clean
+    assert certified(model, "restart in place", secrets=16).clean
 
 
 def load_hybrid() -> Model:
@@ -164,10 +195,10 @@ def test_probes_of_other_conversations_read_a_channel_that_all_share_and_no_othe
     rng = np.random.default_rng(0)
     secrets = CASE.secrets(model.tokenizer, 60, rng)
     caches = [forgotten(model, leak, CASE, secret) for secret in secrets]
-    known = known_reading(model, caches, Slots.of(caches), secrets, rng)
-    strange = reading_from_others(model, leak, CASE, caches, secrets, 60, rng)
-    assert known is not None
-    assert strange is not None
+    slots = Slots.of(caches)
+    trace = trace_of(model, caches, caches[0], slots)
+    (known,) = known_readings(model, caches, slots, trace, secrets, ["ridge"], rng)
+    (strange,) = readings_from_others(model, leak, CASE, caches, secrets, 60, ["ridge"], rng)
     assert known.digits.mean > 0.3
     assert (strange.digits.mean > 0.3) == (not turned)
     assert strange.digits.above(0.1) == (not turned)
@@ -206,7 +237,7 @@ def test_words_take_the_place_of_words(model: Model):
     names = ["tail", "team", "told", "tips", "tidy", "tool", "tilt", "toil", "tuna", "tofu"]
     chat = Transcript.from_messages([{"role": "user", "content": "I like tone."}, *CHAT_LATER], names=["T1", "T2"])
     found = certify(model, HiddenSecret(chat, ("T1",), "tone"), "mask", others=names, asked=8)
-    assert found.known is None
+    assert not found.known
     assert found.search is not None
     assert found.search.found.mean == 1.0
     assert "can be found" in [verdict.words for verdict in found.verdicts]

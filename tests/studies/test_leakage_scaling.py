@@ -15,12 +15,13 @@ from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.models.hf_cache import CacheLayer, past_key_values
+from kvprobe.probing.readers import Known, scored
 from kvprobe.shipped import shipped_entries
 from kvprobe.studies.leakage_scaling import Config, Reader
 from kvprobe.studies.leakage_scaling.collect import CODES, GRAMMAR, SHARED, UNTRAINED, worlds_of
 from kvprobe.studies.leakage_scaling.conclude import conclude
 from kvprobe.studies.leakage_scaling.curves import asymptote, points
-from kvprobe.studies.leakage_scaling.readers import Known, read, scored
+from kvprobe.studies.leakage_scaling.readers import read
 from kvprobe.studies.leakage_scaling.reading import (
     RESTART,
     RETAINED,

@@ -20,9 +20,10 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.cache.parts import recurrent
 from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
-from kvprobe.forgetting.readers import FOLDS, SecretReading, read_by_probes, rotated
+from kvprobe.forgetting.readers import FOLDS, SecretReading, read_by_probes
 from kvprobe.forgetting.trace import INPUTS, STATE
 from kvprobe.forgetting.use import answers, exchange
+from kvprobe.forgetting.views import rotated
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence
 from kvprobe.inference.states import inputs_of, state_of

@@ -16,8 +16,9 @@ from kvprobe.experiments.runs import Run
 from kvprobe.experiments.work import kept
 from kvprobe.inference.model import Model
 from kvprobe.probing.controls import random_model
+from kvprobe.probing.readers import Evidence, Known, scored
 from kvprobe.studies.leakage_scaling import Config, Reader
-from kvprobe.studies.leakage_scaling.readers import READ_FROM, Evidence, Known, read, scored
+from kvprobe.studies.leakage_scaling.readers import READ_FROM, read
 from kvprobe.studies.leakage_scaling.reading import (
     STATES,
     ArmState,

@@ -18,9 +18,9 @@ from kvprobe.inference.forward import new_slots, taps
 from kvprobe.inference.model import Model
 from kvprobe.models.hf_cache import past_key_values
 from kvprobe.models.hooks import hooked
+from kvprobe.probing.networks import Descent
+from kvprobe.probing.readers import Evidence, Known, Labels, learned
 from kvprobe.restoring import restoring
-from kvprobe.studies.leakage_scaling.networks import Descent
-from kvprobe.studies.leakage_scaling.readers import Evidence, Known, Labels, learned
 from kvprobe.studies.leakage_scaling.reading import digit_ids
 from kvprobe.text.tokens import Tokens
 

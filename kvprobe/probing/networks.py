@@ -1,4 +1,4 @@
-"""Small networks that are trained to read a code, and how they are trained."""
+"""Small networks that are trained to read labels, one or several of each sample, and how they are trained."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,18 +10,17 @@ from torch import Tensor, nn
 from kvprobe.probing.ridge import VARIANCE_FLOOR
 from kvprobe.progress import Bar
 
-CLASSES = 10
 WIDTH, HEADS, DEPTH = 128, 4, 2
 EPOCHS, PATIENCE = 40, 5
-"""At most so many passes over the training conversations; so many without a lower cross-entropy on the inner fold."""
+"""At most so many passes over the training samples; so many without a lower cross-entropy on the inner fold."""
 LEAST_STEPS = 4
 _SPHERE = 1e-3
 """Variance that is added in every direction before whitening, for features of unit variance."""
 
 
 class Descent(NamedTuple):
-    """How a reader's weights are trained: conversations in a step, how far one goes, how weights decay, and by how many
-    nats cross-entropy must fall to be called lower."""
+    """How a reader's weights are trained: samples in a step, how far one goes, how weights decay, and by how many nats
+    cross-entropy must fall to be called lower."""
 
     batch: int = 256
     rate: float = 1e-3
@@ -32,14 +31,14 @@ class Descent(NamedTuple):
 class Hidden(nn.Module):
     """One hidden layer."""
 
-    def __init__(self, width: int, targets: int) -> None:
+    def __init__(self, width: int, targets: int, classes: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(
             nn.Linear(width, 2 * WIDTH),
             nn.GELU(),
             nn.Dropout(0.1),
-            nn.Linear(2 * WIDTH, targets * CLASSES),
-            nn.Unflatten(1, (targets, CLASSES)),
+            nn.Linear(2 * WIDTH, targets * classes),
+            nn.Unflatten(1, (targets, classes)),
         )
 
     def forward(self, seen: Tensor) -> Tensor:
@@ -47,16 +46,16 @@ class Hidden(nn.Module):
 
 
 class AttentionPooled(nn.Module):
-    """For each digit a softmax over slots and layers, by their content and place, and a linear reading of what it
+    """For each label a softmax over slots and layers, by their content and place, and a linear reading of what it
     picks."""
 
-    def __init__(self, layers: int, slots: int, width: int, targets: int) -> None:
+    def __init__(self, layers: int, slots: int, width: int, targets: int, classes: int) -> None:
         super().__init__()
         self.query = nn.Parameter(torch.randn(layers, targets, width) / width)
         self.place = nn.Parameter(torch.zeros(targets, layers, slots))
         self.value = nn.Parameter(torch.randn(layers, width, WIDTH) / width**0.5)
-        self.out = nn.Parameter(torch.zeros(targets, WIDTH, CLASSES))
-        self.intercept = nn.Parameter(torch.zeros(targets, CLASSES))
+        self.out = nn.Parameter(torch.zeros(targets, WIDTH, classes))
+        self.intercept = nn.Parameter(torch.zeros(targets, classes))
 
     def forward(self, seen: Float[Tensor, "rows layers slots width"]) -> Float[Tensor, "rows targets classes"]:
         seen = seen.float()
@@ -67,16 +66,16 @@ class AttentionPooled(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A transformer over one token for each slot and layer; the digits are read from tokens of their own."""
+    """A transformer over one token for each slot and layer; the labels are read from tokens of their own."""
 
-    def __init__(self, layers: int, slots: int, width: int, targets: int) -> None:
+    def __init__(self, layers: int, slots: int, width: int, targets: int, classes: int) -> None:
         super().__init__()
         self.embed = nn.Parameter(torch.randn(layers, width, WIDTH) / width**0.5)
         self.place = nn.Parameter(torch.randn(layers, slots, WIDTH) * 0.02)
         self.asks = nn.Parameter(torch.randn(targets, WIDTH) * 0.02)
         block = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, 0.1, "gelu", batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(block, DEPTH, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
-        self.out = nn.Linear(WIDTH, CLASSES)
+        self.out = nn.Linear(WIDTH, classes)
 
     def forward(self, seen: Float[Tensor, "rows layers slots width"]) -> Float[Tensor, "rows targets classes"]:
         tokens = (torch.einsum("blsw,lwd->blsd", seen.float(), self.embed) + self.place).flatten(1, 2)
@@ -92,7 +91,7 @@ def trained(
     seed: int,
     how: Descent,
 ) -> tuple[Float[Tensor, "targets inner classes"], Float[Tensor, "targets tested classes"]]:
-    """The log-probabilities that a network gives to digits of fold 1 and fold 0, once it was trained on fold 2 as long
+    """The log-probabilities that a network gives to labels of fold 1 and fold 0, once it was trained on fold 2 as long
     as its cross-entropy on fold 1 fell."""
     tested, inner, training = (torch.nonzero(folds == fold)[:, 0] for fold in range(3))
     devices = [seen.device] if seen.device.type == "cuda" else []
