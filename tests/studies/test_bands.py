@@ -15,7 +15,7 @@ import pytest
 from kvprobe.experiments.page import answer
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
-from kvprobe.faults import Draws, Gaussian
+from kvprobe.faults import Distractor, Draws, Gaussian, Scope, Zeros
 from kvprobe.faults.gaussian import factors_of
 from kvprobe.inference.model import Model
 from kvprobe.stats import Estimate, binomial
@@ -39,6 +39,10 @@ PRUNING = Config(
     parts=("kv",),
     timing="once",
     single=0.0,
+)
+
+SCAFFOLD = Config(
+    samples=16, noises=("zeros", "scaffold"), bands=("halves", "sixths"), rates=(100.0,), parts=("kv",), single=0.0
 )
 
 
@@ -78,6 +82,29 @@ def test_pruning_hides_as_many_slots_in_every_way_and_spares_those_that_it_says(
     assert hidden["window", 50.0] == set(range(4, 54))
     assert hidden["window", 98.0] == hidden["random-sinks", 98.0] == set(range(4, 100))
     assert len(hidden["random", 98.0]) == 98
+
+
+def test_zeros_and_a_scaffold_take_the_prompts_slots_alone():
+    kinds = {"zeros": Zeros(), "scaffold": Distractor("scaffold")}
+    for case in cases(SCAFFOLD, LAYERS, SLOTS):
+        fault = case.trial.fault
+        assert fault.scope.among == "prompt"
+        assert replace(fault, scope=Scope(), at=0, transient=False) == kinds[str(case.labels["noise"])]
+
+
+def test_a_page_says_what_is_left_without_the_prompt_in_the_last_layers(tmp_path: Path):
+    def right(labels: dict[str, Any], item: int) -> float:
+        return float(labels["band"] == "sixth 6" or (labels["noise"] == "scaffold" and item < 4))
+
+    def kl(labels: dict[str, Any], item: int) -> float:
+        return 3.0 + 0.1 * item if labels["noise"] == "zeros" else 1.0
+
+    conclusion = numbers(SCAFFOLD, kl=kl, right=right)
+    run = page_of(STUDY, SCAFFOLD, conclusion, tmp_path)
+    said = answer(STUDY, run)
+    assert re.search(r"With zeros in 100 % of the prompt's slots: 0\.0 % \(.*\) in their last half, 100\.0 %", said)
+    assert re.search(r"template around filler\) in 100 % of the prompt's slots: 25\.0 %", said)
+    assert "zeros cost more" in run.read("report.html")
 
 
 def test_a_page_on_pruning_says_where_it_costs_most(tmp_path: Path):

@@ -9,18 +9,25 @@ from kvprobe.report.reported import reported
 from kvprobe.studies import STUDIES
 from kvprobe.studies.settings import AnswerSettings, Timing, UnitName, require_rates
 
-Cut = Literal["all", "halves", "quarters"]
+Cut = Literal["all", "halves", "thirds", "quarters", "sixths"]
 Scale = Literal[
     "layer", "head", "channel", "effect",
     "mean", "spread", "covariance", "mean+spread", "mean+covariance", "spread+covariance",
 ]  # fmt: skip
+Neutral = Literal["zeros", "scaffold"]
 Pruning = Literal["random", "random-sinks", "window"]
-Noise = Literal[Scale, Pruning]
+Noise = Literal[Scale, Neutral, Pruning]
 Part = Literal["kv", "k", "v"]
 
-BANDS: dict[Cut, int] = {"all": 1, "halves": 2, "quarters": 4}
+BANDS: dict[Cut, int] = {"all": 1, "halves": 2, "thirds": 3, "quarters": 4, "sixths": 6}
 """Into how many bands the layers are cut."""
 NOISES: tuple[Noise, ...] = get_args(Noise)
+NEUTRAL: dict[Neutral, str] = {
+    "zeros": "zeros",
+    "scaffold": "the slots of a neutral scaffold (the same chat template around filler)",
+}
+"""What may stand in place of noise: what it is, at length. Only the prompt's slots are struck, since the scaffold has
+no others."""
 PRUNED: dict[Pruning, str] = {
     "random": "random slots",
     "random-sinks": "random, first few spared",
@@ -39,8 +46,8 @@ class Config(AnswerSettings):
         rates: share of the slots that is struck in a band, in percent.
         single: rate in percent at which every single layer is struck; 0 leaves that out.
         noises: what Gaussian noise is matched to; channel includes the covariance. What lies between layer and channel
-            names what each channel has for itself: mean, spread, covariance, or two of them. Or how slots are pruned
-            in place of noise: random, random-sinks (spares the first four), window (keeps the first four and the last).
+            names what each channel has for itself: mean, spread, covariance, or two of them. Or what stands in place of
+            noise in the prompt: zeros, or the slots of a neutral scaffold. Or how slots are pruned in place of noise: random, random-sinks (spares the first four), window (keeps the first four and the last).
         parts: K and V together, or one of them.
         timing: fresh (drawn anew before each token, and undone after it), once (after the prompt, and left there), or
             piling (anew before each token, and left there).

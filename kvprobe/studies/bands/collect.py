@@ -6,13 +6,16 @@ rate, and those of a lower rate are among those of a higher one. With `unit="slo
 too.
 """
 
+from collections.abc import Callable
+from functools import partial
 from itertools import chain, product
 from typing import cast
 
 import pandas as pd
 
 from kvprobe.experiments.runs import Run
-from kvprobe.faults import Gaussian, Scope, Zeros, bands
+from kvprobe.faults import Distractor, Gaussian, Scope, Zeros, bands
+from kvprobe.faults.fault import Fault
 from kvprobe.faults.gaussian import Matched
 from kvprobe.faults.scope import Parts, Unit
 from kvprobe.inference.model import Model
@@ -26,7 +29,8 @@ from kvprobe.studies.bands import BANDS, PRUNED, Config, Cut, Noise
 CONTROL, CUTS, SINGLES = "control", "bands", "singles"
 """Groups of cases: nothing struck, a band of layers struck, a single layer struck."""
 
-_SINGULAR = {"halves": "half", "quarters": "quarter"}
+_SINGULAR = {"halves": "half", "thirds": "third", "quarters": "quarter", "sixths": "sixth"}
+_NEUTRAL: dict[Noise, Callable[..., Fault]] = {"zeros": Zeros, "scaffold": partial(Distractor, "scaffold")}
 
 
 def names_of(cut: Cut) -> list[str]:
@@ -76,8 +80,15 @@ def _case(
             Zeros(scope=Scope(rate=0.0)), hidden=_pruned(noise, round(rate / 100 * slots), slots, layers, config)
         )
     else:
-        scope = Scope(rate=rate / 100, layers=layers, parts=cast(Parts, parts), unit=cast(Unit, config.unit))
-        trial = Trial(Gaussian(cast(Matched, noise), scope=scope, at=at, transient=transient))
+        fault = _NEUTRAL.get(noise) or partial(Gaussian, cast(Matched, noise))
+        scope = Scope(
+            rate=rate / 100,
+            layers=layers,
+            parts=cast(Parts, parts),
+            unit=cast(Unit, config.unit),
+            among="prompt" if noise in _NEUTRAL else "all",
+        )
+        trial = Trial(fault(scope=scope, at=at, transient=transient))
     where = {"group": group, "band": name, "first": layers[0], "last": layers[-1]}
     return Case({**where, "noise": noise, "parts": parts, "rate": rate}, trial)
 

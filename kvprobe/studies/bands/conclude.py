@@ -21,7 +21,7 @@ from kvprobe.report.reported import reported
 from kvprobe.stats import DIFFERENCE, UNBOUNDED, Estimate, estimate, newcombe, statistic
 from kvprobe.studies import answers
 from kvprobe.studies.answers import NATS, SOUND
-from kvprobe.studies.bands import NOISES, PARTS, PRUNED, Config, Cut, Scale
+from kvprobe.studies.bands import NEUTRAL, NOISES, PARTS, PRUNED, Config, Cut, Scale
 from kvprobe.studies.bands.collect import CONTROL, CUTS, SINGLES, names_of
 from kvprobe.studies.bands.order import Ranking
 from kvprobe.tasks.task import Task
@@ -62,6 +62,7 @@ def levels(prefix: str, by: tuple[str, ...], where: Where) -> list[Estimand]:
 def compared(of: str) -> Iterator[Estimand]:
     """By one measure: each band with all rates together, each two bands of a cut, and K less V in bands and layers."""
     where, within, unit = MEASURES[of]
+    keys: dict[str, Any]
     known: dict[str, Any] = {"within": within, "unit": unit}
     struck = {**where, "group": CUTS}
     yield Mean(name=f"{of}_all", of=f"{of}_all", by=BAND, where=struck, **known)
@@ -77,10 +78,12 @@ def compared(of: str) -> Iterator[Estimand]:
             yield Difference(name=f"pair_{of}", of=f"{of}_all", by=NOISE, together=family, **pair)
             at, family = (*NOISE, "rate"), (*family, "rate")
             yield Difference(name=f"pair_{of}_at", of=of, by=at, together=family, **pair)
+    keys = {"where": {**struck, "noise": "zeros"}, "less": {**struck, "noise": "scaffold"}, **known}
+    yield Difference(name=f"zeros_{of}", of=f"{of}_all", by=("task", "parts", "band"), together=(), **keys)
     for prefix, group, place in (("", CUTS, "band"), ("layer_", SINGLES, "layer")):
         by = ("task", "noise", place)
         struck = {**where, "group": group}
-        keys: dict[str, Any] = {"where": {**struck, "parts": "k"}, "less": {**struck, "parts": "v"}, **known}
+        keys = {"where": {**struck, "parts": "k"}, "less": {**struck, "parts": "v"}, **known}
         yield Difference(name=f"{prefix}keys_{of}", of=f"{of}_all", by=by, together=(), **keys)
         if group == CUTS:
             yield Difference(name=f"keys_{of}_at", of=of, by=(*by, "rate"), **keys)
@@ -117,10 +120,12 @@ def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
         "layers": int(table["last"].max()) + 1,
         "bands": {str(band["band"]): [int(band["first"]), int(band["last"])] for band in bands},
         "part": next(part for part in PARTS if part in config.parts),
+        "last_of": {cut: names_of(cut)[-1] for cut in config.bands},
         "orders": orders(findings, config),
         "example": {"chat": chat_record(item.chat, marked=item.answer), "lead": item.lead, "answer": item.answer},
         "dtype": model.dtype,
         "pruned": config.noises[0] in PRUNED,
+        "neutral": [noise for noise in config.noises if noise in NEUTRAL],
         "published": None if published is None else published_facts(published, config.model),
     }
     controls = [

@@ -9,7 +9,7 @@ from kvprobe.faults.scope import UNIT_LABELS
 from kvprobe.report.findings import Key
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies.answers import LABELS, WRITTEN, inputs
-from kvprobe.studies.bands import PRUNED, Config
+from kvprobe.studies.bands import NEUTRAL, PRUNED, Config
 from kvprobe.studies.bands.collect import collect
 from kvprobe.studies.bands.conclude import conclude
 from kvprobe.tasks.task import shown_task
@@ -112,6 +112,7 @@ STUDY = Study(
     ),
     claims=(
         *(Claim(f"pair_{of}", above="{first}", below="{second}") for of in ("kl", "lost")),
+        *(Claim(f"zeros_{of}", above="zeros cost more", below="the scaffold costs more") for of in ("kl", "lost")),
         *(
             Claim(name, above="K costs more", below="V costs more")
             for name in ("keys_kl", "keys_lost", "layer_keys_kl", "layer_keys_lost")
@@ -125,9 +126,9 @@ STUDY = Study(
     labels={
         "n": "{} items".format,
         **LABELS,
-        **dict.fromkeys(("noise", "other"), MATCHED_LABELS | PRUNED),
+        **dict.fromkeys(("noise", "other"), MATCHED_LABELS | {neutral: neutral for neutral in NEUTRAL} | PRUNED),
         "parts": PART_LABELS,
-        "meaning": MATCHED_MEANINGS,
+        "meaning": MATCHED_MEANINGS | NEUTRAL,
         "unit": UNIT_LABELS,
         "factor": {"mean": "mean", "spread": "spread", "covariance": "correlation"},
         "measure": {"kl": "KL", "lost": "accuracy lost"},
@@ -138,7 +139,9 @@ STUDY = Study(
         **dict.fromkeys(("less_published", "less_published_sound"), points),
         **by_measure(formatted(".4f"), points, "{}", "{}_all", "layer_{}"),
         # Differences of KL may be far smaller than others of their table.
-        **by_measure(formatted("+.2g"), points, "pair_{}", "keys_{}", "pair_{}_at", "keys_{}_at", "layer_keys_{}"),
+        **by_measure(
+            formatted("+.2g"), points, "pair_{}", "zeros_{}", "keys_{}", "pair_{}_at", "keys_{}_at", "layer_keys_{}"
+        ),
         "broken": count,
         "self_agreement": lambda rho: f"{rho.mean:.2f}",
     },
