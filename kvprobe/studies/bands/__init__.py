@@ -47,7 +47,8 @@ class Config(AnswerSettings):
         single: rate in percent at which every single layer is struck; 0 leaves that out.
         noises: what Gaussian noise is matched to; channel includes the covariance. What lies between layer and channel
             names what each channel has for itself: mean, spread, covariance, or two of them. Or what stands in place of
-            noise in the prompt: zeros, or the slots of a neutral scaffold. Or how slots are pruned in place of noise: random, random-sinks (spares the first four), window (keeps the first four and the last).
+            noise in the prompt: zeros, or the slots of a neutral scaffold. Or how slots are pruned in place of noise:
+            random, random-sinks (spares the first four), window (keeps the first four and the last).
         parts: K and V together, or one of them.
         timing: fresh (drawn anew before each token, and undone after it), once (after the prompt, and left there), or
             piling (anew before each token, and left there).
