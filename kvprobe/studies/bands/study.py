@@ -112,7 +112,6 @@ STUDY = Study(
     ),
     claims=(
         *(Claim(f"pair_{of}", above="{first}", below="{second}") for of in ("kl", "lost")),
-        *(Claim(f"zeros_{of}", above="zeros cost more", below="the scaffold costs more") for of in ("kl", "lost")),
         *(
             Claim(name, above="K costs more", below="V costs more")
             for name in ("keys_kl", "keys_lost", "layer_keys_kl", "layer_keys_lost")
