@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from kvprobe.errors import UserError
 from kvprobe.names import shown, unknown
@@ -59,7 +59,7 @@ def _reader(kind: Any, limits: Limits) -> Reader:
         return partial(_mapping, _reader(arguments[0], limits), _reader(arguments[1], limits), limits.entries)
     if origin is Literal:
         return partial(_choice, arguments)
-    if origin is UnionType:
+    if origin in (UnionType, Union):
         readers = {argument: _reader(argument, limits) for argument in arguments if argument is not NoneType}
         return partial(_either, readers, NoneType in arguments)
     return partial(_plain, kind, limits)

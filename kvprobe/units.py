@@ -1,6 +1,7 @@
 """Bytes as text: GB is 10⁹ bytes and GiB is 2³⁰, so a card of 24 GB and one of 24 GiB differ by 7 %."""
 
 import re
+from collections.abc import Iterable
 
 from kvprobe.errors import UserError
 
@@ -38,6 +39,21 @@ def bytes_in(text: str | int, what: str) -> int:
     if not 1 <= count <= MOST:
         raise UserError(f"The {what} is {str(text)[:40]}; it must be positive and at most {MOST:,} bytes.")
     return count
+
+
+def shares_in(texts: Iterable[str]) -> dict[int | str, str]:
+    """How much of each device may be filled, from texts such as `0=20GiB` and `cpu=8GiB`.
+
+    Raises:
+        UserError: one has no device or no size.
+    """
+    shares: dict[int | str, str] = {}
+    for text in texts:
+        device, equals, size = text.partition("=")
+        if not (device and equals):
+            raise UserError(f"max_memory has {text[:40]!r}; write a device and a size, such as 0=20GiB or cpu=8GiB.")
+        shares[int(device) if device.isdecimal() else device] = size
+    return shares
 
 
 def both(count: int) -> str:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter, Token
 
 from kvprobe.errors import UserError
-from kvprobe.models.catalogue import Dtype, Quantization, check_source
+from kvprobe.models.catalogue import Dtype, Quantization, Spread, check_source
+from kvprobe.units import shares_in
 
 if TYPE_CHECKING:
     from kvprobe.inference.model import Model
@@ -53,25 +54,28 @@ Hidden = Annotated[tuple[str, ...], several("Messages to hide: m0, m1, ….")]
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """Where a model's weights lie, and in which numbers they are kept."""
+    """Where a model's weights lie, in which numbers they are kept, and how it reads."""
 
     device_map: Annotated[
-        str | None, Parameter(help="`auto` fills the GPUs, then memory, then the disk; in place of --device.")
+        Spread | None, Parameter(help="`auto` fills the GPUs, then memory, then the disk; in place of --device.")
     ] = None
     max_memory: Annotated[tuple[str, ...], several("How much of each it may fill: 0=20GiB cpu=8GiB.")] = ()
     offload_folder: Annotated[
         Path | None, Parameter(help="For weights on disk that the model's files have in another form.")
     ] = None
     quantization: Annotated[Quantization | None, Parameter(help="Round the weights as they are loaded.")] = None
+    chunk: Annotated[
+        int | None, Parameter(help="Tokens of a prompt that are read at once; all by default.", converter=whole)
+    ] = None
 
     def choices(self) -> dict[str, Any]:
         """The arguments of `kvprobe.load`."""
-        shares = dict(_share(share) for share in self.max_memory)
         return {
             "device_map": self.device_map,
-            "max_memory": shares or None,
+            "max_memory": shares_in(self.max_memory) or None,
             "offload_folder": self.offload_folder and str(self.offload_folder),
             "quantization": self.quantization,
+            "chunk": self.chunk,
         }
 
 
@@ -102,10 +106,3 @@ class Loading(Placed):
 
 
 USUAL = Loading()
-
-
-def _share(text: str) -> tuple[int | str, str]:
-    device, equals, size = text.partition("=")
-    if not equals:
-        raise UserError(f"--max-memory has {text!r}; write a device and a size, such as 0=20GiB or cpu=8GiB.")
-    return int(device) if device.isdigit() else device, size

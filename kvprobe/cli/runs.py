@@ -171,8 +171,8 @@ def _with_defaults(config: Settings) -> type[Settings]:
 def _parameter(name: str, kind: object) -> Parameter:
     """How a setting is given: one value, or several after one flag."""
     options: dict[str, Any] = {"group": EVERY_STUDY} if name in LAST else {}
-    if kind in (int, tuple[int, ...]):
-        options["converter"] = whole if kind is int else whole_numbers
+    if kind in (int, int | None, tuple[int, ...]):
+        options["converter"] = whole_numbers if get_origin(kind) is tuple else whole
     if get_origin(kind) is tuple:
         options |= {
             "consume_multiple": True,

@@ -207,5 +207,5 @@ def _read(model: Model, cache: KVCache, text: Tokens) -> _ReadText:
 
     prove_reading(model.lanes, cache, [text])
     with model.lanes.observing_attention(note):
-        extend(model.lanes, cache, [text])
+        extend(model.lanes, cache, [text], chunk=len(text))
     return _ReadText(new_slots([text], model.lanes.device), attending)

@@ -104,7 +104,7 @@ class Parts(Generic[Config]):
             send_code_of(work.measure, type(self.config))
             cases = [parts[path] for path in asked]
             inputs = (run.begun or {}).get("inputs", {})  # a study loads its models as it does the run's own
-            known = {name_in(name, self.model.dtype): inputs[name] for name in inputs}
+            known = {name_in(name, self.model): inputs[name] for name in inputs}
             measured = workers.results(part_of, cases, work, self.config, around=lambda place: noted(asked[place]))
             for place, (content, loaded) in measured:
                 refuse_other_models(run.part(""), loaded, known)

@@ -61,7 +61,14 @@ def run_study(
     if model is not None:
         if cluster is not None:
             raise UserError("Workers of a cluster load their model by its name; give it as the setting 'model'.")
-        config = replace(config, model=model.name)
+        config = replace(
+            config,
+            model=model.placing.source_of(model.name),
+            **dict.fromkeys(("device_map", "offload_folder")),
+            max_memory=(),
+            quantization=model.placing.quantization,
+            chunk=model.lanes.chunk,
+        )
     study = study.instead(config) or study
     measured = durations().get(digest_of(study.name, config))
     inputs = {**study.inputs(config), **study.measuring}
@@ -108,10 +115,9 @@ def begin(
     Raises:
         UserError: a setting that does not fit the model, or a directory that is in use or holds another run.
     """
-    model = model or load(config.model, device=config.device, dtype=config.dtype)
-    device = f"{model.lanes.device}, {model.dtype}"
+    model = model or load(config.model, **config.loading)
     with folder_claimed(folder_of(study, config, root, name)):
-        yield model, Run.open(study, config, model.fingerprint, device, root, name, inputs)
+        yield model, Run.open(study, config, model.fingerprint, model.computes, root, name, inputs)
 
 
 def draw(study: Study[Config], findings: Findings, title: str, folder: Path) -> None:

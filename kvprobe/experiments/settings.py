@@ -13,14 +13,18 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from kvprobe.checks import require
 from kvprobe.errors import UserError
 from kvprobe.files import expanded
-from kvprobe.models.catalogue import Dtype
+from kvprobe.models.catalogue import Dtype, Quantization, Spread
 from kvprobe.names import unknown
 from kvprobe.plain_data import Limits, filled
+from kvprobe.units import shares_in
 
 LIMITS = Limits(text=4096, entries=1000)
 """Of one setting: characters of a text, and values of a list."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}")
-LAST = ("seed", "device", "dtype")
+PLACED = ("device_map", "max_memory", "offload_folder", "quantization", "chunk")
+"""Settings of how the model is loaded and reads. They are written down where they say something, so that the many runs
+of which they say nothing keep their digest."""
+LAST = ("seed", "device", "dtype", *PLACED)
 """Settings of every study that come after the study's own where settings are listed."""
 
 
@@ -41,6 +45,11 @@ class Settings:
         seed: of random draws.
         device: auto, cpu, cuda, cuda:1 …
         dtype: auto is float32 on the CPU, bfloat16 elsewhere.
+        device_map: auto fills the GPUs, then memory, then the disk; in place of a device.
+        max_memory: how much of each the weights may fill, as 0=20GiB and cpu=8GiB.
+        offload_folder: for weights on disk that the model's files have in another form.
+        quantization: what weights are rounded to as they are loaded.
+        chunk: tokens of a prompt that are read at once; all by default.
 
     Raises:
         UserError: a value has the wrong type, is out of range, or does not fit the others.
@@ -50,15 +59,31 @@ class Settings:
     seed: int = ranged(0, 0)
     device: str = "auto"
     dtype: Dtype = "auto"
+    device_map: Spread | None = None
+    max_memory: tuple[str, ...] = ()
+    offload_folder: str | None = None
+    quantization: Quantization | None = None
+    chunk: int | None = ranged(None, 1)
 
     def __post_init__(self) -> None:
         for name, kind in types_of(type(self)).items():
             object.__setattr__(self, name, _typed(type(self), name, kind, getattr(self, name)))
         for setting in (setting for setting in fields(self) if "range" in setting.metadata):
             value = getattr(self, setting.name)
-            for number in value if isinstance(value, tuple) else (value,):
+            for number in value if isinstance(value, tuple) else () if value is None else (value,):
                 require(setting.name, number, *setting.metadata["range"])
+        if any(getattr(self, name) for name in PLACED):
+            from kvprobe.models.placing import Placing  # here, since it needs torch, and the command line reads this
+
+            loading = self.loading
+            Placing(**{setting.name: loading[setting.name] for setting in fields(Placing)}).check_together(self.device)
         self.validate()
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """The arguments of `kvprobe.load` for the model, and for what is loaded beside it."""
+        shares = shares_in(self.max_memory) or None
+        return {name: getattr(self, name) for name in ("device", "dtype", *PLACED)} | {"max_memory": shares}
 
     def validate(self) -> None:
         """Refuse values that do not fit each other; a study's config has its own rules here."""
@@ -69,7 +94,7 @@ Config = TypeVar("Config", bound=Settings)
 
 @cache
 def types_of(kind: type[Settings]) -> dict[str, Any]:
-    """The type of each setting, as they are listed: the model, the study's own, then seed, device and dtype."""
+    """The type of each setting, as they are listed: the model, the study's own, then those of `LAST`."""
     hints = get_type_hints(kind)
     names = sorted((setting.name for setting in fields(kind)), key=LAST.__contains__)
     return {name: hints[name] for name in names}
@@ -91,7 +116,11 @@ def from_mapping(kind: type[Config], settings: Mapping[str, Any]) -> Config:
 def as_mapping(config: Settings) -> dict[str, Any]:
     """The settings as YAML and JSON hold them, with lists for tuples; `from_mapping` reads them back."""
     values = {name: getattr(config, name) for name in types_of(type(config))}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in values.items()
+        if value or name not in PLACED
+    }
 
 
 def digest_of(study: str, config: Settings) -> str:

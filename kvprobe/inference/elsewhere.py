@@ -1,7 +1,7 @@
 """A model that works in other processes too: the same one, loaded there by its name, and what is done with it."""
 
 import platform
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Concatenate, TypeVar
@@ -11,7 +11,6 @@ from kvprobe.executors import Executor, Workers
 from kvprobe.fingerprint import differing
 from kvprobe.inference.model import Model, load
 from kvprobe.models.catalogue import check_source
-from kvprobe.models.placing import numbers_of
 from kvprobe.progress import Bar
 
 Item = TypeVar("Item")
@@ -20,11 +19,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class SameModel:
-    """Loads a model by its name, and refuses another than the one that it was made of."""
+    """Loads a model by its name, placed in the same way, and refuses another than the one that it was made of."""
 
-    name: str
-    device: str
-    dtype: str
+    source: str
+    loading: Mapping[str, Any]
     fingerprint: str
 
     @classmethod
@@ -32,31 +30,31 @@ class SameModel:
         """Of a model that was loaded by its name.
 
         Raises:
-            UserError: it was quantised as it was loaded, has an adapter added, or was loaded from an object.
+            UserError: it has an adapter added, or was loaded from an object.
         """
+        placing, source = model.placing, model.placing.source_of(model.name)
         try:
-            check_source(model.name)
+            check_source(source)
         except UserError as error:
-            if numbers_of(model.lanes.plain.config):
-                why = "is quantised; load it without quantization, or work on this machine alone"
-            elif " with " in model.name:
+            if " with " in model.name:
                 why = "has an adapter added; load the adapter's own folder as the model, or save the two as one"
             else:
                 why = "was loaded from an object; save it to a folder that all machines have, and load that"
             raise UserError(f"A cluster loads models by their name alone, and {model.name!r} {why}.") from error
-        dtype = str(model.dtype).removeprefix("torch.")
-        return cls(model.name, model.lanes.device.type, dtype, model.fingerprint)
+        device = "auto" if placing.mapped else model.lanes.device.type
+        loading = {"device": device, "dtype": model.dtype, "chunk": model.lanes.chunk, **vars(placing)}
+        return cls(source, loading, model.fingerprint)
 
     def __call__(self) -> Model:
         """The model.
 
         Raises:
-            UserError: it is another one here, or cannot be loaded in this dtype on this kind of device.
+            UserError: it is another one here, or cannot be loaded so.
         """
-        model = load(self.name, device=self.device, dtype=self.dtype)
+        model = load(self.source, **self.loading)
         if model.fingerprint != self.fingerprint:
             raise UserError(
-                f"The model {self.name} of a worker on {platform.node()} is not that of the caller (it differs in "
+                f"The model {self.source} of a worker on {platform.node()} is not that of the caller (it differs in "
                 f"{differing(self.fingerprint, model.fingerprint)}); give all machines the same files, and load it by "
                 "its name alone."
             )

@@ -39,12 +39,13 @@ def extend(
     by all rows. Returns the longer cache and the logits after the last `logits` tokens of each row.
 
     Args:
-        chunk: tokens of each row that are read at once, so that a pass takes memory for no more; all by default.
+        chunk: tokens of each row that are read at once, so that a pass takes memory for no more; by default those of
+            `lanes.chunk`, or all.
     """
     with lanes.looked_at():
         past = one_row_each(lanes, past, len(tokens))
         layers = taps(lanes, past)
-        ledger, scores = forward_pass(lanes, past, tokens, layers, lane, logits, chunk)
+        ledger, scores = forward_pass(lanes, past, tokens, layers, lane, logits, chunk or lanes.chunk)
         return cache_of(lanes, layers, ledger), scores
 
 

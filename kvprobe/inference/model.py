@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
@@ -59,6 +59,7 @@ def load(
     max_memory: Mapping[Any, int | str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     quantization: Quantization | None = None,
+    chunk: AtLeastOne | None = None,
     check_memory: bool = True,
 ) -> "Model":
     """A model from a name that `kvprobe ls` shows, a hub id, a local folder, a `.gguf` file, or a loaded model.
@@ -74,6 +75,7 @@ def load(
         max_memory: how much of each may be filled: `{0: "20GiB", "cpu": "8GiB"}`; the map is then `auto`.
         offload_folder: for weights on disk that the model's own files have in another form.
         quantization: what the weights are rounded to as they are loaded; see `kvprobe.models.catalogue.Quantization`.
+        chunk: tokens of a prompt that are read at once where nothing else is asked for; all by default.
         check_memory: refuse a model that takes more than is free; see `kvprobe.inference.room`.
 
     Raises:
@@ -84,12 +86,10 @@ def load(
         placing != Placing() or (isinstance(source, Model) and (tokenizer, device, dtype) != (None, "auto", "auto"))
     ):
         raise UserError("This model is loaded already; load it again from its name to change how.")
-    if isinstance(source, Model):
-        model = source
-    else:
+    if not isinstance(source, Model):
         plain, own, name = opened(source, device, dtype, placing, check_loading if check_memory else None)
-        model = noted(source, Model(Lanes(plain, tokenizer or own), name))
-    return model if adapter is None else model.adapted(adapter)
+        source = noted(source, Model(Lanes(plain, tokenizer or own, chunk), name, placing))
+    return source if adapter is None else source.adapted(adapter)
 
 
 @checked_arguments
@@ -99,19 +99,20 @@ class Model(Brief):
 
     Attributes:
         lanes: the two lanes and the tokenizer; `lanes.hooked.bridge` is the TransformerBridge.
-        name: the name that it was loaded by.
+        name: the name that it was loaded by, and what its weights were rounded to.
+        placing: where its weights were put.
     """
 
     lanes: Lanes
     name: str = ""
+    placing: Placing = field(default=Placing(), compare=False)
 
     def __post_init__(self) -> None:
         require_type("What a Model is made of", self.lanes, Lanes, "the model of transformers to kv.load instead")
 
     def _facts(self) -> Iterable[str]:
         shape = self.geometry
-        yield repr(self.name)
-        yield type(self.lanes.plain).__name__
+        yield from (repr(self.name), type(self.lanes.plain).__name__)
         yield f"{shape.n_layers} layers of {shape.n_heads} heads over {described(shape.layers)}"
         yield from felt(shape.readers)
         yield self.computes
@@ -151,8 +152,8 @@ class Model(Brief):
         Args:
             adapter: a name that `kvprobe ls` shows, a folder or a hub id; the base that it names is not looked at.
         """
-        lanes = Lanes(adapted(self.lanes.plain, adapter), self.tokenizer).proved_as(self.lanes)
-        return Model(lanes, f"{self.name} with {os.fspath(adapter)}")
+        lanes = Lanes(adapted(self.lanes.plain, adapter), self.tokenizer, self.lanes.chunk).proved_as(self.lanes)
+        return Model(lanes, f"{self.name} with {os.fspath(adapter)}", self.placing)
 
     def tokens(self, text: Readable) -> list[Tokens]:
         """One run of tokens per row, of texts (each after the tokenizer's own start token) or conversations."""
@@ -224,8 +225,7 @@ class Model(Brief):
         Args:
             start: a cache, or what `watch` returned, for policies that need attention scores.
         """
-        policy = as_policy(policy)
-        return apply(self.lanes, policy, Scene(start) if isinstance(start, KVCache) else start).cache
+        return apply(self.lanes, as_policy(policy), Scene(start) if isinstance(start, KVCache) else start).cache
 
     def extend(
         self,

@@ -116,7 +116,7 @@ def watch(
     else:
         observing = lanes.hooked.observing_patterns(observe)
     with observing:
-        cache, scores = extend(lanes, before, tokens, lane, logits)
+        cache, scores = extend(lanes, before, tokens, lane, logits, chunk=new.slots)
     record = past.attention if past is not None else None
     if record is None:
         slots = 0 if past is None else past.cache.slots

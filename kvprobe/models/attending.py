@@ -151,6 +151,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    dropout: float = 0.0,
     scaling: float | None = None,
     indices: Tensor | None = None,
     **settings: Any,
@@ -158,6 +159,7 @@ def _attend(
     """The attention that the registry holds in place of this one.
 
     Args:
+        dropout: at the place that it has in transformers, since kvpress, once imported, gives it without its name.
         indices: the slots that an index chose for each query, which transformers leaves to attentions that it does not
             know, and puts into the mask of its own.
     """
@@ -174,7 +176,7 @@ def _attend(
         eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         registry: Any = AttentionInterface()
         return registry.get_interface(kernel, eager)(
-            module, query, key, value, attention_mask, scaling=scaling, **settings
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **settings
         )
 
     def computed(replacement: _Replacement | None) -> Tensor:

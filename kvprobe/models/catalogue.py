@@ -25,6 +25,9 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "int4", "bnb-int8", "bnb-nf4"]
 """What weights are rounded to as they are loaded: int8 and int4 by quanto, the others by bitsandbytes (on a GPU)."""
 
+Spread = Literal["auto", "balanced", "balanced_low_0", "sequential"]
+"""How weights are shared out among devices, as in accelerate: `auto` fills GPUs, then memory, then the disk."""
+
 
 @dataclass(frozen=True)
 class Wheel:

@@ -116,7 +116,7 @@ def opened(
         check(folder, where, numbers, placing)
     plain, tokenizer = load_folder(folder, where, numbers, placing)
     refuse_not_finite(name, state(plain))
-    return plain, tokenizer, name + (f" in {placing.quantization}" if placing.quantization else "")
+    return plain, tokenizer, placing.called(name)
 
 
 def load_folder(

@@ -31,14 +31,13 @@ def loads_noted() -> Generator[dict[str, Any]]:
         _noted.reset(token)
 
 
-def name_in(name: str, numbers: str) -> str:
-    """What a model is called that is loaded by its name in these numbers, which its fingerprint depends on."""
-    return f"{name} in {numbers}"
+def name_in(name: str, model: _Computing) -> str:
+    """What a model is called that is loaded by its name as this one is: its fingerprint depends on its numbers."""
+    return f"{name} in {model.computes.partition(', ')[2]}"
 
 
 def noted(source: object, model: Loaded) -> Loaded:
     """A model that was loaded, from a name or from something in hand, which is not noted; returns it."""
     if (present := _noted.get()) is not None and isinstance(source, str | os.PathLike):
-        _, _, numbers = model.computes.partition(", ")
-        present[name_in(os.fspath(source), numbers)] = model
+        present[name_in(os.fspath(source), model)] = model
     return model

@@ -45,23 +45,46 @@ class Placing:
         """What rounds the weights."""
         return self.quantization and ("bitsandbytes" if self.quantization.startswith("bnb") else "quanto")
 
-    def check(self, device: str | torch.device) -> None:
-        """Refuse what cannot be had together, or not here.
+    def called(self, source: str) -> str:
+        """What a model is called that is loaded so."""
+        return source + self._rounded
+
+    def source_of(self, name: str) -> str:
+        """By what the model was loaded that is called so."""
+        return name.removesuffix(self._rounded)
+
+    @property
+    def _rounded(self) -> str:
+        return f" in {self.quantization}" if self.quantization else ""
+
+    def check_together(self, device: str | torch.device) -> None:
+        """Refuse what cannot be had together, on any machine.
 
         Raises:
-            UserError: a device beside a map of devices, a package that is not installed, or quanto beside the disk.
+            UserError: a device beside a map of devices, a folder without such a map, a size without a unit, or quanto
+                beside the disk.
         """
         if self.mapped and str(device) != "auto":
             raise UserError("device and device_map both say where the model is; give one of them.")
         if self.offload_folder is not None and not self.mapped:
             raise UserError("offload_folder is for weights that device_map puts on disk; give device_map='auto' too.")
-        if self.method is not None:
-            require_package(self.method)
+        for size in (self.max_memory or {}).values():
+            bytes_in(size, "max_memory")
         if self.method == "quanto" and self.mapped:
             raise UserError(
                 "Weights that quanto rounds as they are loaded stay where they are loaded; leave out device_map and "
                 "max_memory, or leave out quantization."
             )
+
+    def check(self, device: str | torch.device) -> None:
+        """Refuse what cannot be had together, or not here.
+
+        Raises:
+            UserError: see `check_together`; or a package or a GPU that is needed is not there.
+        """
+        self.check_together(device)
+        if self.method is not None:
+            require_package(self.method)
         if self.method == "bitsandbytes" and not torch.cuda.is_available():
             raise UserError("Weights of bitsandbytes need a GPU; use quantization='int8' or 'int4' on a CPU.")
 

@@ -47,9 +47,10 @@ class UnprovedLanes:
         plain: the Hugging Face model.
         tokenizer: its tokenizer, or None.
         geometry: the shape of its cache.
+        chunk: tokens of each row that are read at once where nothing else is asked for; all by default.
     """
 
-    def __init__(self, plain: PreTrainedModel, tokenizer: Any = None) -> None:
+    def __init__(self, plain: PreTrainedModel, tokenizer: Any = None, chunk: int | None = None) -> None:
         if attention_name(plain) not in KERNELS:
             raise UserError(
                 f"The model runs {attention_name(plain)} attention, which takes no masks from kvprobe; "
@@ -57,6 +58,7 @@ class UnprovedLanes:
             )
         self.plain = plain
         self.tokenizer = tokenizer
+        self.chunk = chunk
         self.geometry = Geometry.of(plain)
         _ = self.attention_modules  # refuses a model without them now, not at first use
         if (limit := changing_frequencies(plain.config)) is not None:

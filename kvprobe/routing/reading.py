@@ -162,7 +162,7 @@ def read(
 
     prove_reading(lanes, past, tokens)
     with routers.replaced_by(route):
-        cache, scores = extend(lanes, past, tokens, logits=logits)
+        cache, scores = extend(lanes, past, tokens, logits=logits, chunk=new.slots)
 
     def stacked(part: int) -> Tensor:
         return torch.stack([decisions[layer][part].unflatten(0, new.tokens.shape) for layer in routers.modules])

@@ -247,10 +247,10 @@ def test_what_is_not_loaded_by_its_name_alone_is_refused_to_a_cluster(folder: Pa
     weights = {LAYER: whole.lanes.plain.get_parameter(f"{LAYER}.weight").clone()}
     added = adapter(tmp_path / "adapter", str(folder), weights)
     begin = "A cluster loads models by their name alone, and"
-    refused(lambda: SameModel.of(load(folder, quantization="int8")), begin, "is quantised; load it without")
     refused(lambda: SameModel.of(whole.adapted(added)), begin, "load the adapter's own folder as the model")
     named = replace(whole, name="smollm2-135m with owner/adapter")
     refused(lambda: SameModel.of(named), begin, "has an adapter added")
     refused(lambda: SameModel.of(load(whole.lanes.plain)), begin, "'LlamaForCausalLM' was loaded from an object")
     for loaded in (load(added), load(folder, **ON_DISK)):
-        assert SameModel.of(loaded)().fingerprint == loaded.fingerprint
+        again = SameModel.of(loaded)()
+        assert (again.fingerprint, again.placing) == (loaded.fingerprint, loaded.placing)

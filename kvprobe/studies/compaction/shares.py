@@ -41,5 +41,5 @@ def attention_shares(
     runs = onwards(caches, [tokens])
     prove_reading(model.lanes, caches, runs, "hooked")
     with model.lanes.hooked.observing_patterns(observe):
-        model.extend(caches, runs, lane="hooked")
+        model.extend(caches, runs, lane="hooked", chunk=len(tokens))
     return torch.stack([shares[layer] for layer in range(model.geometry.n_layers)], 1)

@@ -160,7 +160,9 @@ def finetune(model: Model, config: Config, behaviour: Behaviour) -> FineTune:
     }.items():
         twin = sharing(plain)
         add_changes(twin, added)
-        models[name] = Model(Lanes(twin, model.tokenizer).proved_as(model.lanes), f"{model.name}, {name}")
+        models[name] = Model(
+            Lanes(twin, model.tokenizer, model.lanes.chunk).proved_as(model.lanes), f"{model.name}, {name}"
+        )
     return FineTune(models, changes, {name: sharing(models[name].lanes.plain) for name in WHO})
 
 

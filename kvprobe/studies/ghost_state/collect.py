@@ -67,7 +67,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
 
 def measure(model: Model, config: Config, name: str) -> pd.DataFrame:
     """All tables of the model of this name."""
-    given = model if name == config.model else load(name, device=config.device, dtype=config.dtype)
+    given = model if name == config.model else load(name, **config.loading)
     rows = read_toy(given, config) if name in (config.toys or ()) else read_model(given, config)
     # Models whose names differ in a seed alone are of one kind.
     return rows.assign(model=name, kind=re.sub(r"-\d+$", "", name), memory=memory_of(given))

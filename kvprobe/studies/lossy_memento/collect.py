@@ -43,7 +43,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
 @kept
 def loaded(model: Model, config: Config, name: str) -> Model:
     """The model of this name, which may be the main one."""
-    return model if name == config.model else load(name, device=config.device, dtype=config.dtype)
+    return model if name == config.model else load(name, **config.loading)
 
 
 def read_model(main: Model, config: Config, name: str) -> pd.DataFrame:

@@ -56,7 +56,7 @@ def loaded(model: Model, config: Config, read: Read) -> Model:
         return model
     if read.role == UNTRAINED:
         return random_model(model, config.seed)
-    return load(read.name, device=config.device, dtype=config.dtype)
+    return load(read.name, **config.loading)
 
 
 def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:

@@ -34,7 +34,7 @@ LOOK: dict[str, Any] = {
 def inputs(config: Config) -> Mapping[str, str]:
     """Fingerprints of the other models, which may be folders that are trained on."""
     others = [*(config.seeds or ()), *(config.checkpoints or ())]
-    return {name: load(name, device=config.device, dtype=config.dtype).fingerprint for name in others}
+    return {name: load(name, **config.loading).fingerprint for name in others}
 
 
 STUDY = Study(
