@@ -171,14 +171,15 @@ def test_a_file_of_packed_weights_may_describe_a_model_of_more_numbers():
 
 
 def test_flags_of_the_command_line_are_the_arguments_of_load():
-    flags = Loading(max_memory=("0=20GiB", "cpu=8GB"), device_map="auto", quantization=None)
+    flags = Loading(max_memory=("0=20GiB", "cpu=8GB"), device_map="auto", chunk=512)
     assert flags.choices() == {
         "device_map": "auto",
         "max_memory": {0: "20GiB", "cpu": "8GB"},
         "offload_folder": None,
         "quantization": None,
+        "chunk": 512,
     }
-    refused(Loading(max_memory=("20GiB",)).choices, "--max-memory has '20GiB'")
+    refused(Loading(max_memory=("20GiB",)).choices, "max_memory has '20GiB'")
 
 
 def test_of_an_adapter_its_base_is_held_against_free_memory(
