@@ -81,12 +81,11 @@ def load(
     Raises:
         UserError: an unknown name, no model, a failed download, too little memory, or a package that is missing.
     """
-    placing = Placing(device_map, max_memory, offload_folder, quantization)
-    if isinstance(source, Model | torch.nn.Module) and (
-        placing != Placing() or (isinstance(source, Model) and (tokenizer, device, dtype) != (None, "auto", "auto"))
-    ):
+    placing, loaded = Placing(device_map, max_memory, offload_folder, quantization), isinstance(source, Model)
+    changed = loaded and (tokenizer, device, dtype, chunk) != (None, "auto", "auto", None)
+    if changed or (isinstance(source, Model | torch.nn.Module) and placing != Placing()):
         raise UserError("This model is loaded already; load it again from its name to change how.")
-    if not isinstance(source, Model):
+    if not loaded:
         plain, own, name = opened(source, device, dtype, placing, check_loading if check_memory else None)
         source = noted(source, Model(Lanes(plain, tokenizer or own, chunk), name, placing))
     return source if adapter is None else source.adapted(adapter)

@@ -120,3 +120,4 @@ def test_what_is_watched_is_read_at_once(config: Settings):
     assert same.attention is not None
     assert torch.equal(seen.attention.recent, same.attention.recent)
     assert torch.equal(seen.attention.total, same.attention.total)
+    refused(lambda: load(whole, chunk=2), "This model is loaded already")
