@@ -102,9 +102,11 @@ def test_a_page_says_what_is_left_without_the_prompt_in_the_last_layers(tmp_path
     conclusion = numbers(SCAFFOLD, kl=kl, right=right)
     run = page_of(STUDY, SCAFFOLD, conclusion, tmp_path)
     said = answer(STUDY, run)
-    assert re.search(r"With zeros in 100 % of the prompt's slots: 0\.0 % \(.*\) in their last half, 100\.0 %", said)
+    assert re.search(
+        r"With nothing but zeros in 100 % of the prompt's slots: 0\.0 % \(.*\) in their last half, 100\.0 %", said
+    )
     assert re.search(r"template around filler\) in 100 % of the prompt's slots: 25\.0 %", said)
-    assert said.startswith("Of 100.0 %")
+    assert said.startswith("With a scaffold in place of the prompt in the last sixth of the layers 100.0 %")
     assert "+2.8 (" in run.read("report.html")
 
 

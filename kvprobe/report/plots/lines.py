@@ -116,7 +116,10 @@ class Lines:
                 squeeze=False,
             )
             for axes, row in zip(grid, rows, strict=True):
-                axes[0].annotate(row[0], (0, 1.13), xycoords="axes fraction", fontsize=9.5, weight="bold")
+                axes[0].annotate(
+                    row[0], (0, 1), (0, 19), xycoords="axes fraction", textcoords="offset points",
+                    fontsize=9.5, weight="bold",
+                )  # fmt: skip
                 axes[0].set_ylabel(self.y_label)
                 for axis, panel in zip(axes, panels, strict=True):
                     axis.set_title(labels(self.panel, panel) if self.panel else "")

@@ -23,7 +23,7 @@ BANDS: dict[Cut, int] = {"all": 1, "halves": 2, "thirds": 3, "quarters": 4, "six
 """Into how many bands the layers are cut."""
 NOISES: tuple[Noise, ...] = get_args(Noise)
 NEUTRAL: dict[Neutral, str] = {
-    "zeros": "zeros",
+    "zeros": "nothing but zeros",
     "scaffold": "the slots of a neutral scaffold (the same chat template around filler)",
 }
 """What may stand in place of noise: what it is, at length. Only the prompt's slots are struck, since the scaffold has

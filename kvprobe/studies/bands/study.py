@@ -39,7 +39,10 @@ def struck(keys: Mapping[str, Key]) -> str:
 
 
 def damage(keys: Mapping[str, Key]) -> str:
-    return "slots pruned" if keys["noise"] in PRUNED else f"noise in {PART_LABELS[str(keys['parts'])]}"
+    part = PART_LABELS[str(keys["parts"])]
+    if keys["noise"] in PRUNED:
+        return "slots pruned"
+    return f"{part} replaced" if keys["noise"] in NEUTRAL else f"noise in {part}"
 
 
 def by_noise(file: str, finding: str, caption: str, **more: Any) -> Lines:
@@ -125,7 +128,7 @@ STUDY = Study(
     labels={
         "n": "{} items".format,
         **LABELS,
-        **dict.fromkeys(("noise", "other"), MATCHED_LABELS | {neutral: neutral for neutral in NEUTRAL} | PRUNED),
+        **dict.fromkeys(("noise", "other"), MATCHED_LABELS | {"zeros": "zeros", "scaffold": "a scaffold"} | PRUNED),
         "parts": PART_LABELS,
         "meaning": MATCHED_MEANINGS | NEUTRAL,
         "unit": UNIT_LABELS,
