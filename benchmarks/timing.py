@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 
-def asked(about: str | None, repeats: int, model: str = "smollm2-135m") -> argparse.Namespace:
-    """`repeats` and `model` as the command line has them, or these; torch gets all cores."""
+def asked(about: str | None, repeats: int, model: str = "smollm2-135m", *switches: str) -> argparse.Namespace:
+    """`repeats` and `model` as the command line has them, or these, and which `switches`; torch gets all cores."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--model", default=model)
+    for switch in switches:
+        parser.add_argument(f"--{switch}", action="store_true")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     return parser.parse_args()
 

@@ -5,7 +5,8 @@ import json
 import secrets
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -14,10 +15,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvprobe.app.address import Address, address_of
-from kvprobe.app.microscope import Microscope
 from kvprobe.app.page import TYPES, asset, example, live_page, offline_page
 from kvprobe.app.work import Job, Step, Worker
 from kvprobe.errors import UserError
+
+if TYPE_CHECKING:
+    from kvprobe.app.microscope import Microscope
 
 MOST_BYTES, MOST_SHARED = 2**20, 2**26
 """Of a request; of one that shares a session."""
@@ -33,7 +36,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-LoadMicroscope = Callable[[Step], Microscope]
+LoadMicroscope = Callable[[Step], "Microscope"]
 
 
 class Guarded:
@@ -78,6 +81,8 @@ def application(
     """
     worker, token = Worker(), token or secrets.token_urlsafe(24)
     loaded: list[Microscope] = []
+    # What models need takes seconds to import; the page is served, and read, meanwhile.
+    worker.add(lambda step: bool(import_module("kvprobe.app.microscope")))
 
     def computed(address: Address, attention: bool, read: bool, step: Step) -> dict[str, Any]:
         if not loaded:

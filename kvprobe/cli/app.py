@@ -10,6 +10,7 @@ from kvprobe.errors import UserError
 from kvprobe.models.catalogue import check_source
 
 if TYPE_CHECKING:
+    from kvprobe.app.microscope import Microscope
     from kvprobe.app.server import LoadMicroscope
     from kvprobe.app.work import Step
 
@@ -78,9 +79,10 @@ def serve(
 
 def _of_model(name: str, loading: Loading) -> "LoadMicroscope":
     """What gives the microscope on a model that is loaded here."""
-    from kvprobe.app.microscope import Microscope
 
-    def load(step: "Step") -> Microscope:
+    def load(step: "Step") -> "Microscope":
+        from kvprobe.app.microscope import Microscope
+
         step(f"loading {name}, once")
         return Microscope(loading.model(name), loading.code(name))
 
@@ -93,9 +95,6 @@ def _of_server(url: str, slots: Path | None, gguf: Path | None, loading: Loading
     Raises:
         UserError: its folder is not given or not there, or how a model is loaded is given.
     """
-    from kvprobe.app.microscope import Microscope
-    from kvprobe.engines.served_model import ServedModel
-
     if slots is None:
         raise UserError(
             "kvprobe edits a llama-server's slots in files; give --slots, the folder that llama-server has as "
@@ -103,11 +102,14 @@ def _of_server(url: str, slots: Path | None, gguf: Path | None, loading: Loading
         )
     if loading != USUAL:
         raise UserError("A llama-server has loaded its model already; leave out how to load it.")
-    model = ServedModel.at(url, slots, gguf)
+    if not slots.is_dir():
+        raise UserError(f"There is no folder {slots}; give the one that llama-server has as --slot-save-path.")
 
-    def load(step: "Step") -> Microscope:
+    def load(step: "Step") -> "Microscope":
+        from kvprobe.app.microscope import Microscope
+        from kvprobe.engines.served_model import ServedModel
+
         step(f"asking {url}")
-        _ = model.tokenizer
-        return Microscope(model)
+        return Microscope(ServedModel.at(url, slots, gguf))
 
     return load
