@@ -48,6 +48,12 @@ def groups(rows: Rows, by: tuple[str, ...], where: Where) -> list[tuple[dict[str
     rows = chosen(rows, where)
     if not by:
         return [({}, rows)] if len(rows) else []
+    _refuse_keyless(rows, by)
+    return [(_plain(by, values), group) for values, group in rows.groupby(list(by), sort=False)]
+
+
+def _refuse_keyless(rows: Rows, by: tuple[str, ...]) -> None:
+    """See `groups`."""
     for column in by:
         if rows[column].dtype == bool:
             raise UserError(f"Findings are by {column!r}, a column of True and False; make it one of words.")
@@ -55,18 +61,30 @@ def groups(rows: Rows, by: tuple[str, ...], where: Where) -> list[tuple[dict[str
             raise UserError(
                 f"Findings are by {column!r}, which {lacking} of {len(rows)} rows lack; fill it in, or leave them out."
             )
-    return [(_plain(by, values), group) for values, group in rows.groupby(list(by), sort=False)]
 
 
 def cluster_means(
-    rows: Rows, of: str, cluster: str, clusters: Shaped[np.ndarray, "clusters"]
-) -> Float[np.ndarray, "clusters"]:
-    """The mean of the column `of` in each of these clusters, which are sorted; NaN for one without a finite value."""
+    rows: Rows, by: tuple[str, ...], of: str, cluster: str, clusters: Shaped[np.ndarray, "clusters"]
+) -> list[tuple[dict[str, Key], Float[np.ndarray, "clusters"]]]:
+    """For each combination of values of some columns, as `groups` has them, the mean of the column `of` in each of
+    these clusters, which are sorted; NaN for one without a finite value.
+
+    Raises:
+        UserError: see `groups`.
+    """
+    if not len(rows):
+        return []
+    _refuse_keyless(rows, by)
+    grouped = rows.groupby(list(by), sort=False).ngroup().to_numpy() if by else np.zeros(len(rows), int)
+    first = np.unique(grouped, return_index=True)[1]
     values = rows[of].to_numpy(float)
     known = np.isfinite(values)
-    places = np.searchsorted(clusters, rows[cluster].to_numpy()[known])
-    sums, sizes = np.bincount(places, values[known], len(clusters)), np.bincount(places, minlength=len(clusters))
-    return np.divide(sums, sizes, out=np.full(len(clusters), np.nan), where=sizes > 0)
+    places = (grouped * len(clusters) + np.searchsorted(clusters, rows[cluster].to_numpy()))[known]
+    cells = len(first) * len(clusters)
+    sums, sizes = np.bincount(places, values[known], cells), np.bincount(places, minlength=cells)
+    means = np.divide(sums, sizes, out=np.full(cells, np.nan), where=sizes > 0).reshape(len(first), -1)
+    keys = zip(*(rows[column].to_numpy()[first] for column in by), strict=True) if by else [()]
+    return [(_plain(by, values), of_group) for values, of_group in zip(keys, means, strict=True)]
 
 
 def _plain(by: tuple[str, ...], values: Iterable[Any]) -> dict[str, Key]:

@@ -177,7 +177,9 @@ def _paired(one: Rows, other: Rows, finding: Finding, twin: Finding) -> Estimate
     named = [column for column in (finding.name, *map(str, finding.keys.values())) if column in numeric]
     found: list[Estimate] = []
     for column in dict.fromkeys([*named, *numeric]):
-        values = [cluster_means(table, column, SAMPLE, known) for table, known in zip(tables, clusters, strict=True)]
+        values = [
+            cluster_means(table, (), column, SAMPLE, known)[0][1] for table, known in zip(tables, clusters, strict=True)
+        ]
         same = all(
             np.isfinite(value).all() and np.isclose(value.mean(), stated.value.mean, rtol=1e-9, atol=1e-12)
             for value, stated in zip(values, (finding, twin), strict=True)

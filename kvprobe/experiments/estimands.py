@@ -17,7 +17,7 @@ from jaxtyping import Float
 from kvprobe.probing.intervals import held_out
 from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.stats import UNBOUNDED, Estimate, binomial, estimate, natural, pooled, ratio
-from kvprobe.tidy import Rows, Where, cluster_means, groups
+from kvprobe.tidy import Rows, Where, chosen, cluster_means, groups
 
 Values = Float[np.ndarray, "clusters"]
 HEADLINE: Mapping[str, Any] = {"together": (), "family": "headline"}
@@ -159,7 +159,7 @@ class Pooled(Estimand):
     less: Where | None = None
 
     def cells(self, rows: Rows) -> "list[PendingFinding]":
-        kinds = [(keys, [chosen]) for keys, chosen in groups(rows, self.by, self.where)]
+        kinds = [(keys, [some]) for keys, some in groups(rows, self.by, self.where)]
         if self.less is not None:
             less = {tuple(keys.values()): others for keys, others in groups(rows, self.by, self.less)}
             kinds = [(keys, [*one, less[place]]) for keys, one in kinds if (place := tuple(keys.values())) in less]
@@ -177,7 +177,7 @@ class Total(Estimand):
     """The sum over rows, which has no interval."""
 
     def cells(self, rows: Rows) -> "list[PendingFinding]":
-        totals = ((keys, Estimate(float(chosen[self.of].sum()))) for keys, chosen in groups(rows, self.by, self.where))
+        totals = ((keys, Estimate(float(some[self.of].sum()))) for keys, some in groups(rows, self.by, self.where))
         return [PendingFinding(self, keys, 0, lambda _, total=total: total) for keys, total in totals]
 
 
@@ -227,8 +227,6 @@ def measure(rows: Rows, estimands: Iterable[Estimand], *others: tuple[Rows, Iter
 
 def by_cluster(rows: Rows, estimand: Estimand, where: Where) -> list[tuple[dict[str, Key], Values]]:
     """For each combination of `by`, the mean of each cluster of all rows in order; NaN for one that has no value."""
-    clusters = np.unique(rows[estimand.cluster])
-    return [
-        (keys, cluster_means(chosen, estimand.of, estimand.cluster, clusters))
-        for keys, chosen in groups(rows, estimand.by, where)
-    ]
+    return cluster_means(
+        chosen(rows, where), estimand.by, estimand.of, estimand.cluster, np.unique(rows[estimand.cluster])
+    )
