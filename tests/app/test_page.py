@@ -11,12 +11,11 @@ from kvprobe.app.address import Edit
 from kvprobe.app.microscope import look
 from kvprobe.app.server_backend import MISSING
 from kvprobe.engines.served_model import ServedModel
-from kvprobe.engines.server import served
+from kvprobe.engines.server import LlamaServer
 from kvprobe.inference.model import Model
 from tests.app.made_up import HOSTILE, START, serving
 from tests.browser import needs_browser
 from tests.devtools import Browser, Tab, browsing
-from tests.models.gguf_file import write_gguf
 
 pytestmark = needs_browser
 READY = "document.querySelector('.slot') && !document.body.hasAttribute('aria-busy')"
@@ -196,13 +195,9 @@ def test_two_tabs_do_not_mix_and_an_address_that_is_none_is_refused(browser: Bro
 
 
 def test_a_turn_is_hidden_in_a_llama_server_and_what_that_cannot_show_is_said(
-    browser: Browser, tiny_llama: Model, tmp_path: Path
+    browser: Browser, tiny_llama: Model, tiny_server: LlamaServer, tmp_path: Path
 ):
-    path = write_gguf(tiny_llama, tmp_path / "tiny.gguf")
-    with (
-        served(path, cache="f32", context=256, threads=1, flash=False) as server,
-        serving(ServedModel(server)) as (address, _),
-    ):
+    with serving(ServedModel(tiny_server)) as (address, _):
         tab = opened(browser, address)
         tab.do(f"{turn('m1')}.click()")
         click(tab, "[data-edit=mask]")

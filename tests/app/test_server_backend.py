@@ -1,7 +1,6 @@
 """The microscope on a model in a llama-server, beside the same model in this process."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,17 +11,15 @@ from kvprobe.app.address import Address, Edit
 from kvprobe.app.microscope import AppState, Microscope
 from kvprobe.app.server_backend import MISSING
 from kvprobe.engines.served_model import EDITED, READ, RestoredSlot, ServedModel, divergence_at_least
-from kvprobe.engines.server import LlamaServer, served
+from kvprobe.engines.server import LlamaServer
 from kvprobe.exported import json_schema
 from kvprobe.inference.model import Model
 from tests.app.made_up import START
-from tests.models.gguf_file import write_gguf
 from tests.refusals import refused
 
 EDITS: dict[str, tuple[Edit, ...]] = {
     "nothing": (),
-    "mask": (Edit("mask", ("m1",)),),
-    "evict a run": (Edit("evict", slots=(3, 9)), Edit("mask", slots=(5, 20))),
+    "evict a run, then mask": (Edit("evict", slots=(3, 9)), Edit("mask", slots=(5, 20))),
     "re-index, then damage": (Edit("re-index", ("m1",)), Edit("damage", ("m2",), fault="zeros", rate=0.5)),
     "restart after damage": (Edit("damage", fault="gaussian", rate=0.3, seed=2), Edit("restart", ("m1",))),
     "damage with what another conversation holds": (Edit("damage", fault="distractor", rate=0.5),),
@@ -31,15 +28,8 @@ EDITS: dict[str, tuple[Edit, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def server(tiny_llama: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaServer]:
-    path = write_gguf(tiny_llama, tmp_path_factory.mktemp("gguf") / "tiny.gguf")
-    with served(path, cache="f32", context=256, threads=1, flash=False) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def there(server: LlamaServer) -> Microscope:
-    return Microscope(ServedModel(server))
+def there(tiny_server: LlamaServer) -> Microscope:
+    return Microscope(ServedModel(tiny_server))
 
 
 @pytest.fixture(scope="module")
@@ -94,29 +84,31 @@ def test_what_a_slot_is_not_enough_for_is_said_in_a_sentence(there: Microscope):
     refused(lambda: there.state(at(Edit("policy", policy="RestartInPlace('m0')"))), "without gaps")
 
 
-def test_memory_is_what_the_server_holds(server: LlamaServer):
-    memory = Microscope(ServedModel(server)).state(at(Edit("mask", ("m1",)))).to_plain()["memory"]
+def test_memory_is_what_the_server_holds(tiny_server: LlamaServer):
+    memory = Microscope(ServedModel(tiny_server)).state(at(Edit("mask", ("m1",)))).to_plain()["memory"]
     full, held = (memory[name]["slots"] for name in ("full", "held"))
     assert held == full * memory["slots"] // memory["of"] < full
-    assert 0 < server.path(EDITED).stat().st_size - held < 2000  # tokens, positions and headers
+    assert 0 < tiny_server.path(EDITED).stat().st_size - held < 2000  # tokens, positions and headers
 
 
-def test_a_slot_that_somebody_else_used_is_refused(there: Microscope, server: LlamaServer):
-    model = ServedModel(server)
+def test_a_slot_that_somebody_else_used_is_refused(there: Microscope, tiny_server: LlamaServer):
+    model = ServedModel(tiny_server)
     cache = model.prefill(START.chat).mask("m1")
     start = model.restored(cache, model.prompts(cache, START.ask)[0])
-    server.complete([3, 4, 5], reuse=False)
+    tiny_server.complete([3, 4, 5], reuse=False)
     refused(lambda: start.likeliest(()), "what was edited is lost")
-    server.path(READ).unlink()
+    tiny_server.path(READ).unlink()
     assert model.generate(cache, START.ask, max_new_tokens=2).text == there.state(
         replace(at(Edit("mask", ("m1",))), new=2)
     ).replies[1].text  # fmt: skip
 
 
-def test_what_is_no_server_of_a_model_here_is_refused(server: LlamaServer, tmp_path: Path):
-    refused(lambda: ServedModel.at(server.url, tmp_path / "nowhere"), "no folder", "--slot-save-path")
-    refused(lambda: ServedModel.at(server.url, tmp_path).prefill("the mill"), "but not in", "--slot-save-path")
-    refused(lambda: ServedModel.at(server.url, tmp_path, tmp_path / "none.gguf").tokenizer, "no file here", "--gguf")
+def test_what_is_no_server_of_a_model_here_is_refused(tiny_server: LlamaServer, tmp_path: Path):
+    refused(lambda: ServedModel.at(tiny_server.url, tmp_path / "nowhere"), "no folder", "--slot-save-path")
+    refused(lambda: ServedModel.at(tiny_server.url, tmp_path).prefill("the mill"), "but not in", "--slot-save-path")
+    refused(
+        lambda: ServedModel.at(tiny_server.url, tmp_path, tmp_path / "none.gguf").tokenizer, "no file here", "--gguf"
+    )
     refused(lambda: ServedModel.at("http://127.0.0.1:9", tmp_path).name, "No server answers")
 
 
@@ -125,10 +117,14 @@ def test_a_divergence_of_the_likeliest_tokens_is_never_too_large():
     exact = divergence_at_least({**first, 3: -30.0}, {**now, 2: -30.0})
     assert 0 < divergence_at_least(first, now) < exact
     assert divergence_at_least(first, first) == 0
+    halves = {1: -0.6931472, 2: -0.6931472}
+    assert divergence_at_least(first, halves) == pytest.approx(0.8 * 0.4700036 - 0.2 * 0.9162907, abs=1e-5)
 
 
-def test_a_token_that_is_not_among_the_likeliest_is_asked_for(server: LlamaServer, monkeypatch: pytest.MonkeyPatch):
-    model = ServedModel(server)
+def test_a_token_that_is_not_among_the_likeliest_is_asked_for(
+    tiny_server: LlamaServer, monkeypatch: pytest.MonkeyPatch
+):
+    model = ServedModel(tiny_server)
     cache = model.prefill(START.chat)
     every = model.restored(cache, model.prompts(cache, START.ask)[0]).likeliest(())
     monkeypatch.setattr("kvprobe.engines.served_model.LIKELIEST", 3)
