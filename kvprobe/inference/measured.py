@@ -25,6 +25,7 @@ from kvprobe.memory.budget import Budget
 from kvprobe.models.attending import attention_named
 from kvprobe.models.hf_cache import CACHE, library_cache
 from kvprobe.models.loading import free_bytes
+from kvprobe.models.placing import use_quanto_uncompiled
 from kvprobe.restoring import restoring
 from kvprobe.units import both
 
@@ -237,6 +238,7 @@ def _empty_cache(model: PreTrainedModel, budget: Budget) -> Cache:
         return library_cache(model.config)
     if name == "fp8":
         return QuantizedCache("fp8", model.config)
+    use_quanto_uncompiled()
     return QuantizedCache("quanto", model.config, nbits=budget.request.numbers.bits)
 
 

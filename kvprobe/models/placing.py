@@ -3,7 +3,9 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import torch
@@ -85,6 +87,8 @@ class Placing:
         self.check_together(device)
         if self.method is not None:
             require_package(self.method)
+        if self.method == "quanto":
+            use_quanto_uncompiled()
         if self.method == "bitsandbytes" and not torch.cuda.is_available():
             raise UserError("Weights of bitsandbytes need a GPU; use quantization='int8' or 'int4' on a CPU.")
 
@@ -130,6 +134,17 @@ def require_package(method: str) -> None:
     if not found:
         extra = f"kvprobe[{_EXTRAS[method]}]" if method in _EXTRAS else package
         raise UserError(f"Weights of {method} need {package}, which is not installed; `pip install '{extra}'`.")
+
+
+def use_quanto_uncompiled() -> None:
+    """From now on quanto unpacks numbers of 2 and 4 bits on a CPU in Python: its C++ calls the same operations of torch,
+    but takes a compiler, and a minute at first use."""
+
+    def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+        return torch.cat([packed >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)])
+
+    extension: Any = import_module("optimum.quanto.library.extensions.cpp").ext
+    extension._lib = SimpleNamespace(unpack=unpack)
 
 
 def numbers_of(config: Any) -> str | None:

@@ -18,7 +18,7 @@ from kvprobe.inference.model import Model, load
 from kvprobe.inference.room import loading_bytes
 from kvprobe.models.files import bounded, check_folder
 from kvprobe.models.loading import free_bytes
-from kvprobe.models.placing import Placing
+from kvprobe.models.placing import Placing, use_quanto_uncompiled
 from tests.models import llama, tiny_tokenizer
 from tests.models.test_adapters import adapter
 from tests.refusals import refused
@@ -89,6 +89,20 @@ def test_rounded_weights_are_another_model_on_both_lanes(folder: Path, whole: Mo
     assert 0 < float(rounded.abs().max()) < (0.02 if quantization == "int8" else 0.3)
     assert model.fingerprint == load(folder, quantization=quantization, dtype=dtype).fingerprint
     refused(lambda: load(folder, dtype=dtype).extend(model.prefill(TEXT), MORE), "differs in weights")
+
+
+def test_bits_are_unpacked_without_a_compiler(monkeypatch: pytest.MonkeyPatch):
+    from optimum.quanto.library.extensions import cpp, extension
+
+    def compiled(**_: Any) -> None:
+        raise AssertionError("a compiler was asked for")
+
+    monkeypatch.setattr(extension, "load", compiled)
+    monkeypatch.setattr(cpp.ext, "_lib", None)
+    use_quanto_uncompiled()
+    packed = torch.tensor([[0b11100100], [0b00000001]], dtype=torch.uint8)
+    assert torch.ops.quanto.unpack(packed, 2)[:, 0].tolist() == [0, 1, 1, 0, 2, 0, 3, 0]
+    assert torch.ops.quanto.unpack(packed, 4)[:, 0].tolist() == [4, 1, 14, 0]
 
 
 @pytest.mark.parametrize("placed", [ON_DISK, {"quantization": "int8"}, {"quantization": "int4"}])
