@@ -137,8 +137,8 @@ def require_package(method: str) -> None:
 
 
 def use_quanto_uncompiled() -> None:
-    """From now on quanto unpacks numbers of 2 and 4 bits on a CPU in Python: its C++ calls the same operations of torch,
-    but takes a compiler, and a minute at first use."""
+    """From now on quanto unpacks numbers of 2 and 4 bits on a CPU in Python. Its C++ calls the same operations, but
+    takes a compiler, and a minute at first use."""
 
     def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
         return torch.cat([packed >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)])
