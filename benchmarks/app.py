@@ -23,12 +23,15 @@ import sys
 import tempfile
 import threading
 import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import uvicorn
-from timing import asked, header, paired
+from timing import Row, compared, main
 
 import kvprobe as kv
 from kvprobe.app.address import address_of
@@ -38,12 +41,11 @@ from kvprobe.app.server import served
 from kvprobe.inference.model import Model
 
 
-def main() -> None:
-    arguments = asked(__doc__, 20, "smollm2-135m", "contact", "cold")
-    if arguments.contact:
-        contact(arguments.model, arguments.cold)
+def measure(asked: Namespace) -> Iterator[Row]:
+    if asked.contact:
+        contact(asked.model, asked.cold)
         return
-    model = kv.load(arguments.model)
+    model = kv.load(asked.model)
     address, start = serve(model), example()["start"]
     here = Microscope(model)
     slots = len(here.state(address_of(start)).slots["text"])
@@ -62,12 +64,11 @@ def main() -> None:
     def calling() -> None:
         called.append(here.state(address_of({**start, "edits": next(to_call)})).to_plain())
 
-    ours, theirs, ratio = paired(clicking, calling, arguments.repeats)
+    row = compared(f"a click, {slots} slots", "the same call", clicking, calling, asked.repeats, most=1.1)
     for one, other in zip(clicked, called, strict=True):
         assert {**one, "seconds": 0} == {**other, "seconds": 0}
-    header(arguments.model, slots, arguments.repeats)
-    print(f"{'a click, against the call':50}{ours:9.2f}s{theirs:9.2f}s{ratio:8.2f}  1.1")
-    print(f"median click {statistics.median(seconds[1:]):.2f} s, longest {max(seconds[1:]):.2f} s; limit 3 s")
+    passed = f"of the wall: {statistics.median(seconds[1:]):.2f} s, longest {max(seconds[1:]):.2f}, limit 3"
+    yield replace(row, note=passed)
 
 
 def contact(model: str, cold: bool) -> None:
@@ -134,5 +135,10 @@ def click(address: str, wanted: object) -> Any:
     return json.loads(last.partition("data: ")[2])
 
 
+def flags(parser: ArgumentParser) -> None:
+    for switch in ("--contact", "--cold"):
+        parser.add_argument(switch, action="store_true")
+
+
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__, repeats=20, flags=flags)

@@ -5,7 +5,7 @@ most memory that the process held, minus what it held before (weights and import
 The hooked lane is one pass over the prompt, as `run_with_hooks` is; it needs heads × length² numbers a layer, several
 times over.
 
-    python benchmarks/attention.py --length 4096          # the plain lane alone: add --plain-only
+    python benchmarks/attention.py
 """
 
 import argparse
@@ -13,68 +13,56 @@ import os
 import resource
 import subprocess
 import sys
-import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import psutil
 import torch
+from timing import Row, clock, main
 
 import kvprobe as kv
 from kvprobe.attention.patterns import CHUNK
 from kvprobe.text.tokens import Tokens
 
-LIMIT = 300e6
+MOST_BYTES = 300e6
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--plain-only", action="store_true")
-    parser.add_argument("--lane", choices=["plain", "hooked"], help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.lane:
-        measure(arguments)
-        return
-    lanes = ["plain"] if arguments.plain_only else ["plain", "hooked"]
-    results = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for lane in lanes:
+def measure(asked: argparse.Namespace) -> Iterator[Row]:
+    length, results = 512 if asked.quick else 4096, dict[str, Any]()
+    with TemporaryDirectory() as folder:
+        for lane in ("plain", "hooked"):
             out = Path(folder) / f"{lane}.npz"
-            flags = ["--model", arguments.model, "--length", str(arguments.length), "--lane", lane, "--out", str(out)]
-            subprocess.run([sys.executable, __file__, *flags], check=True)
+            subprocess.run([sys.executable, __file__, lane, asked.model, str(length), str(out)], check=True)
             results[lane] = dict(np.load(out))
-    print(f"{arguments.model}, {arguments.length} tokens, last-token patterns of all layers and heads\n")
-    print(f"{'lane':10}{'seconds':>10}{'MB above weights and cache':>30}{'cache, MB':>12}")
-    for lane, result in results.items():
-        print(f"{lane:10}{result['seconds']:10.1f}{result['above'] / 1e6:30.0f}{result['cache'] / 1e6:12.0f}")
-    if len(results) == 2:
-        worst = np.abs(results["plain"]["weights"] - results["hooked"]["weights"]).max()
-        print(f"\nlargest difference between their weights: {worst:.1e}")
-        assert worst < 1e-5
-    assert results["plain"]["above"] < LIMIT
+    ours, theirs = results.values()
+    assert np.abs(ours["weights"] - theirs["weights"]).max() < 1e-5
+    assert ours["above"] < MOST_BYTES
+    for what, unit in (("seconds", "s"), ("above", "B")):
+        name = f"the last of {length:,} tokens' attention"
+        beside = "TransformerLens, hooked patterns"
+        yield Row.of(name, beside, [float(ours[what])], [float(theirs[what])], unit=unit, note=NOTES[unit])
 
 
-def measure(arguments: argparse.Namespace) -> None:
+NOTES = {"s": "one run of each", "B": "the peak above weights and cache, one run of each"}
+
+
+def one_lane(lane: Any, name: str, length: int, out: Path) -> None:
     """One lane's weights, seconds, and peak."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    model = kv.load(arguments.model)
-    rng = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, 20_000, (arguments.length,), generator=rng).tolist()
+    model = kv.load(name)
+    ids = torch.randint(5, 20_000, (length,), generator=torch.Generator().manual_seed(0)).tolist()
     # What a lane loads at its first pass is not counted.
-    kv.attend(model, Tokens.of(ids[:8]), lane=arguments.lane)
-    chunk = arguments.length if arguments.lane == "hooked" else CHUNK
-    watched = Peak()
-    start = time.perf_counter()
-    with watched:
-        patterns = kv.attend(model, Tokens.of(ids), lane=arguments.lane, chunk=chunk)
-    seconds = time.perf_counter() - start
-    above = watched.bytes - patterns.cache.nbytes
-    np.savez(arguments.out, weights=patterns.weights.numpy(), seconds=seconds, above=above, cache=patterns.cache.nbytes)
+    kv.attend(model, Tokens.of(ids[:8]), lane=lane)
+    start = clock()
+    with Peak() as watched:
+        patterns = kv.attend(model, Tokens.of(ids), lane=lane, chunk=length if lane == "hooked" else CHUNK)
+    seconds = clock() - start
+    np.savez(out, weights=patterns.weights.numpy(), seconds=seconds, above=watched.bytes - patterns.cache.nbytes)
 
 
 class Peak:
@@ -101,4 +89,7 @@ class Peak:
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) == 5 and not sys.argv[1].startswith("-"):  # a process of its own
+        one_lane(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
+    else:
+        main(measure, __doc__)

@@ -4,7 +4,7 @@ false one.
 Every quantity is simulated from a distribution whose truth is known, at 4 to 48 clusters, and given to the very
 functions that the studies call. The tables go into docs/results/coverage.md.
 
-    make benchmark          or          python benchmarks/coverage.py [--quick]
+    python benchmarks/coverage.py [--quick]
 """
 
 import argparse

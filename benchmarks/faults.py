@@ -3,14 +3,16 @@ and several prompts in one batch, compared with one batch for each.
 
 Both strike the same slots with the same noise, and must first give the same answers, token for token.
 
-    make benchmark          or          python benchmarks/faults.py --repeats 2
+    python benchmarks/faults.py --repeats 2
 """
 
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
-from timing import asked, header, paired, report
+from timing import Row, compared, main
 from transformers import DynamicCache
 
 import kvprobe as kv
@@ -20,16 +22,16 @@ from kvprobe.inference.forward import new_slots
 from kvprobe.inference.sweep import Question, Trial, sweep
 from kvprobe.text.tokens import Tokens
 
-LENGTH, NEW_TOKENS = 256, 8
+NEW_TOKENS = 8
 PROMPTS, TOGETHER = 4, 13
 """Prompts that share a batch, and how many conditions each of them has."""
 RATES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 
 
-def conditions(at: int | str, transient: bool) -> list[Fault]:
+def conditions(at: int | str, transient: bool, rates: Sequence[float]) -> list[Fault]:
     """Three kinds of fault, K and V together and apart, at every rate."""
     kinds = (Gaussian("channel"), Zeros(), Distractor())
-    scopes = [Scope(rate=rate, parts=parts) for rate in RATES for parts in ("kv", "k", "v")]
+    scopes = [Scope(rate=rate, parts=parts) for rate in rates for parts in ("kv", "k", "v")]
     return [replace(kind, scope=scope, at=at, transient=transient) for kind in kinds for scope in scopes]
 
 
@@ -43,9 +45,9 @@ def plainly(model: kv.Model, ids: Sequence[int], fault: Fault, donor: kv.KVCache
     context = FaultContext(clean, {"distractor": donor})
     answer, token = [], ids[-1]
     for step in range(NEW_TOKENS):
-        tensors = [(layer.keys.contiguous(), layer.values.contiguous()) for layer in past.layers]
-        for layer, (keys, values) in zip(past.layers, tensors, strict=True):
-            layer.keys, layer.values = keys, values
+        tensors = [{"K": layer.keys.contiguous(), "V": layer.values.contiguous()} for layer in past.layers]
+        for layer, parts in zip(past.layers, tensors, strict=True):
+            layer.keys, layer.values = parts["K"], parts["V"]
         damage = None
         if fault.due(step):
             ledger = model_cache(past, [*ids[:-1], *([ids[-1], *answer][:step])]).ledger
@@ -55,8 +57,9 @@ def plainly(model: kv.Model, ids: Sequence[int], fault: Fault, donor: kv.KVCache
         if damage is not None and fault.transient:
             # The cache has grown into new tensors: restore the old slots in these.
             damage.undo()
-            for layer, (keys, values) in zip(past.layers, tensors, strict=True):
-                layer.keys[:, :, : keys.shape[2]], layer.values[:, :, : values.shape[2]] = keys, values
+            for layer, parts in zip(past.layers, tensors, strict=True):
+                slots = slice(parts["K"].shape[2])
+                layer.keys[:, :, slots], layer.values[:, :, slots] = parts["K"], parts["V"]
         token = int(logits[0, -1].argmax())
         answer.append(token)
     return answer
@@ -69,15 +72,14 @@ def model_cache(past: DynamicCache, ids: Sequence[int]) -> kv.KVCache:
     return kv.KVCache.of(tuple(keys for keys, _ in copies), tuple(values for _, values in copies), ledger)
 
 
-def main() -> None:
-    arguments = asked(__doc__, 2)
-    model = kv.load(arguments.model)
+def measure(asked: Namespace) -> Iterator[Row]:
+    length, rates = (32, RATES[3:4]) if asked.quick else (256, RATES)
+    model = kv.load(asked.model)
     draw = torch.Generator().manual_seed(0)
-    ids, other = (torch.randint(5, 20_000, (LENGTH,), generator=draw).tolist() for _ in range(2))
+    ids, other = (torch.randint(5, 20_000, (length,), generator=draw).tolist() for _ in range(2))
     donor = model.prefill(Tokens.of(other))
-    header(model.name, LENGTH, arguments.repeats)
     for name, at, transient in (("written once", 0, False), ("anew before each token", "every", True)):
-        faults = conditions(at, transient)
+        faults = conditions(at, transient, rates)
 
         def batched(faults: list[Fault] = faults) -> list[list[int]]:
             swept = model.sweep(
@@ -90,11 +92,11 @@ def main() -> None:
 
         for fault, mine, theirs in zip(faults, batched(), one_by_one(), strict=True):
             assert mine == theirs, f"{fault}: {mine} in the batch, {theirs} alone"
-        ours, theirs, ratio = paired(batched, one_by_one, arguments.repeats)
-        report(f"{len(faults)} conditions, {NEW_TOKENS} tokens: {name}", ours, theirs, ratio, "0.125")
-    trials = [Trial(fault) for fault in conditions("every", True)[:TOGETHER]]
+        what = f"{len(faults)} faults {name}, {NEW_TOKENS} tokens"
+        yield compared(what, "a prompt and a fault at a time", batched, one_by_one, asked.repeats, most=0.125)
+    trials = [Trial(fault) for fault in conditions("every", True, rates)[:TOGETHER]]
     questions = [
-        Question(Tokens.of(ids[16 * number :]), trials, donors={"distractor": donor}, sample=number)
+        Question(Tokens.of(ids[length // 16 * number :]), trials, donors={"distractor": donor}, sample=number)
         for number in range(PROMPTS)
     ]
 
@@ -102,16 +104,11 @@ def main() -> None:
         swept = [sweep(model.lanes, batch, max_new_tokens=2 * NEW_TOKENS, stop=(), follow=False) for batch in batches]
         return [list(outcome.tokens) for batch in swept for one in batch for outcome in one.outcomes]
 
-    def together() -> list[list[int]]:
-        return answered([questions])
-
-    def apart() -> list[list[int]]:
-        return answered([[question] for question in questions])
-
+    together, apart = partial(answered, [questions]), partial(answered, [[question] for question in questions])
     assert together() == apart()
-    ours, theirs, ratio = paired(together, apart, arguments.repeats)
-    report(f"{PROMPTS} prompts in one batch, {TOGETHER} conditions each, beside a batch each", ours, theirs, ratio, "1")
+    what = f"{PROMPTS} prompts, {len(trials)} faults each"
+    yield compared(what, "a batch for each prompt", together, apart, asked.repeats, most=1)
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__, repeats=3, quick=1)

@@ -5,20 +5,20 @@ The framework's own share (the beginning of a run with the model's fingerprint, 
 findings) is to be under 3 % of the whole preset's answers; with fewer items its beginning weighs more. Figures and the
 page are the report. All times are CPU seconds of this process, so that other work does not count.
 
-    make benchmark          or          python benchmarks/framework.py --samples 2
+    python benchmarks/framework.py
 """
 
-import argparse
-import os
 import time
+from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pandas as pd
+from timing import Row, main
 
 import kvprobe as kv
 from kvprobe.experiments import running
@@ -63,13 +63,10 @@ class Clock:
         return run
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, help="items of each task, if not those of the preset")
-    given = parser.parse_args()
+def measure(asked: Namespace) -> Iterator[Row]:
     config = from_mapping(Config, presets()[PRESET].settings)
-    if given.samples:
-        config = replace(config, samples=given.samples)
+    if asked.quick:
+        config = replace(config, samples=1, tasks=config.tasks[:1], rates=config.rates[:1])
     model = kv.load(config.model)
     answer(model, AskedItem(*first_item(model, config)), cases(config)[:2], config.seed)  # the first pass warms up
 
@@ -84,7 +81,13 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         run = whole.timed("beginning", running.run_study)(timed, config, Path(folder), model=model)
         pd.testing.assert_frame_equal(run.df(), rows, check_dtype=False)
-    show(config, alone.seconds["answers"], whole.seconds)
+    spent, what = whole.seconds, f"{PRESET}, {len(rows):,} answers"
+    shares = {"answers": ("answers",), "framework": ("beginning", "parts", "findings"), "report": ("figures", "page")}
+    taken = {name: sum(spent[part] for part in parts) for name, parts in shares.items()}
+    loop, note = [alone.seconds["answers"]], ", ".join(f"{name} {seconds:.2f} s" for name, seconds in spent.items())
+    yield Row.of(f"{what}: the whole study", "a bare loop", [sum(taken.values())], loop, note=note)
+    framework, answered = taken["answers"] + taken["framework"], [taken["answers"]]
+    yield Row.of(f"{what}: answers and framework", "its own answers", [framework], answered, most=1 + LIMIT)
 
 
 def first_item(model: kv.Model, config: Config) -> tuple[Any, ...]:
@@ -93,19 +96,5 @@ def first_item(model: kv.Model, config: Config) -> tuple[Any, ...]:
     return task, item, 0, prompt(item, model.tokenizer)
 
 
-def show(config: Config, bare_loop: float, spent: Mapping[str, float]) -> None:
-    """What each part took, in seconds and beside the answers of the same run."""
-    print(f"{PRESET}, {config.samples} items of each task; CPU seconds\n")
-    print(f"{'a bare loop of answers':44}{bare_loop:9.2f}")
-    print(f"{'the whole study':44}{sum(spent.values()):9.2f}{sum(spent.values()) / bare_loop:8.1%} of the bare loop\n")
-    shares = {"answers": ("answers",), "framework": ("beginning", "parts", "findings"), "report": ("figures", "page")}
-    for name, parts in shares.items():
-        taken = sum(spent[part] for part in parts)
-        limit = f"  under {LIMIT:.0%}" if name == "framework" else ""
-        of = f" ({', '.join(f'{part} {spent[part]:.2f}' for part in parts)})" if len(parts) > 1 else ""
-        print(f"{name + of:70}{taken:9.2f}{taken / spent['answers']:8.1%}{limit}", flush=True)
-
-
 if __name__ == "__main__":
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    main()
+    main(measure, __doc__)

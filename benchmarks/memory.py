@@ -7,12 +7,15 @@ applied to the config as it is published, without the fields that it leaves out:
   docs/source/_static/kv_cache_calculator.html), which has one formula for most models, and two for single models;
 - hf-mem (alvarobartt/hf-mem, src/hf_mem/safetensors/kv_cache.py at e9946791, MIT, there called experimental).
 
-python benchmarks/memory.py
+    python benchmarks/memory.py [--table]
 """
 
 import json
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from timing import Row, main
 
 from kvprobe.memory.budget import budget
 from kvprobe.memory.sources import shipped_configs
@@ -89,6 +92,26 @@ def table() -> list[str]:
     return lines
 
 
+def measure(asked: Namespace) -> Iterator[Row]:
+    """The calculators beside the budget: bytes of the cache."""
+    if asked.table:
+        print("\n".join(table()))
+        return
+    for name in CHOSEN[: 3 if asked.quick else None]:
+        published = json.loads(shipped_configs()[name].read_text(encoding="utf-8"))
+        config = published.get("text_config", published)
+        tokens = min(budget(name, dtype="bfloat16").trained_context or 2048, 131_072)
+        logical = sum(budget(name, context=tokens, dtype="bfloat16").logical)
+        for calculator, size in (
+            ("LMCache's calculator", lmcache(name, config, tokens)),
+            ("hf-mem", hf_mem(config, tokens)),
+        ):
+            if size is None:
+                yield Row(f"{name}, {tokens:,} tokens", calculator, unit="B", note="the config lacks what it needs")
+            else:
+                yield Row.of(f"{name}, {tokens:,} tokens", calculator, [logical], [size], unit="B")
+
+
 def _size(count: float) -> str:
     return f"{count / 1e9:.2f} GB"
 
@@ -98,4 +121,4 @@ def _beside(size: float | None, logical: int) -> str:
 
 
 if __name__ == "__main__":
-    print("\n".join(table()))
+    main(measure, __doc__, flags=lambda parser: parser.add_argument("--table", action="store_true"))

@@ -67,11 +67,10 @@ def by_extend(setting: Setting) -> Patch:
         return torch.cat([one(layer, part, slot) for slot in slots])
 
     def one(layer: int, part: Part, slot: int) -> Tensor:
-        name = "keys" if part == "K" else "values"
-        tensors = list(getattr(setting.base, name))
-        tensors[layer] = tensors[layer].clone()
-        tensors[layer][0, :, slot] = setting.of_donor(layer, part, [slot])[0]
-        return setting.model.extend(replace(setting.base, **{name: tuple(tensors)}), setting.suffix)[1][:, -1]
+        layers, patched = list(setting.base.layers), setting.base.layers[layer][part].clone()
+        patched[0, :, slot] = setting.of_donor(layer, part, [slot])[0]
+        layers[layer] = {**layers[layer], part: patched}
+        return setting.model.extend(replace(setting.base, layers=tuple(layers)), setting.suffix)[1][:, -1]
 
     return patch
 

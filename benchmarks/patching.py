@@ -2,25 +2,22 @@
 
 kvprobe sweeps the whole map, layer × slot × {K, V}. The others take seconds for a cell, at any layer, so they are timed
 on a sample of it. What they compute is in `patched_forward.py`. Each round begins with another contender, and a ratio
-is the median of the ratios of the rounds.
+is one of the times of a cell. The sweep's peak of memory is measured in a process of its own.
 
-    make benchmark          or          python benchmarks/patching.py --tokens 512 --repeats 3
-    python benchmarks/patching.py --memory --tokens 2048 --slots 2048       only the memory of one sweep
+    python benchmarks/patching.py
 """
 
-import argparse
-import os
 import resource
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import psutil
 import torch
 from patched_forward import Part, Patch, Setting, by_bridge, by_extend, by_nnsight
+from timing import Row, clock, main
 
 import kvprobe as kv
 from kvprobe.patching import LogitDiff, patch_sweep
@@ -35,10 +32,12 @@ STRIDE = 61
 """The step at which cells of the map are read by `extend` too; prime, so that all layers, slots and parts occur."""
 BOUND = 1e-3
 """Values may differ by this share of the largest effect on the map."""
-LIMITS = {(512, "alone"): "60", (512, "batched"): "30", (2048, "alone"): "150"}
+LIMITS = {(512, "alone"): 1 / 60, (512, "batched"): 1 / 30, (2048, "alone"): 1 / 150}
+MOST_BYTES = 2 * 2**30
 
 Key = tuple[int, Part, int]
 """Layer, part and slot of a cell."""
+Cells = Sequence[Key]
 
 
 @dataclass
@@ -48,40 +47,30 @@ class Contender:
     name: str
     cells: int
     run: Callable[[], dict[Key, float]]
-    limit: str = ""
+    most: float | None = None
     seconds: list[float] = field(default_factory=list)
     values: dict[Key, float] = field(default_factory=dict)
 
     @property
-    def per_cell(self) -> float:
-        return statistics.median(self.seconds) / self.cells
+    def per_cell(self) -> list[float]:
+        """Seconds of a cell in each round."""
+        return [seconds / self.cells for seconds in self.seconds]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 2048], help="lengths of the prompt")
-    parser.add_argument("--slots", type=int, default=60, help="of the prompt that the map goes over, evenly spaced")
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument(
-        "--memory", action="store_true", help="only the peak memory of one sweep, at the longest prompt"
-    )
-    parser.add_argument("--model", default="smollm2-135m")
-    arguments = parser.parse_args()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    longest = max(arguments.tokens)
-    if arguments.memory:
-        memory(arguments.model, longest, arguments.slots)
-        return
+def measure(asked: Namespace) -> Iterator[Row]:
+    lengths, slots = ((64,), 4) if asked.quick else ((128, 512, 2048), 60)
     # A process of its own, and before this one grows: Linux counts a child's peak from its parent's.
-    command = [sys.executable, __file__, "--memory", "--tokens", str(longest), "--slots", str(arguments.slots)]
-    subprocess.run([*command, "--model", arguments.model], check=True)
-    model = kv.load(arguments.model, device="cpu", dtype="float32")
-    for length in arguments.tokens:
-        compare(model, length, arguments.slots, arguments.repeats)
+    command = [sys.executable, __file__, asked.model, str(max(lengths)), str(slots)]
+    peak = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    what = f"peak of a sweep over {slots} slots, {max(lengths):,} tokens"
+    yield Row.of(what, "2 GiB", [peak], [MOST_BYTES], unit="B", most=1, note="above the loaded model")
+    model = kv.load(asked.model, device="cpu", dtype="float32")
+    for length in lengths:
+        yield from compare(model, length, slots, asked.repeats)
 
 
-def compare(model: kv.Model, length: int, slots: int, repeats: int) -> None:
-    """Time every contender on this length, assert that their values are equal, and print both."""
+def compare(model: kv.Model, length: int, slots: int, repeats: int) -> Iterator[Row]:
+    """Every contender on this length, whose values are asserted to be equal, and the floor."""
     setting = Setting.drawn(model, length, SUFFIX)
     metric, over = furthest(setting), evenly(range(length), slots)
     contenders = all_contenders(setting, metric, over)
@@ -90,21 +79,21 @@ def compare(model: kv.Model, length: int, slots: int, repeats: int) -> None:
 
     clean = float(metric(model.extend(setting.base, setting.suffix)[1][0]))
     effect = max(abs(value - clean) for value in ours.values.values())
-    widest = 0.0
-    for contender in contenders:
+    what = f"a patched cell, {length:,} tokens"
+    for contender in contenders[1:]:
         gap = max(abs(value - ours.values[key]) for key, value in contender.values.items())
         allowed = BOUND * effect
         assert gap <= allowed, f"{contender.name} is {gap:.1e} from the sweep, where {allowed:.1e} is allowed"
-        widest = max(widest, gap)
-    table(model, length, contenders, over)
-    print(f"equal: logit differences within {widest:.1e}; the bound is {BOUND} of the largest effect, {effect:.2f}")
-    work, rate = flops(model, length), statistics.median(rates)
-    times = statistics.median(taken / ours.cells * rate / work for taken, rate in zip(ours.seconds, rates, strict=True))
-    print(
-        f"floor: {work / 1e9:.2f} GFLOP a cell at the {rate / 1e9:.0f} GFLOP/s of torch.mm is {1e3 * work / rate:.1f} "
-        f"ms; the sweep takes {times:.2f} times that",
-        flush=True,
-    )
+        note = f"{contender.cells} of {ours.cells} cells; values within {gap:.0e} of {effect:.2f}"
+        yield Row.of(what, contender.name, ours.per_cell, contender.per_cell, most=contender.most, note=note)
+    if len(contenders) < ALL:
+        yield Row(what, "nnsight", note=MISSING)
+    work = flops(model, length)
+    note = f"{work / 1e9:.2f} GFLOP at the rate of torch.mm"
+    yield Row.of(what, "the arithmetic alone", ours.per_cell, [work / rate for rate in rates], note=note)
+
+
+ALL, MISSING = 5, "not installed: `make bench` installs it, or pip install nnsight"
 
 
 def all_contenders(setting: Setting, metric: LogitDiff, over: Sequence[int]) -> list[Contender]:
@@ -126,7 +115,7 @@ def all_contenders(setting: Setting, metric: LogitDiff, over: Sequence[int]) -> 
     sample: list[Key] = [
         (layer, PARTS[number % 2], slot) for number, layer in enumerate(between) for slot in evenly(over, batch)
     ]
-    alone, together = (LIMITS.get((length, which), "") for which in ("alone", "batched"))
+    alone, together = (LIMITS.get((length, which)) for which in ("alone", "batched"))
     contenders = [
         Contender("kvprobe, patch_sweep", len(cells), sweep),
         one_by_one("kvprobe, extend: a cell at a time", by_extend(setting), metric, cells[::STRIDE]),
@@ -136,23 +125,24 @@ def all_contenders(setting: Setting, metric: LogitDiff, over: Sequence[int]) -> 
     try:
         traced = by_nnsight(setting)
     except ImportError:
-        print("nnsight is not installed, so it is left out; pip install 'kvprobe[benchmark]' puts it in.")
         return contenders
     layer, part, slot = sample[0]
     traced(layer, part, [slot])
     return [*contenders, one_by_one("nnsight: a cell at a time", traced, metric, sample)]
 
 
-def one_by_one(name: str, patch: Patch, metric: LogitDiff, cells: Sequence[Key], limit: str = "") -> Contender:
+def one_by_one(
+    name: str, patch: Patch, metric: LogitDiff, cells: Sequence[Key], most: float | None = None
+) -> Contender:
     """Each cell in a pass of its own."""
 
     def run() -> dict[Key, float]:
         return {(layer, part, slot): float(metric(patch(layer, part, [slot]))) for layer, part, slot in cells}
 
-    return Contender(name, len(cells), run, limit)
+    return Contender(name, len(cells), run, most)
 
 
-def batched(name: str, patch: Patch, metric: LogitDiff, cells: Sequence[Key], limit: str = "") -> Contender:
+def batched(name: str, patch: Patch, metric: LogitDiff, cells: Cells, most: float | None = None) -> Contender:
     """All cells of one layer and part in one pass."""
     groups = dict.fromkeys((layer, part) for layer, part, _ in cells)
 
@@ -164,7 +154,7 @@ def batched(name: str, patch: Patch, metric: LogitDiff, cells: Sequence[Key], li
             values |= {(layer, part, slot): float(metric(row[None])) for slot, row in zip(slots, logits, strict=True)}
         return values
 
-    return Contender(name, len(cells), run, limit)
+    return Contender(name, len(cells), run, most)
 
 
 def best_batch(patch: Patch, slots: Sequence[int]) -> int:
@@ -172,9 +162,9 @@ def best_batch(patch: Patch, slots: Sequence[int]) -> int:
     patch(0, "K", slots[:1])
     best, least = 1, float("inf")
     for batch in BATCHES:
-        start = time.perf_counter()
+        start = clock()
         patch(0, "K", evenly(slots, batch))
-        taken = (time.perf_counter() - start) / batch
+        taken = (clock() - start) / batch
         if taken > 1.1 * least:
             break
         if taken < least:
@@ -189,29 +179,12 @@ def rounds(contenders: Sequence[Contender], repeats: int, rate: Callable[[], flo
         first = number % len(contenders)
         for contender in (*contenders[first:], *contenders[:first]):
             before = rate() if contender is contenders[0] else 0.0
-            start = time.perf_counter()
+            start = clock()
             contender.values = contender.run()
-            contender.seconds.append(time.perf_counter() - start)
+            contender.seconds.append(clock() - start)
             if contender is contenders[0]:
                 rates.append((before + rate()) / 2)
     return rates
-
-
-def table(model: kv.Model, length: int, contenders: Sequence[Contender], slots: Sequence[int]) -> None:
-    threads = torch.get_num_threads()
-    print(
-        f"\n{model.name}, fp32, {threads} threads; {length} tokens, a suffix of {SUFFIX}; "
-        f"a map of {model.geometry.n_layers} layers × {len(slots)} slots × {{K, V}}"
-    )
-    print(f"{'':40}{'cells':>8}{'seconds':>10}{'ms a cell':>12}{'× sweep':>10}  at least")
-    ours = contenders[0]
-    for contender in contenders:
-        ratio = statistics.median(
-            (theirs / contender.cells) / (seconds / ours.cells)
-            for theirs, seconds in zip(contender.seconds, ours.seconds, strict=True)
-        )
-        seconds, per_cell = statistics.median(contender.seconds), 1e3 * contender.per_cell
-        print(f"{contender.name:40}{contender.cells:8}{seconds:10.1f}{per_cell:12.1f}{ratio:10.1f}  {contender.limit}")
 
 
 def flops(model: kv.Model, length: int) -> float:
@@ -232,27 +205,23 @@ def matmul_rate(model: kv.Model, times: int = 50) -> float:
         torch.rand(config.hidden_size, config.intermediate_size),
     )
     torch.mm(hidden, weight)
-    start = time.perf_counter()
+    start = clock()
     for _ in range(times):
         torch.mm(hidden, weight)
-    return times * 2 * hidden.numel() * weight.shape[1] / (time.perf_counter() - start)
+    return times * 2 * hidden.numel() * weight.shape[1] / (clock() - start)
 
 
 def memory(name: str, length: int, slots: int) -> None:
-    """Print how far one sweep over every layer, with both prompts' caches, raises the peak above the weights."""
+    """Print by how many bytes a sweep over every layer, with both prompts' caches, raises the peak."""
     model = kv.load(name, device="cpu", dtype="float32")
     Setting.drawn(model, 8, SUFFIX)
     loaded = psutil.Process().memory_info().rss
     setting = Setting.drawn(model, length, SUFFIX)
     grid = {"layer": None, "slot": evenly(range(length), slots)}
-    patched = patch_sweep(model, setting.base, setting.donor, setting.suffix, furthest(setting), grid, parts=("KV",))
+    runs = (setting.base, setting.donor, setting.suffix)
+    patch_sweep(model, *runs, furthest(setting), grid, parts=("KV",), progress=False)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    print(
-        f"memory: a sweep of {len(patched.cells)} cells ({model.geometry.n_layers} layers × {len(grid['slot'])} slots "
-        f"of K and V) at {length} tokens peaks {(peak - loaded) / 2**30:.2f} GiB above the {loaded / 2**30:.2f} GiB "
-        "of the loaded model; at most 2",
-        flush=True,
-    )
+    print(peak - loaded)
 
 
 def furthest(setting: Setting) -> LogitDiff:
@@ -273,4 +242,7 @@ def evenly(of: Sequence[int], count: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) == 4 and not sys.argv[1].startswith("-"):  # a process of its own
+        memory(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    else:
+        main(measure, __doc__, repeats=2)

@@ -4,15 +4,15 @@ not depend on labels (Gram matrices, penalised systems, their factors) is comput
 The features are of the shape of a leakage run on SmolLM2-135M: 30 layers × K, V and the residual stream × two
 read-outs, 12 conversations of 20 samples, 10 classes, 5 targets, with planted labels. One thread; medians of pairs.
 
-    OMP_NUM_THREADS=1 python benchmarks/probe_tasks.py --layers 10
+    python benchmarks/probe_tasks.py
 """
 
-import argparse
-import os
+from argparse import Namespace
+from collections.abc import Iterator
 
 import numpy as np
 import torch
-from timing import paired, report
+from timing import Row, compared, main
 
 from kvprobe.models.lens import Family
 from kvprobe.probing.controls import hash_control
@@ -27,19 +27,10 @@ MOST_RATIO, CLOSE = 0.9, 1e-3
 """The second: bits, mean over the samples of a site; a temperature that hardly matters may turn on rounding."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--repeats", type=int, default=3)
-    arguments = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-
-    features = planted(arguments.layers)
+def measure(asked: Namespace) -> Iterator[Row]:
+    features = planted(2 if asked.quick else LAYERS)
     controls = hash_control(features.labels, features.contexts.tolist(), CLASSES, 0)
     tasks = [features.labels, controls]
-    print(f"{arguments.layers} layers, {features.labels.shape[1]} samples, median of {arguments.repeats} pairs\n")
-    print(f"{'what':50}{'together':>10}{'in turn':>10}{'ratio':>8}  limit")
     for split in SPLITS:
         folds = fold_numbers(split, features.contexts, FOLDS, np.random.default_rng(0))
         together, apart = [], []
@@ -50,13 +41,12 @@ def main() -> None:
         def in_turn(split=split, folds=folds, apart=apart) -> None:
             apart[:] = [fit_tasks(features, split, folds, [task])[0] for task in tasks]
 
-        ours, theirs, ratio = paired(at_once, in_turn, arguments.repeats)
-        report(f"own and control labels, {split}", ours, theirs, ratio, f"at most {MOST_RATIO}")
+        what = f"probes of own and control labels, {split}"
+        yield compared(what, "one after the other", at_once, in_turn, asked.repeats, most=MOST_RATIO)
         for one, other in zip(together, apart, strict=True):
             assert one.predicted.equal(other.predicted)
             assert one.inner_accuracy.equal(other.inner_accuracy)
             assert float((one.information - other.information).mean(1).abs().max()) < CLOSE
-        assert ratio < MOST_RATIO
 
 
 def planted(layers: int) -> Features:
@@ -76,4 +66,4 @@ def planted(layers: int) -> Features:
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__, threads=1)

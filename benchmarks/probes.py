@@ -6,12 +6,10 @@ targets, with planted features. Both sides do the same: five outer folds, five p
 probe then trained again with the inner fold. kvprobe solves every probe; scikit-learn a sample of them, on which both
 must agree to a point of accuracy. One thread for both.
 
-    OMP_NUM_THREADS=1 python benchmarks/probes.py --beside 2
+    python benchmarks/probes.py
 """
 
-import argparse
-import os
-import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +18,7 @@ import torch
 from attention import Peak
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
+from timing import Row, clock, main
 
 from kvprobe.probing.ridge import ridge_probes, streamed_ridge
 
@@ -32,40 +31,26 @@ BATCH = 100
 LEAST_RATIO, MOST_APART = 30, 0.01
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--beside", type=int, default=1, help="probes that scikit-learn solves too")
-    parser.add_argument("--layers", type=int, default=LAYERS)
-    arguments = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-
+def measure(asked: Namespace) -> Iterator[Row]:
+    layers, samples = (2, SAMPLES // 8) if asked.quick else (LAYERS, SAMPLES)
     # Before anything else is held, so that these peaks are their own.
-    peaks = {samples: streamed(samples) for samples in (SAMPLES, 5 * SAMPLES)}
-    labels, folds = drawn_labels(SAMPLES)
-    few = next(drawn_batches(0, labels, SAMPLES))[: arguments.beside].contiguous()
+    few_samples, many = (streamed(count) for count in (samples, 5 * samples))
+    labels, folds = drawn_labels(samples)
+    few = next(drawn_batches(0, labels, samples))[:1].contiguous()
     theirs, accuracy = timed(lambda: beside(few, labels, folds))
-    theirs /= len(few)
-
-    ours, watched, ridge = 0.0, Peak(), 0.0
+    ours, watched, ridge = list[float](), Peak(), 0.0
     with watched:
-        for layer in range(arguments.layers):
-            features = next(drawn_batches(layer, labels, SAMPLES))
+        for layer in range(layers):
+            features = next(drawn_batches(layer, labels, samples))
             seconds, result = timed(lambda features=features: ridge_probes(features, labels, folds, CLASSES))
-            ours += seconds
+            ours.append(seconds / PER_LAYER)
             if not layer:
                 ridge = float(result.predicted[: len(few)].eq(labels).float().mean())
-    probes = arguments.layers * PER_LAYER
-    print(f"{probes} probes of {DIM} numbers, {SAMPLES} samples, {TARGETS} targets of {CLASSES} classes, one thread\n")
-    print(f"{'solver':34}{'probes':>8}{'ms a probe':>12}{'ratio':>8}{'accuracy':>10}")
-    print(f"{'scikit-learn, logistic loop':34}{len(few):8}{1e3 * theirs:12.1f}{1:8}{accuracy:10.3f}")
-    ours /= probes
-    print(f"{'kvprobe, ridge':34}{probes:8}{1e3 * ours:12.1f}{theirs / ours:8.1f}{ridge:10.3f}")
-    print(f"\nridge, features of a layer at a time: {watched.bytes / 1e6:.0f} MB at the peak")
-    for samples, peak in peaks.items():
-        print(f"ridge, {BATCH} samples of a layer at a time, {samples} samples: {peak / 1e6:.0f} MB at the peak")
-    assert abs(ridge - accuracy) < MOST_APART
-    assert theirs / ours > LEAST_RATIO
+    assert asked.quick or abs(ridge - accuracy) < MOST_APART
+    what, note = f"a probe of {DIM} numbers, {samples} samples", f"accuracy {ridge:.3f}, theirs {accuracy:.3f}"
+    yield Row.of(what, "scikit-learn, a loop", ours, [theirs] * layers, most=1 / LEAST_RATIO, note=note)
+    what, note = f"features of {BATCH} samples at a time", f"peak beside that of a fifth of {5 * samples} samples"
+    yield Row.of(what, "fewer samples", [many], [few_samples], unit="B", note=note)
 
 
 def drawn_labels(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,10 +100,10 @@ def fitted(seen: np.ndarray, labels: np.ndarray, rows: np.ndarray, penalty: floa
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.perf_counter()
+    start = clock()
     result = run()
-    return time.perf_counter() - start, result
+    return clock() - start, result
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, __doc__, threads=1)
