@@ -36,10 +36,6 @@ NAMES = (
 )  # fmt: skip
 BESIDE = ("nnsight", "kvpress", "scikit-learn")
 """Packages whose versions are on the page too."""
-CURVES = Lines(
-    file="curves", caption="Seconds by size; bars are the range over runs.", finding="seconds", x="size",
-    y_label="seconds", x_label="size", line="side", panel="grows", log=True, own_scales=True, size=(3.4, 3.0),
-)  # fmt: skip
 
 
 def main() -> None:
@@ -95,8 +91,23 @@ def write_page(folder: Path, quick: bool) -> Path:
     kept = {name: json.loads(path.read_text()) for name in NAMES if (path := folder / f"{name}.json").is_file()}
     rows = {name: [row_of(row) for row in of["rows"]] for name, of in kept.items()}
     findings = curves([row for of in rows.values() for row in of if row.grows])
-    figure = CURVES.draw(findings, lambda _, value: str(value), "")
-    save_or_remove(figure, folder / CURVES.file)
+    figures = [
+        Lines(
+            file=f"curve-{number}",
+            caption=f"{grows}: seconds, by how many there are",
+            finding="seconds",
+            x="size",
+            x_label=grows,
+            y_label="seconds",
+            line="side",
+            where={"grows": grows},
+            log=True,
+            size=(4.5, 3.0),
+        )
+        for number, grows in enumerate(findings.values("seconds", "grows"))
+    ]
+    for figure in figures:
+        save_or_remove(figure.draw(findings, lambda _, value: str(value), ""), folder / figure.file)
     write_whole(folder / "index.json", json.dumps(kept, indent=1))
     here = versions()
     missing = sorted({f"{row.beside}: {row.note}" for of in rows.values() for row in of if row.ours is None})
@@ -113,8 +124,7 @@ def write_page(folder: Path, quick: bool) -> Path:
         rows=rows,
         names=[name for name in NAMES if name not in kept],
         missing=missing,
-        curve=picture(folder, CURVES) if figure is not None else None,
-        caption=CURVES.caption,
+        curves=[(picture(folder, figure), figure.caption) for figure in figures],
         slopes=[*findings.where("slope")],
         versions={**here, "commit": short_commit(here["commit"] or "")},
     )  # fmt: skip
