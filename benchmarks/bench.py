@@ -28,6 +28,7 @@ from kvprobe.report.plots.lines import Lines
 from kvprobe.report.plots.style import save_or_remove
 from kvprobe.report.views.page import templates
 from kvprobe.stats import Estimate
+from kvprobe.units import short
 
 HERE = Path(__file__).parent
 NAMES = (
@@ -125,11 +126,18 @@ def write_page(folder: Path, quick: bool) -> Path:
         names=[name for name in NAMES if name not in kept],
         missing=missing,
         curves=[(picture(folder, figure), figure.caption) for figure in figures],
+        size=size,
         slopes=[*findings.where("slope")],
         versions={**here, "commit": short_commit(here["commit"] or "")},
     )  # fmt: skip
     write_whole(folder / "index.html", text)
     return folder / "index.html"
+
+
+def size(value: float | None, unit: str) -> str:
+    if value is None:
+        return ""
+    return short(value) if unit == "B" else f"{value:.4g} {unit}"
 
 
 def said(rows: Mapping[str, Sequence[Row]], quick: bool) -> str:
