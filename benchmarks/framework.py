@@ -66,7 +66,7 @@ class Clock:
 def measure(asked: Namespace) -> Iterator[Row]:
     config = from_mapping(Config, presets()[PRESET].settings)
     if asked.quick:
-        config = replace(config, samples=1, tasks=config.tasks[:1], rates=config.rates[:1])
+        config = replace(config, samples=2, tasks=config.tasks[:1], rates=config.rates[:1])
     model = kv.load(config.model)
     answer(model, AskedItem(*first_item(model, config)), cases(config)[:2], config.seed)  # the first pass warms up
 

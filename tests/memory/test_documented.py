@@ -1,6 +1,7 @@
 """What the documents say about memory is what the code says."""
 
-import importlib.util
+import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -15,14 +16,11 @@ PAGE = (ROOT / "docs" / "results" / "memory.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def calculators() -> ModuleType:
+def calculators() -> Iterator[ModuleType]:
     """`benchmarks/memory.py`, which is a script."""
-    spec = importlib.util.spec_from_file_location("calculators", ROOT / "benchmarks" / "memory.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield importlib.import_module("memory")
 
 
 def test_the_table_of_calculators_is_the_one_that_the_script_prints(calculators: ModuleType):
