@@ -39,7 +39,7 @@ def bare(model: kv.Model, config: Config) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for number, (task, item) in enumerate(items):
         sample = AskedItem(task, item, number, prompt(item, model.tokenizer))
-        rows += answer(model, sample, cases(config), config.seed, follow=config.follow)
+        rows += answer(model, [(sample, cases(config))], config.seed, follow=config.follow)
     return pd.DataFrame(rows)
 
 
@@ -68,7 +68,8 @@ def measure(asked: Namespace) -> Iterator[Row]:
     if asked.quick:
         config = replace(config, samples=2, tasks=config.tasks[:1], rates=config.rates[:1])
     model = kv.load(config.model)
-    answer(model, AskedItem(*first_item(model, config)), cases(config)[:2], config.seed)  # the first pass warms up
+    first = AskedItem(*first_item(model, config)), cases(config)[:2]
+    answer(model, [first], config.seed)  # the first pass warms up
 
     alone, whole = Clock(), Clock()
     rows = alone.timed("answers", bare)(model, config)
