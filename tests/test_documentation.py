@@ -133,7 +133,8 @@ LEFT_OPEN = {
 
 def commands(page: Path) -> list[str]:
     """Each `kvprobe …` line of a page's blocks, and each in its text that is more than the name of a command."""
-    fenced = [line for block in blocks(page) if block.language != "python" for line in block.code.splitlines()]
+    shells = [re.sub(r"\\\n\s*", "", block.code) for block in blocks(page) if block.language != "python"]
+    fenced = [line for code in shells for line in code.splitlines()]
     fenced = [line.removeprefix("  entrypoint: ") for line in fenced]  # of a manifest of Kubernetes
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     inline = [line for line in re.findall(r"`(kvprobe [^`]*)`", text) if len(line.split()) > 2]
