@@ -25,7 +25,7 @@ from kvprobe.forgetting.ways import NOTHING, WAYS, Way, forgotten, way_of
 from kvprobe.inference.model import Model
 from kvprobe.policies.policy import Policy
 from kvprobe.progress import Bar
-from kvprobe.stats import Estimate
+from kvprobe.wording import percent, plain
 
 POWER = 0.9
 """Share of the digits that a reader must find with everything in view before what it does not find counts."""
@@ -132,7 +132,8 @@ class Certificate(Brief):
             return Verdict(question, "nothing to read", False, "No reader can: nothing differs.")
         if not readings:
             return Verdict(question, "was not asked", None, "Readers of digits were not asked.")
-        said = " ".join(_described(one) for one in readings)
+        read = (f"{_NAMES[one.reader]} {percent(one.digits)}, {one.bits.mean:.2f} bits each" for one in readings)
+        said = f"Of the digits (chance {readings[0].chance:.0%}): {'; '.join(read)}.".replace("-", "−")
         if any(one.above_chance for one in readings):
             return Verdict(question, "can be read", True, said)
         if all(one.control is not None and one.control.mean < POWER for one in readings):
@@ -162,10 +163,11 @@ class Certificate(Brief):
         if self.use is None or self.use_in_view is None:
             return Verdict(question, "was not asked", None, "Give ask, the user's next message.")
         effect, full = self.use.effect, self.use_in_view.effect
+        moved, whole, said = plain(effect), plain(full), percent(self.use.said)
         shown = (
-            f"Exchanging the cache for that of another secret takes {_nats(effect)} from the secret as the answer, of "
-            f"{_nats(full)} with everything in view; said in {_percent(self.use.said)} of {effect.clusters} cases."
-        )
+            f"Exchanging the cache for that of another secret takes {moved} nats from the secret as the answer, of "
+            f"{whole} with everything in view; said in {said} of {effect.clusters} cases."
+        ).replace("-", "−")
         if full.above() and effect.has_interval and max(-effect.low, effect.high) < SMALL * full.low:
             return Verdict(question, "hardly any use", False, shown)
         if effect.differs():
@@ -209,7 +211,23 @@ class Certificate(Brief):
         if readings and all(one.reader == RIDGE for one in readings):
             yield "A secret that no single number shows but several together; give a stronger reader (--reader)."
         if nets := list(dict.fromkeys(one.place for one in self.known if one.reader != RIDGE)):
-            yield f"What a stronger reader could make of slots that it was not given: it read {nets[0]}."
+            yield f"Slots that the stronger reader was not given: it read {nets[0]}."
+
+    @property
+    def readings(self) -> Table | None:
+        """What each reader made of it, and of what holds nothing; None where none was asked."""
+        rows = [
+            (
+                _NAMES[one.reader],
+                knows,
+                one.place,
+                *("–" if of is None else percent(of).replace("-", "−") for of in one.shares.values()),
+                plain(one.bits).replace("-", "−"),
+            )
+            for knows, readings in (("this conversation", self.known), ("others", self.from_others))
+            for one in readings
+        ]
+        return ((*_COLUMNS,), rows) if rows else None
 
     def as_mapping(self) -> dict[str, object]:
         """For JSON."""
@@ -223,7 +241,7 @@ class Certificate(Brief):
             "clean": self.clean,
             "forgotten": self.forgotten,
             "readers": [
-                {"knows": knows, **_recorded(one)}
+                {"knows": knows, **one.record()}
                 for knows, readings in (("this conversation", self.known), ("other conversations", self.from_others))
                 for one in readings
             ],
@@ -237,8 +255,11 @@ class Certificate(Brief):
     def __str__(self) -> str:
         answers = (f"  {one.question} {one.words.capitalize()}. {one.sentence}" for one in self.verdicts)
         title = f"{self.way} of {', '.join(self.hidden)}, {self.model}"
+        names, rows = self.readings or ((), [])
+        beside = [f"  {'; '.join(f'{name} {text}' for name, text in zip(names, row, strict=True))}" for row in rows]
+        readers = ["Readers:", *beside] if rows else []
         unseen = ("What this cannot rule out:", *(f"  {sentence}" for sentence in self.unseen))
-        return "\n".join([title, self.answer, *answers, *unseen])
+        return "\n".join([title, self.answer, *answers, *readers, *unseen])
 
     def _facts(self) -> Iterator[str]:
         yield f"{self.way} of {', '.join(self.hidden)}"
@@ -346,44 +367,18 @@ _NAMES: dict[SecretReader, str] = {
 }
 
 
-def _described(one: SecretReading) -> str:
-    """What a reader read, and the same reader where there is nothing to read."""
-    name = _NAMES[one.reader]
-    beside = [
-        f"{of} {share.mean:.1%}"
-        for of, share in (
-            ("after a restart", one.restart),
-            ("of secrets dealt out at random", one.dealt),
-            ("with everything in view", one.control),
-        )
-        if share is not None
-    ]
-    return (
-        f"{name[0].upper()}{name[1:]}: {_percent(one.digits)} of the digits ({', '.join(beside)}; chance "
-        f"{one.chance:.0%}), all of them in {_percent(one.whole)} of the secrets, {one.bits.mean:.2f} bits a digit, "
-        f"from {one.place}."
-    )
-
-
-def _recorded(one: SecretReading) -> dict[str, object]:
-    shares = {name: getattr(one, name) for name in ("digits", "whole", "bits", "restart", "dealt", "control")}
-    return {
-        "reader": one.reader,
-        "place": one.place,
-        "chance": one.chance,
-        **{name: None if share is None else share.record() for name, share in shares.items()},
-    }
+_COLUMNS = (
+    "reader",
+    "knows",
+    "reads",
+    "digits",
+    "all of them",
+    "after a restart",
+    "dealt out at random",
+    "with everything in view",
+    "bits a digit",
+)
 
 
 def _counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
-
-
-def _percent(share: Estimate) -> str:
-    if not share.has_interval:
-        return f"{share.mean:.1%}"
-    return f"{share.mean:.1%} ({share.low:.1%} to {share.high:.1%})"
-
-
-def _nats(effect: Estimate) -> str:
-    return f"{effect.mean:.2f} nats" + (f" ({effect.low:.2f} to {effect.high:.2f})" if effect.has_interval else "")

@@ -70,6 +70,16 @@ class SecretReading:
         return 1 / self.classes
 
     @property
+    def shares(self) -> dict[str, Estimate | None]:
+        """The shares, by name."""
+        return {name: getattr(self, name) for name in ("digits", "whole", "restart", "dealt", "control")}
+
+    def record(self) -> dict[str, object]:
+        """For JSON."""
+        numbers = {name: one and one.record() for name, one in (*self.shares.items(), ("bits", self.bits))}
+        return {"reader": self.reader, "place": self.place, "chance": self.chance, **numbers}
+
+    @property
     def above_chance(self) -> bool:
         """Whether more was read than by chance, in digits or in bits: a bit of a digit hardly helps to name it."""
         return self.digits.above(self.chance) or self.bits.above()

@@ -52,6 +52,12 @@ class View:
         return _side_by_side(varying or list(wanted.values())[:1])
 
 
+def _spread(layers: Sequence[int]) -> list[int]:
+    """At most `LAYERS` of the layers, evenly spread, the last one among them."""
+    count = min(LAYERS, len(layers))
+    return [layers[(number + 1) * len(layers) // count - 1] for number in range(count)]
+
+
 def _side_by_side(rows: Sequence[Tensor]) -> Tensor:
     """Along a new second axis, numbers that a shorter one lacks filled with zeros."""
     width = max(one.shape[-1] for one in rows)
@@ -86,14 +92,14 @@ def rotated(numbers: Float[Tensor, "samples numbers"]) -> Float[Tensor, "samples
 def view_of(model: Model, caches: Sequence[KVCache], slots: Slots, trace: SecretTrace) -> View:
     """Caches of one conversation with different secrets.
 
-    Networks read the slots and layers that differ most between secrets, each less its mean over secrets.
+    Networks read slots of layers spread over those that differ between secrets: those slots that differ most in these
+    layers, each less its mean over secrets.
     """
     if not trace.touched:  # the secret decides which slots stay, and nothing in those that all have
         return View.alike(len(caches))
-    by_slot = trace.by_slot()
-    layers = sorted(by_slot.amax(1).topk(min(LAYERS, len(by_slot))).indices.tolist())
-    layers = [layer for layer in layers if by_slot[layer].any()]
-    by_place = (by_slot - by_slot.amin(1, keepdim=True))[layers].amax(0)  # a state is at every place alike
+    layers = _spread(trace.touched)
+    by_slot = trace.by_slot()[layers]
+    by_place = (by_slot - by_slot.amin(1, keepdim=True)).mean(0)  # a state is at every place alike
     places = sorted(by_place.topk(min(SLOTS, len(by_place))).indices.tolist())
     places = [place for place in places if by_place[place]] or [0]
     sites: dict[Site, Tensor] = {}
@@ -129,8 +135,7 @@ class ViewOfOthers:
         self._model, self._itself = model, itself
         self._means: dict[Site, list[Tensor]] = {}
         self._tokens: dict[int, list[Tensor]] = {}
-        layers = model.geometry.n_layers
-        self._layers = sorted({(number + 1) * layers // LAYERS - 1 for number in range(LAYERS)} - {-1})
+        self._layers = _spread(range(model.geometry.n_layers))
 
     def add(self, cache: KVCache, case: HiddenSecret, restart: KVCache | None = None) -> None:
         """Add one, and the same less what a restart holds in these slots."""

@@ -47,7 +47,6 @@ def _map(certificate: Certificate) -> HeatMap:
         unit="of its size",
         row_axis="layer",
         column_axis="position",
-        scale=max(0.01, float(values.max())),
     )
 
 
@@ -63,5 +62,4 @@ def _heads(certificate: Certificate) -> HeatMap:
         unit="of its size",
         row_axis="layer",
         column_axis="head",
-        scale=max(0.01, float(values.nan_to_num(0).max())) if values.numel() else 0.01,
     )
