@@ -112,7 +112,8 @@ def out_of_range() -> Iterator[tuple[str, dict[str, Any], str]]:
             low, high = setting.metadata["range"]
             expected = f"expected at least {low}" if high is None else f"expected {low} to {high}"
             several = isinstance(setting.default, tuple)
-            kind = type(setting.default[0] if several else setting.default)
+            usual = setting.default[0] if several else setting.default
+            kind = int if usual is None else type(usual)
             for number in map(kind, (low - 1,) if high is None else (low - 1, high + 1)):
                 yield name, {setting.name: (number,) if several else number}, f"is {number}; {expected}"
 
