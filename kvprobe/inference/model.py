@@ -85,10 +85,11 @@ def load(
     changed = loaded and (tokenizer, device, dtype, chunk) != (None, "auto", "auto", None)
     if changed or (isinstance(source, Model | torch.nn.Module) and placing != Placing()):
         raise UserError("This model is loaded already; load it again from its name to change how.")
-    if not loaded:
-        plain, own, name = opened(source, device, dtype, placing, check_loading if check_memory else None)
-        source = noted(source, Model(Lanes(plain, tokenizer or own, chunk), name, placing))
-    return source if adapter is None else source.adapted(adapter)
+    if isinstance(source, Model):
+        return source if adapter is None else source.adapted(adapter)
+    plain, own, name = opened(source, device, dtype, placing, check_loading if check_memory else None)
+    model = noted(source, Model(Lanes(plain, tokenizer or own, chunk), name, placing))
+    return model if adapter is None else model.adapted(adapter)
 
 
 @checked_arguments
