@@ -211,10 +211,13 @@ def lines(kind: str, entries: Entries) -> Iterator[str]:
         for study, of_study in groupby(sorted(entries, key=itemgetter("study")), itemgetter("study")):
             names = f"{study}: {' '.join(entry['name'].removeprefix(study) or study for entry in of_study)}"
             if line and len(f"{line} | {names}") > WIDTH:
-                yield from wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+                yield line
                 line = ""
-            line = f"{line} | {names}" if line else names
-        yield from wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+            *whole, line = wrap(
+                f"{line} | {names}" if line else names, WIDTH, subsequent_indent="  ", break_on_hyphens=False
+            )
+            yield from whole
+        yield line
         yield "\nkvprobe run STUDY-ENDING runs one; kvprobe ls presets STUDY: what each sets and how long it takes."
         return
     if kind == "models" and len(entries) > SCREEN:
