@@ -87,8 +87,6 @@ class Placing:
         self.check_together(device)
         if self.method is not None:
             require_package(self.method)
-        if self.method == "quanto":
-            use_quanto_uncompiled()
         if self.method == "bitsandbytes" and not torch.cuda.is_available():
             raise UserError("Weights of bitsandbytes need a GPU; use quantization='int8' or 'int4' on a CPU.")
 
@@ -117,7 +115,7 @@ class Placing:
 
 
 def require_package(method: str) -> None:
-    """Refuse a method of quantisation whose package is not installed.
+    """Refuse a method of quantisation whose package is not installed; quanto's is made to need no compiler.
 
     Raises:
         UserError: it is not, or kvprobe does not read weights of this method.
@@ -134,6 +132,8 @@ def require_package(method: str) -> None:
     if not found:
         extra = f"kvprobe[{_EXTRAS[method]}]" if method in _EXTRAS else package
         raise UserError(f"Weights of {method} need {package}, which is not installed; `pip install '{extra}'`.")
+    if method == "quanto":
+        use_quanto_uncompiled()
 
 
 def use_quanto_uncompiled() -> None:

@@ -70,16 +70,21 @@ def shared(browser: Browser, tab: Tab, folder: Path) -> Tab:
     return opened(browser, file.as_uri())
 
 
+def reply_without_m1(tab: Tab, model: Model) -> str:
+    """Hides a turn by clicks; the reply is that of the model."""
+    tab.do(f"{turn('m1')}.click()")
+    click(tab, "[data-edit=mask]")
+    settled(tab, "mask m1")
+    masked = model.generate(model.prefill(START.chat).mask("m1"), START.ask, max_new_tokens=START.new).text
+    assert tab.do(REPLY) == masked
+    return masked
+
+
 def test_a_turn_is_hidden_and_damaged_and_undone_and_the_session_opens_offline(
     browser: Browser, address: str, tiny_llama: Model, tmp_path: Path
 ):
     tab = opened(browser, address)
-    tab.do(f"{turn('m1')}.click()")
-    click(tab, "[data-edit=mask]")
-    settled(tab, "mask m1")
-    cache = tiny_llama.prefill(START.chat).mask("m1")
-    masked = tiny_llama.generate(cache, START.ask, max_new_tokens=START.new).text
-    assert tab.do(REPLY) == masked
+    masked = reply_without_m1(tab, tiny_llama)
     assert "cache = cache.mask('m1')" in tab.do("document.querySelector('#python').textContent")
     assert tab.do("document.querySelectorAll('#remembered canvas').length") == 1
     assert tab.do("document.querySelectorAll('.arcs path').length") >= 1
@@ -199,12 +204,7 @@ def test_a_turn_is_hidden_in_a_llama_server_and_what_that_cannot_show_is_said(
 ):
     with serving(ServedModel(tiny_server)) as (address, _):
         tab = opened(browser, address)
-        tab.do(f"{turn('m1')}.click()")
-        click(tab, "[data-edit=mask]")
-        settled(tab, "mask m1")
-        cache = tiny_llama.prefill(START.chat).mask("m1")
-        masked = tiny_llama.generate(cache, START.ask, max_new_tokens=START.new).text
-        assert tab.do(REPLY) == masked
+        masked = reply_without_m1(tab, tiny_llama)
         assert "f32 in a llama-server" in tab.do("document.querySelector('#model').textContent")
         for place, what in (("attention", "attention"), ("remembered", "contamination"), ("readings", "readings")):
             assert tab.do(f"document.querySelector('#{place}').lastElementChild.textContent") == MISSING[what]
