@@ -53,23 +53,27 @@ def budget_of(plain: PreTrainedModel, name: str, dtype: torch.dtype, choices: di
     return replace(needed, config=replace(needed.config, name=name))
 
 
-def check_loading(folder: Path, device: torch.device, dtype: torch.dtype, placing: Placing) -> None:
-    """Refuse a model that does not fit into the free memory of its device.
+def check_loading(folder: Path, device: torch.device, dtype: torch.dtype, placing: Placing) -> Placing:
+    """Refuse a model that does not fit into the free memory of its device; else, where its weights are to lie.
 
-    Of an adapter, it is its base that is held against it. Where weights may lie on disk they always fit, unless memory
-    was given to them: then that and what comes beside it must.
+    Of an adapter, it is its base that is held against it. Where weights may lie on disk they always fit: without a GPU
+    they are given the memory that what comes beside them leaves, and what was given to them must leave as much.
 
     Raises:
         UserError: it does not, by more than `MARGIN`.
     """
+    shared = placing.max_memory is None and not torch.cuda.is_available() and isinstance(placing.device_map, str)
     if placing.mapped:
-        if set(placing.max_memory or ()) != {"cpu"}:
-            return
+        if not shared and set(placing.max_memory or ()) != {"cpu"}:
+            return placing
         device = torch.device("cpu")
     folder = base_folder(folder) if is_adapter(folder) else folder
     free = free_bytes(device)
     if 2 * sum(weight_sizes(folder)) * dtype.itemsize < free:
-        return  # the budget itself takes a second
+        return placing  # the budget itself takes a second
+    if shared:
+        least = replace(placing, max_memory={"cpu": 1})
+        return replace(placing, max_memory={"cpu": max(1, free + 1 - loading_bytes(folder, dtype, least))})
     needed = loading_bytes(folder, dtype, placing)
     if needed > (1 + MARGIN) * free:
         smaller = "dtype='bfloat16', " if dtype.itemsize == 4 else ""
@@ -80,3 +84,4 @@ def check_loading(folder: Path, device: torch.device, dtype: torch.dtype, placin
             f"{both(free)} are free on {device}; use {smaller}{rounded}{spread} or a smaller model, or "
             "check_memory=False to try."
         )
+    return placing

@@ -80,8 +80,8 @@ def resolve_folder(source: str | os.PathLike[str]) -> Path:
     return _from_hub(str(source))
 
 
-Check = Callable[[Path, torch.device, torch.dtype, Placing], None]
-"""Refuses a model in a folder that would not fit."""
+Check = Callable[[Path, torch.device, torch.dtype, Placing], Placing]
+"""Refuses a model in a folder that would not fit, or says how much of it lies in memory."""
 
 
 def opened(
@@ -113,7 +113,7 @@ def opened(
     where, name = pick_device(device), os.fspath(cast("str | os.PathLike[str]", source))
     folder, numbers = resolve_folder(name), pick_dtype(dtype, where)
     if check is not None:
-        check(folder, where, numbers, placing)
+        placing = check(folder, where, numbers, placing)
     plain, tokenizer = load_folder(folder, where, numbers, placing)
     refuse_not_finite(name, state(plain))
     return plain, tokenizer, placing.called(name)

@@ -76,6 +76,12 @@ def test_memory_that_is_too_small_leaves_weights_on_disk(folder: Path, whole: Mo
     monkeypatch.setattr("kvprobe.inference.room.free_bytes", lambda _: 60_000)
     refused(lambda: load(folder, max_memory={"cpu": "60 KB"}), "use dtype='bfloat16', less max_memory or a smaller")
     assert load(folder, device_map={"": "disk"}).fingerprint == whole.fingerprint
+    monkeypatch.setattr("kvprobe.inference.room.PROVED", 1)
+    beside = loading_bytes(folder, torch.float32, Placing(max_memory={"cpu": "1B"})) - 1
+    monkeypatch.setattr("kvprobe.inference.room.free_bytes", lambda _: beside + 60_000)
+    room = load(folder, device_map="auto")
+    assert room.lanes.plain.hf_device_map == model.lanes.plain.hf_device_map
+    assert room.placing == Placing("auto")
 
 
 @pytest.mark.parametrize(("quantization", "dtype"), [("int8", "float32"), ("int4", "float32"), ("int8", "bfloat16")])
