@@ -35,12 +35,14 @@ def hold_added(model: nn.Module) -> None:
 def hooks_of(module: nn.Module) -> list[Any]:
     """The hooks of accelerate that a module has, one by one."""
 
-    def single(hook: Any) -> list[Any]:
-        held = getattr(hook, "hooks", None)  # of several in sequence, of which each may be several again
-        return [hook] if held is None else [one for some in held for one in single(some)]
+    hook: Any = vars(module).get("_hf_hook")  # faster than getattr, and asked of every module at every reading
+    return [] if hook is None else _single(hook)
 
-    hook: Any = getattr(module, "_hf_hook", None)
-    return [] if hook is None else single(hook)
+
+def _single(hook: Any) -> list[Any]:
+    """A hook, or those that it calls in sequence, of which each may be several again."""
+    held = getattr(hook, "hooks", None)
+    return [hook] if held is None else [one for some in held for one in _single(some)]
 
 
 def _reader(module: nn.Module) -> Any:

@@ -14,13 +14,9 @@ from kvprobe.cli.instruments import prefix
 from kvprobe.cli.runs import list_names
 from kvprobe.inference.model import Model
 from kvprobe.listing import KINDS, overview
+from tests.commands import kvprobe, python
 from tests.models import any_model
 from tests.refusals import refused
-
-
-def kvprobe(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from kvprobe.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +48,7 @@ def test_help_lists_and_mistakes_import_nothing_heavy(arguments: list[str]):
         "heavy = {'torch', 'transformers', 'transformer_lens', 'sae_lens', 'pandas', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
+    done = python(check)
     assert done.returncode == 0, done.stderr
 
 
@@ -226,8 +222,11 @@ def test_too_little_memory_is_not_called_a_defect(
 
 
 def test_debug_shows_the_traceback_of_a_defect_and_changes_no_other_answer():
-    raising = "from kvprobe.cli import entry; entry.app = lambda *_, **__: 1 / 0; entry.main()"
-    done = subprocess.run([sys.executable, "-c", raising, "ls", "--debug"], capture_output=True, text=True, check=False)
+    raising = (
+        "import sys; from kvprobe.cli import entry; entry.app = lambda *_, **__: 1 / 0; "
+        "sys.argv = ['kvprobe', 'ls', '--debug']; entry.main()"
+    )
+    done = python(raising)
     assert done.returncode == 70
     assert "Traceback" in done.stderr
     assert "ZeroDivisionError" in done.stderr
@@ -290,6 +289,6 @@ def test_the_number_of_threads_is_the_users(tmp_path: Path):
         "    except SystemExit:\n"
         "        print(torch.get_num_threads())\n"
     )
-    done = subprocess.run([sys.executable, "-c", check], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = python(f"import os\nos.chdir({str(tmp_path)!r})\n" + check)
     assert done.stdout.split() == ["7", "7", "7"]
     assert done.stderr.count("no config.json") == 3, "a model is looked for after all imports"

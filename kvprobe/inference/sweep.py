@@ -135,7 +135,8 @@ def sweep(
     """
     if not questions:
         return []
-    prepared = [_prepared(lanes, question, max_new_tokens, lane) for question in questions]
+    with lanes.looked_at():
+        prepared = [_prepared(lanes, question, max_new_tokens, lane) for question in questions]
     ends = end_tokens(lanes, stop)
     rows = min(fitting_rows(rows, context.cache, max_new_tokens) for context in prepared)
     clean: dict[int, Outcome] = {}

@@ -1,8 +1,6 @@
 """Inputs mean what they say: messages are read as messages, and what cannot be meant is refused in a sentence."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +29,7 @@ from kvprobe.text.chat_template import PLAIN_CHAT_TEMPLATE
 from kvprobe.text.messages import Message, Part
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
+from tests.commands import kvprobe
 from tests.models import VOCABULARY, gpt2, llama, tiny_tokenizer
 from tests.refusals import refused
 
@@ -291,9 +290,11 @@ def test_positions_that_a_model_has_no_embeddings_for_are_refused():
     ],
     ids=" ".join,
 )
-def test_a_flag_for_a_whole_number_refuses_other_numbers(arguments: list[str], tmp_path: Any):
-    command = [sys.executable, "-c", "from kvprobe.cli import main; main()", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+def test_a_flag_for_a_whole_number_refuses_other_numbers(
+    arguments: list[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    done = kvprobe(*arguments)
     assert done.returncode != 0
     assert "is not a whole number" in " ".join(done.stderr.split())
     assert not list(tmp_path.iterdir())

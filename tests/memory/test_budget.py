@@ -18,6 +18,7 @@ from kvprobe.memory.budget import Budget, budget
 from kvprobe.memory.needs import FARTHEST
 from kvprobe.memory.sources import shipped_configs
 from kvprobe.units import both, bytes_in, short
+from tests.commands import kvprobe
 from tests.memory import families
 from tests.refusals import refused
 
@@ -554,8 +555,7 @@ def test_the_table_remarks_on_what_a_reader_must_know(choices: dict[str, Any], s
     ids=lambda value: str(value)[:40],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(arguments: list[str], said: str):
-    command = [sys.executable, "-c", "from kvprobe.cli import main; main()", "budget", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = kvprobe("budget", *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("kvprobe: ")
     assert done.stderr.count("\n") == 1
