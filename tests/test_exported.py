@@ -11,6 +11,7 @@ import torch
 
 import kvprobe as kv
 from kvprobe.app.microscope import Microscope
+from kvprobe.app.page import example
 from kvprobe.exported import json_schema, plain
 from kvprobe.inference.model import Model
 from tests.app.made_up import START
@@ -49,6 +50,10 @@ def test_a_result_is_of_its_kind_in_the_schema_and_of_no_other(results: dict[str
     for other in KINDS:
         definition = {"$ref": f"#/$defs/{other}", "$defs": json_schema()["$defs"]}
         assert jsonschema.Draft202012Validator(definition).is_valid(written) == (other == kind)
+
+
+def test_the_example_that_the_page_opens_on_is_a_session_of_the_schema():
+    jsonschema.validate(example(), {"$ref": "#/$defs/session", "$defs": json_schema()["$defs"]})
 
 
 def test_numbers_come_back_as_they_were(results: dict[str, Any]):

@@ -20,8 +20,10 @@ EditKind = Literal["mask", "evict", "re-index", "restart", "compact", "patch", "
 LIMITS = Limits(text=20_000, entries=64)
 MOST_NEW = 64
 """Tokens of a reply."""
-WHOLE_CACHE = ("quantise", "policy")
-"""Edits that act on the whole cache."""
+WHOLE_CACHE, MESSAGES, ANYWHERE = ("quantise", "policy"), ("restart",), ("damage",)
+"""Edits that act on the whole cache, on whole messages alone, and on the whole cache where nothing is chosen."""
+OFFERED = ("SnapKV(50%)", "H2O(50%)", "SinkWindow(4, 32)", "TOVA(50%)", "RandomEviction(50%, seed=0)")
+"""Policies that the page suggests."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,11 @@ class Edit:
         chosen = bool(self.segments) + bool(self.slots)
         if self.kind in WHOLE_CACHE and chosen:
             raise UserError(f"{self.kind} acts on the whole cache; choose no segments or slots.")
-        if self.kind not in WHOLE_CACHE and chosen != 1 and (chosen or self.kind != "damage"):
+        if self.kind not in WHOLE_CACHE and chosen != 1 and (chosen or self.kind not in ANYWHERE):
             raise UserError(f"{self.kind} needs segments, or a run of slots; choose one of the two.")
         if self.slots and (len(self.slots) != 2 or not 0 <= self.slots[0] < self.slots[1]):
             raise UserError(f"slots is {list(self.slots)}; give the first slot and the one after the last.")
-        if self.kind == "restart" and self.slots:
+        if self.kind in MESSAGES and self.slots:
             raise UserError("A restart reads whole messages again; choose messages, or evict the slots.")
         if self.kind == "damage" and self.fault not in CATALOGUE:
             raise UserError(unknown("fault", self.fault, CATALOGUE))

@@ -1,13 +1,14 @@
 """What the microscope asks of a model: of one in this process, which can do all of it, or of one in a llama-server."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from kvprobe.app.address import Address
 from kvprobe.app.edited import EditedCache, EditingModel
 from kvprobe.app.measures import Rows, contamination, held, live_bytes
 from kvprobe.app.readings import ExchangeReadings, readings
+from kvprobe.app.refusals import Refusal, refused_by_model, refused_by_state
 from kvprobe.attention import Patterns, attend
 from kvprobe.cache.cache import KVCache
 from kvprobe.comparison import Reply, replies_under
@@ -31,8 +32,8 @@ class Backend(ABC):
 
     Attributes:
         load: lines of Python that give the model its name, `model`.
-        missing: edits and measures (`attention`, `readings`, `contamination`) that it does not have, each with the
-            reason in a sentence.
+        missing: measures (`attention`, `readings`, `contamination`) that it does not have, each with the reason in a
+            sentence.
     """
 
     load: tuple[str, ...]
@@ -69,6 +70,14 @@ class Backend(ABC):
     def memory(self, full: KVCache, now: KVCache) -> Mapping[str, object]:
         """Bytes of the whole conversation (`full`) and of the cache as it is (`held`), each of `slots` and of `state`;
         of what later queries may read (`live`, None where that is not known apart); and a `note` in a sentence."""
+
+    def refused(self, whole: EditedCache) -> Iterable[Refusal]:
+        """The edits that it refuses, whatever was done before."""
+        return refused_by_model(self.model, whole)
+
+    def refused_after(self, now: EditedCache) -> Iterable[Refusal]:
+        """Those that it refuses in a state."""
+        return refused_by_state(now)
 
     def attend(self, asked: Tokens, cache: KVCache, queries: Sequence[int]) -> Patterns:
         """The attention of these queries of a text after a cache.

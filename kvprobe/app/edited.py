@@ -17,11 +17,10 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.cache.differences import changed_slots
 from kvprobe.editing import splice, summarise
 from kvprobe.editing.splicing import refuse_quantised
-from kvprobe.editing.summaries import REQUEST, SUMMARY
+from kvprobe.editing.summaries import REQUEST, SUMMARY, Writer
 from kvprobe.errors import UserError
 from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.faults.scope import Scope
-from kvprobe.inference.model import Model
 from kvprobe.inference.rows import Readable
 from kvprobe.inference.trials import Strikable, struck
 from kvprobe.names import unknown
@@ -34,8 +33,8 @@ from kvprobe.text.transcript import Transcript
 
 
 @runtime_checkable
-class EditingModel(Strikable, Protocol):
-    """What most edits ask of a model, wherever it runs."""
+class EditingModel(Strikable, Writer, Protocol):
+    """What edits ask of a model, wherever it runs."""
 
     def tokens(self, text: Readable, /) -> list[Tokens]: ...
     def watch(self, text: Readable, /, *, queries: int) -> Scene: ...
@@ -68,7 +67,7 @@ class EditedCache:
 
     @property
     def untouched(self) -> bool:
-        return len(self.code) == 1
+        return self.cache is self.whole
 
     def then(self, cache: KVCache, *code: str, **changed: Any) -> "EditedCache":
         """After one more edit: the cache that it makes, the code, and what else of this it changes."""
@@ -86,20 +85,15 @@ class EditedCache:
         return left
 
 
-def edited(
-    model: EditingModel, before: EditedCache, edit: Edit, chat: Transcript, missing: Mapping[str, str] | None = None
-) -> EditedCache:
+def edited(model: EditingModel, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
     """The cache after one more edit.
 
     Args:
         chat: the conversation.
-        missing: edits that the model does not have, each with the reason; a `Model` has all of them.
 
     Raises:
         UserError: the edit does not fit this cache or this model.
     """
-    if why := (missing or {}).get(edit.kind):
-        raise UserError(why)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         after = _ACTS[edit.kind](model, before, edit, chat)
@@ -108,11 +102,11 @@ def edited(
     return replace(after, damaged=after.damaged & left, patched=after.patched & left, notes=notes)
 
 
-def _compact(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
+def _compact(model: EditingModel, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
     return _ACTS[edit.then](model, _with_summary(model, before, edit.text), edit, chat)
 
 
-def _with_summary(model: Model, before: EditedCache, request: str) -> EditedCache:
+def _with_summary(model: EditingModel, before: EditedCache, request: str) -> EditedCache:
     """The cache after the model wrote a summary with it."""
     name = next(name for name in _summary_names() if name not in before.whole.ledger.names)
     request = request or REQUEST
@@ -200,7 +194,7 @@ def _damage(model: EditingModel, before: EditedCache, edit: Edit, chat: Transcri
     return before.then(cache, *code, damaged=before.damaged.union(here))
 
 
-def _patch(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
+def _patch(model: EditingModel, before: EditedCache, edit: Edit, chat: Transcript) -> EditedCache:
     refuse_quantised(before.cache)
     slots, code = _where(before, edit)
     other = _other(chat, edit.of, edit.text)
@@ -212,7 +206,7 @@ def _patch(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> E
             "do not stand for one another; write a text of as many tokens."
         )
     donor, kept = model.prefill(instead), before.places[before.places < len(said)]
-    fits = aligned_donor(model.lanes, before.cache, donor.select(slots=kept.tolist()))
+    fits = aligned_donor(model, before.cache, donor.select(slots=kept.tolist()))
     chosen = before.cache.chosen(edit.segments, slots)
     if bool((fits.source[chosen[0]] < 0).any()):
         raise UserError("The other conversation has no summary; patch slots of messages.")
@@ -221,7 +215,7 @@ def _patch(model: Model, before: EditedCache, edit: Edit, chat: Transcript) -> E
     gone = "" if len(kept) == len(said) else f".select(slots={kept.tolist()})"
     lines += [
         "from kvprobe.patching import aligned",
-        f"donor = aligned(model.lanes, cache, model.prefill(other){gone})",
+        f"donor = aligned(model, cache, model.prefill(other){gone})",
         f"cache = donor.base.patch(donor.cache, {code})",
     ]
     here = before.places[chosen[0]].tolist()
@@ -266,7 +260,7 @@ def _policy(model: EditingModel, before: EditedCache, edit: Edit, chat: Transcri
     return replace(after, code=(f"cache = model.prefill(chat, policy={edit.policy!r})",))
 
 
-_ACTS: Mapping[str, Callable[[Any, EditedCache, Edit, Transcript], EditedCache]] = {
+_ACTS: Mapping[str, Callable[[EditingModel, EditedCache, Edit, Transcript], EditedCache]] = {
     "mask": _mask,
     "evict": _evict,
     "re-index": _reindex,

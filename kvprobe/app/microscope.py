@@ -18,6 +18,7 @@ from kvprobe.app.measures import Rows, change, slots_now
 from kvprobe.app.page import offline_page
 from kvprobe.app.python import script
 from kvprobe.app.readings import ExchangeReadings
+from kvprobe.app.refusals import Refusal
 from kvprobe.app.server_backend import ServerBackend
 from kvprobe.arguments import checked_arguments
 from kvprobe.cache.cache import KVCache
@@ -60,6 +61,7 @@ class AppState(Exported, Showable):
         contamination: see `kvprobe.app.measures.contamination`.
         contamination_left_out: why that is not there, where it cannot be measured.
         hidden: the slots that no later query sees.
+        refused: what cannot be done next.
         memory: see `kvprobe.app.backend.Backend.memory`; and `slots` in view, `of` all.
         attention: the view of attention, before and after; None where it was not asked for or cannot be shown.
         attention_left_out: why it cannot.
@@ -81,6 +83,7 @@ class AppState(Exported, Showable):
     contamination: Rows | None = field(repr=False)
     contamination_left_out: str
     hidden: tuple[int, ...]
+    refused: tuple[Refusal, ...] = field(repr=False)
     memory: Mapping[str, object]
     attention: AttentionView | None = field(repr=False)
     attention_left_out: str
@@ -166,6 +169,7 @@ class Microscope:
             contamination=spread,
             contamination_left_out=no_spread,
             hidden=tuple(slot for slot, seen in enumerate(places["seen"]) if not seen),
+            refused=self._refused(full, now),
             memory={
                 **self.backend.memory(full.cache, now.cache),
                 "slots": int(now.cache.ledger.live_somewhere.sum()),
@@ -179,6 +183,10 @@ class Microscope:
             python=script(self.backend.load, address, now.code, attention=attention, read=read),
             seconds=round(time.perf_counter() - began, 3),
         )
+
+    def _refused(self, full: EditedCache, now: EditedCache) -> tuple[Refusal, ...]:
+        by_model = self._once("refused", "by the model", lambda: tuple(self.backend.refused(full)))
+        return (*by_model, *self.backend.refused_after(now))
 
     def _read(self, address: Address) -> EditedCache:
         """The cache of the whole conversation."""
@@ -198,7 +206,7 @@ class Microscope:
     def _after(self, address: Address, count: int, before: EditedCache, edit: Edit) -> EditedCache:
         """The cache after the first edits of an address."""
         key, backend = (address.messages, address.edits[:count]), self.backend
-        return self._once("edited", key, lambda: edited(backend.model, before, edit, address.chat, backend.missing))
+        return self._once("edited", key, lambda: edited(backend.model, before, edit, address.chat))
 
     def _first(self, address: Address, full: KVCache) -> tuple[Tokens, OfFirst, Reply]:
         """The question, and the reply to it with everything in view."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from kvprobe.app.address import ANYWHERE, MESSAGES, OFFERED, WHOLE_CACHE
 from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.files import write_whole
 from kvprobe.report.views.page import templates
@@ -93,7 +94,13 @@ def bundle() -> str:
 
 def _rendered(policy: str, head: Sequence[Markup], scripts: Sequence[Markup], data: Mapping[str, Any] | None) -> str:
     inert = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    faults = json.dumps({name: fault.label for name, fault in CATALOGUE.items()}).replace("<", "\\u003c")
+    edits = {
+        "faults": {name: fault.label for name, fault in CATALOGUE.items()},
+        "policies": OFFERED,
+        "whole": WHOLE_CACHE,
+        "messages": MESSAGES,
+        "anywhere": ANYWHERE,
+    }
     return (
         templates(Path(str(files("kvprobe.app") / "static")))
         .get_template("app.html.j2")
@@ -102,7 +109,7 @@ def _rendered(policy: str, head: Sequence[Markup], scripts: Sequence[Markup], da
             head=head,
             scripts=scripts,
             data=Markup(inert),
-            faults=Markup(faults),
+            edits=Markup(json.dumps(edits).replace("<", "\\u003c")),
             version=version("kvprobe"),
         )
     )

@@ -78,7 +78,7 @@ def readings(model: Model, address: Address, now: EditedCache) -> ExchangeReadin
     live = now.cache.ledger.live_somewhere
     left = now.cache.take(*now.cache.ledger.order(live))
     fresh = model.prefill(tokens_at(now.whole.ledger, 0, now.places[live[0]].sort().values))
-    fits = aligned(model.lanes, left, fresh)
+    fits = aligned(model, left, fresh)
     caches = {"now": fits.base} | {
         str(number): fits.base.patch(fits.cache, *group) for number, group in enumerate(groups)
     }

@@ -108,7 +108,10 @@ def application(
 
     async def ask(request: Request) -> Response:
         content = await _content(request, MOST_BYTES)
-        address = address_of(content.get("address"))
+        try:
+            address = address_of(content.get("address"))
+        except UserError as error:  # as work that fails, so that browsers note no error of the page
+            return JSONResponse({"job": worker.note(Job.failed(str(error))).name})
         attention, read = (content.get(name) is True for name in ("attention", "read"))
         return JSONResponse({"job": worker.add(partial(computed, address, attention, read)).name})
 

@@ -1,12 +1,14 @@
 """The microscope on a model in a llama-server: its slot is saved, edited here and restored, and the server answers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvprobe.app.backend import Backend, OfFirst
+from kvprobe.app.edited import EditedCache
+from kvprobe.app.refusals import OBSERVERS, UNEVEN, Refusal
 from kvprobe.cache.cache import KVCache
 from kvprobe.comparison import Reply
-from kvprobe.engines.served_model import LIKELIEST, RestoredSlot, ServedModel, divergence_at_least
+from kvprobe.engines.served_model import LIKELIEST, NO_ATTENTION, RestoredSlot, ServedModel, divergence_at_least
 from kvprobe.text.tokens import Tokens, token_texts
 
 _WHY = "is not available from a llama-server"
@@ -15,11 +17,10 @@ MISSING = {
     "contamination": f"This {_WHY}: it reads tokens without gaps in their positions alone, so there is nothing at the "
     "same positions to hold the slots against.",
     "readings": f"This {_WHY}: a reading is held against the same text at the same positions, which it cannot read.",
-    "compact": f"Compact {_WHY}: summaries are written by models in this process; give "
-    "kvprobe app the model, or evict.",
-    "patch": f"Patch {_WHY}: both conversations are aligned with a model in this process; give kvprobe app the model.",
 }
 """What a server's slot is not enough for, and why."""
+_UNEVEN = "keeps other slots in each layer or head, which llama.cpp cannot express."
+_LAST = "leaves no slot right before the question, and llama.cpp goes on right after one; re-index, or choose others."
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,24 @@ class ServerBackend(Backend):
         dtype = f"{' and '.join(sorted(kinds))} in a llama-server"
         return {"name": self.model.name, "layers": self.model.n_layers, "dtype": dtype}
 
+    def refused(self, whole: EditedCache) -> Iterable[Refusal]:
+        """Those of any model, and policies that decide by attention or by head."""
+        yield from super().refused(whole)
+        yield from (Refusal("policy", NO_ATTENTION, name) for name in OBSERVERS)
+        yield from (Refusal("policy", f"{name} {_UNEVEN}", name) for name in UNEVEN)
+
+    def refused_after(self, now: EditedCache) -> Iterable[Refusal]:
+        """Those of any model, and to hide the last slot: llama.cpp goes on right after a live one."""
+        yield from super().refused_after(now)
+        last = (int(now.places[-1]),)
+        yield from (Refusal(kind, f"{kind.capitalize()} {_LAST}", slots=last) for kind in ("mask", "evict"))
+
     def prompt(self, cache: KVCache, ask: str) -> Tokens:
         return self.model.prompts(cache, ask)[0]
 
     def first(self, cache: KVCache, question: Tokens, new: int) -> tuple[OfFirst, Reply]:
         start = self.model.restored(cache, question)
-        ids = self.model.answer(start, new).tokens
+        (ids,) = self.model.answer(start, new).tokens
         first = ServedFirst(ids, token_texts(ids, self.model.tokenizer), start.logprobs(ids))
         return first, self._reply("full", cache, start, first, new)
 
@@ -92,8 +105,8 @@ class ServerBackend(Backend):
             int(cache.ledger.live_somewhere.sum()),
             sum(self._bytes(cache).values()),
             tuple(kls),
-            token_texts(own.tokens, self.model.tokenizer),
-            own.logprobs,
+            token_texts(own.tokens[0], self.model.tokenizer),
+            own.logprobs[0],
         )
 
     def memory(self, full: KVCache, now: KVCache) -> Mapping[str, object]:

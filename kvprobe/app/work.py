@@ -35,6 +35,11 @@ class Job:
     changed: threading.Condition = field(default_factory=threading.Condition)
     cancelled: bool = False
 
+    @staticmethod
+    def failed(why: str) -> "Job":
+        """One that is not begun."""
+        return Job(lambda step: None, said=[("failed", why)])
+
     def say(self, what: str, content: Any = None) -> None:
         with self.changed:
             self.said.append((what, content))
@@ -75,13 +80,17 @@ class Worker:
         """
         if self._queue.qsize() >= MOST_WAITING:
             raise UserError(f"{MOST_WAITING} requests are waiting already; wait for one, or cancel it.")
-        job = Job(work)
-        self.jobs[job.name] = job
-        while len(self.jobs) > KEPT:
-            self.jobs.popitem(last=False)
+        job = self.note(Job(work))
         if self._queue.unfinished_tasks:
             job.say("step", "waiting for another request")
         self._queue.put(job)
+        return job
+
+    def note(self, job: Job) -> Job:
+        """Remember a job, so that it can be listened to."""
+        self.jobs[job.name] = job
+        while len(self.jobs) > KEPT:
+            self.jobs.popitem(last=False)
         return job
 
     def _work(self) -> None:

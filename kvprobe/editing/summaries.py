@@ -1,13 +1,13 @@
 """The model's own summary, written into its cache: what a compaction puts in the place of what it hides."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
 
 from kvprobe.arguments import AtLeastOne, checked_arguments
 from kvprobe.cache.cache import KVCache
 from kvprobe.editing.splicing import one_row
 from kvprobe.errors import UserError
-from kvprobe.inference.generate import stop_tokens
-from kvprobe.inference.model import Model
 from kvprobe.inference.rows import user_turn
 from kvprobe.text.tokens import Tokens
 
@@ -16,9 +16,31 @@ SUMMARY = "summary"
 REQUEST = "Please summarise what I have said so far."
 
 
+class WrittenAnswer(Protocol):
+    """An answer, as `kvprobe.inference.generate.Generation` has it."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def tokens(self) -> Sequence[Sequence[int]]: ...
+    @property
+    def stopped(self) -> Sequence[bool]: ...
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """A model that answers after a cache and reads on, wherever it runs."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+    def prompts(self, cache: KVCache, ask: str, /) -> list[Tokens]: ...
+    def generate(self, start: KVCache, ask: str, /, *, max_new_tokens: int) -> WrittenAnswer: ...
+    def extend(self, cache: KVCache, text: Tokens, /) -> tuple[KVCache, object]: ...
+
+
 @checked_arguments
 def summarise(
-    model: Model,
+    model: Writer,
     cache: KVCache,
     *,
     request: str = REQUEST,
@@ -46,8 +68,8 @@ def summarise(
     written = model.generate(cache, request, max_new_tokens=max_new_tokens)
     if not written.text.strip():
         raise UserError("The model wrote no summary; ask for it in other words, with request.")
-    ids, ends = [*written.tokens[0]], stop_tokens(model.lanes)
-    told = asked + Tokens.of(ids[:-1] if ids[-1] in ends else ids, segment, asked.following)
+    ids = [*written.tokens[0]]
+    told = asked + Tokens.of(ids[:-1] if written.stopped[0] else ids, segment, asked.following)
     closing, _ = user_turn(request, model.tokenizer)
     told += closing.shifted(told.following)
     return model.extend(cache, replace(told, segments=(segment,) * len(told)))[0]

@@ -17,7 +17,7 @@ import transformers
 
 from kvprobe.arguments import AtLeastOne, AtLeastZero, checked_arguments
 from kvprobe.brief import Brief, brief
-from kvprobe.cache.cache import KVCache
+from kvprobe.cache.cache import KVCache, combined
 from kvprobe.cache.rotary import Rotary, Rotation
 from kvprobe.engines.llamacpp import layout_for, told
 from kvprobe.engines.server import LlamaServer
@@ -39,10 +39,11 @@ from kvprobe.policies.written import as_policy
 from kvprobe.text.tokens import Tokens
 
 _TRANSFORMERS: Any = transformers  # its annotations are incomplete
-READ, EDITED, TURNED = "kvprobe-read.bin", "kvprobe-edited.bin", "kvprobe-turned.bin"
-"""Files in the server's folder: what it read last, what it is to go on from, and the proof of how keys turn."""
+READ, EDITED, PASSING = "kvprobe-read.bin", "kvprobe-edited.bin", "kvprobe-passing.bin"
+"""Files in the server's folder: what it read last, what it is to go on from, and what is deleted once it was seen."""
 LIKELIEST = 256
 """Tokens of which log-probabilities are asked for at each step."""
+NO_ATTENTION = "llama-server gives no attention, by which this policy decides; give one that needs none."
 _REPEATS = 38
 _OFF = 0.5
 """How far keys may be from where the first one is rotated to, relative to how far position moves them. SmolLM2's are
@@ -51,16 +52,18 @@ off by at most 0.16 with a cache in f16 or q8_0, and in q4_0 by up to 1.3; with 
 
 @dataclass(frozen=True, repr=False)
 class ServedAnswer(Brief):
-    """What a server answered, one token at a time.
+    """What a server answered, one token at a time: a row, as `kvprobe.inference.generate.Generation` has several.
 
     Attributes:
         tokens: a stop token included where one ended it.
         logprobs: of each of them.
+        stopped: whether one did.
         text: without control tokens.
     """
 
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    tokens: tuple[tuple[int, ...]]
+    logprobs: tuple[tuple[float, ...]]
+    stopped: tuple[bool]
     text: str
 
 
@@ -183,7 +186,7 @@ class ServedModel(Brief):
             model = _TRANSFORMERS.AutoModelForCausalLM.from_config(self._config)
         kinds = {type(module) for module in model.modules() if hasattr(module, "rope_type")}
         candidates = [rotary for kind in kinds for rotary in rotaries_within(kind(self._config))]
-        slot = self._saved(TURNED, [self.server.vocabulary // 2] * _REPEATS)
+        slot = self._saved(PASSING, [self.server.vocabulary // 2] * _REPEATS)
         cache = stored(slot, self._layout(slot)).cache()
         slot.path.unlink()
         turned: list[Rotary] = []
@@ -205,7 +208,7 @@ class ServedModel(Brief):
 
     def watch(self, text: Readable, *, queries: int = 0) -> Scene:
         """Refused: a server does not say what its queries attend to."""
-        raise UserError("llama-server gives no attention, by which this policy decides; give one that needs none.")
+        raise UserError(NO_ATTENTION)
 
     def apply(self, policy: Policy | str, start: KVCache | Scene) -> KVCache:
         """The cache after a policy acted on it once; see `Model.apply`.
@@ -253,7 +256,25 @@ class ServedModel(Brief):
             likeliest = start.likeliest(said)
             said.append(max(likeliest, key=likeliest.__getitem__))
             logprobs.append(likeliest[said[-1]])
-        return ServedAnswer(tuple(said), tuple(logprobs), self.tokenizer.decode(said, skip_special_tokens=True))
+        text = self.tokenizer.decode(said, skip_special_tokens=True)
+        return ServedAnswer((tuple(said),), (tuple(logprobs),), (said[-1] in ends,), text)
+
+    def extend(self, cache: KVCache, text: Tokens) -> tuple[KVCache, Mapping[int, float]]:
+        """Read after a cache, which then holds what the server computed; see `Model.extend`.
+
+        Returns the longer cache, and log-probabilities of the likeliest next tokens.
+
+        Raises:
+            UserError: see `restored`.
+        """
+        start = self.restored(cache, text)
+        likeliest, slot = start.likeliest(()), self._save(PASSING)
+        read = stored(slot, self._layout(slot)).cache()
+        slot.path.unlink()
+        last = torch.arange(read.slots - len(text), read.slots)[None]
+        new = told(read.take(last, torch.zeros_like(last, dtype=torch.bool)), text)
+        ledger = cache.ledger.append(new.ledger)
+        return combined((cache, new), lambda pair: torch.cat(pair, 2), ledger), likeliest
 
     def restored(self, cache: KVCache, question: Tokens) -> "RestoredSlot":
         """The server with this cache in its slot, to be asked this.
@@ -268,9 +289,13 @@ class ServedModel(Brief):
 
     def _saved(self, name: str, ids: Sequence[int]) -> Slot:
         """These tokens read into the server's slot, as it saves it."""
+        self.server.complete(ids, reuse=False, slot=self.slot)
+        return self._save(name)
+
+    def _save(self, name: str) -> Slot:
+        """What the server holds, as it saves it."""
         path = self.server.path(name)
         path.unlink(missing_ok=True)
-        self.server.complete(ids, reuse=False, slot=self.slot)
         self.server.save(self.slot, name)
         if not path.is_file():
             raise UserError(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -13,12 +13,19 @@ from kvprobe.cache.alike import refuse_other_model
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.layer import Layer
 from kvprobe.errors import UserError
-from kvprobe.inference.forward import as_seen, refuse_foreign
-from kvprobe.models.lanes import Lanes
+from kvprobe.inference.forward import refuse_foreign
+from kvprobe.inference.model import Model
 from kvprobe.names import unknown
 from kvprobe.patching.grid import Cell
 
 Align = Literal["start", "end"] | None
+
+
+@runtime_checkable
+class Rotating(Protocol):
+    """A model that rotates keys to their positions, wherever it runs."""
+
+    def as_seen(self, cache: KVCache, /) -> KVCache: ...
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class Aligned:
 
 
 @checked_arguments
-def aligned(lanes: Lanes, base: KVCache, donor: KVCache, align: Align = None) -> Aligned:
+def aligned(model: Rotating, base: KVCache, donor: KVCache, align: Align = None) -> Aligned:
     """A donor's K and V on the base's slots, segment by segment: the first slot with the first, and so on.
 
     A key that was seen at another position in the donor is rotated to the position of the base's slot: what is swapped
@@ -84,16 +91,17 @@ def aligned(lanes: Lanes, base: KVCache, donor: KVCache, align: Align = None) ->
     if align not in (None, "start", "end"):
         raise UserError(unknown("alignment", str(align), ("start", "end")))
     _refuse_unlike(base, donor)
-    for cache in (base, donor):
-        refuse_foreign(lanes, cache)
-    base, donor = as_seen(lanes, base), as_seen(lanes, donor)
+    if isinstance(model, Model):
+        for cache in (base, donor):
+            refuse_foreign(model.lanes, cache)
+    base, donor = model.as_seen(base), model.as_seen(donor)
     source, reasons = _sources(base, donor, align)
     have = source >= 0
     moved = donor.take(source.clamp(min=0)[None], ~have[None])
     moved = replace(moved, layers=tuple(map(_with_time_of, moved.layers, base.layers)))
     here, there = base.ledger.positions, moved.ledger.positions
     ledger = replace(base.ledger, origins=torch.where(have[None], there, here))
-    whole = replace(as_seen(lanes, replace(moved, ledger=ledger)), ledger=base.ledger)
+    whole = replace(model.as_seen(replace(moved, ledger=ledger)), ledger=base.ledger)
     return Aligned(base, donor, base.patch(whole, slots=have[None]), source, reasons)
 
 

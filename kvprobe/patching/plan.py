@@ -63,7 +63,7 @@ class Plan:
     ) -> "tuple[Plan, Metric | KL]":
         """The plan of a sweep, and its metric in tokens; see `patch_sweep` for the arguments and for what is
         refused."""
-        match = aligned(model.lanes, base, donor, align)
+        match = aligned(model, base, donor, align)
         metric, suffix = fitted(metric, suffix_after(model, base, suffix), model.tokenizer)
         after_base, after_donor = suffixes(model, base, donor, suffix)
         shape = model.geometry

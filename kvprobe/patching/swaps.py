@@ -43,7 +43,7 @@ def swap_cells(
     """
     if not metrics or not cells:
         raise UserError("There is nothing to measure; give at least one cell and one metric.")
-    match = aligned(model.lanes, base, donor)
+    match = aligned(model, base, donor)
     if from_donor := [cell for cell in cells if cell.content == "full"]:
         match.fitted(from_donor, None)  # refuses slots that the donor has nothing for
     read = suffix_after(model, match.base, suffix)

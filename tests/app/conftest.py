@@ -13,5 +13,5 @@ from tests.models.gguf_file import write_gguf
 def tiny_server(tiny_llama: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaServer]:
     """The tiny Llama in llama.cpp, in float32."""
     path = write_gguf(tiny_llama, tmp_path_factory.mktemp("gguf") / "tiny.gguf")
-    with served(path, cache="f32", context=256, threads=1, flash=False) as running:
+    with served(path, cache="f32", context=512, threads=1, flash=False) as running:
         yield running

@@ -10,7 +10,7 @@ import pytest
 from kvprobe.app.address import Edit
 from kvprobe.app.microscope import look
 from kvprobe.app.server_backend import MISSING
-from kvprobe.engines.served_model import ServedModel
+from kvprobe.engines.served_model import NO_ATTENTION, ServedModel
 from kvprobe.engines.server import LlamaServer
 from kvprobe.inference.model import Model
 from tests.app.made_up import HOSTILE, START, serving
@@ -52,6 +52,11 @@ def click(tab: Tab, selector: str) -> None:
 def turn(name: str) -> str:
     number = START.names.index(name)
     return f"[...document.querySelectorAll('.turn-name:not([disabled])')][{number}]"
+
+
+def disabled(tab: Tab) -> set[str]:
+    """The edits that cannot be clicked, though something is chosen."""
+    return set(tab.do("[...document.querySelectorAll('[data-edit]:disabled')].map(({ dataset }) => dataset.edit)"))
 
 
 def edits(tab: Tab) -> list[dict[str, object]]:
@@ -194,9 +199,15 @@ def test_two_tabs_do_not_mix_and_an_address_that_is_none_is_refused(browser: Bro
         one.until("document.querySelector('#status').classList.contains('wrong')")
         one.do("location.hash = ''")
         settled(one, "Everything in view")
-    refused = [complaint for complaint in browser.complaints if "400 (Bad Request)" in complaint]
-    assert browser.complaints == refused  # the browser's own lines for what the server refuses
-    browser.complaints.clear()
+    one.do(f"{turn('m1')}.click()")
+    one.do("document.querySelector('#rate').value = '700'")
+    click(one, "[data-edit=damage]")
+    one.until(f"{STATUS}.startsWith('rate is 7')")
+    one.do("document.querySelector('#rate').value = '30'")
+    click(one, "[data-edit=damage]")
+    settled(one, "damage zeros at 30 % m1")
+    assert len(edits(one)) == 1
+    assert not browser.complaints
 
 
 def test_a_turn_is_hidden_in_a_llama_server_and_what_that_cannot_show_is_said(
@@ -208,14 +219,18 @@ def test_a_turn_is_hidden_in_a_llama_server_and_what_that_cannot_show_is_said(
         assert "f32 in a llama-server" in tab.do("document.querySelector('#model').textContent")
         for place, what in (("attention", "attention"), ("remembered", "contamination"), ("readings", "readings")):
             assert tab.do(f"document.querySelector('#{place}').lastElementChild.textContent") == MISSING[what]
-        tab.do(f"{turn('m0')}.click()")
+        tab.do(f"{turn('m2')}.click()")
+        assert disabled(tab) == {"mask", "evict"}
+        assert "right before the question" in tab.do("document.querySelector('#why-what-is-chosen').textContent")
+        tab.do("document.querySelector('#request').value = 'so it is'")
         click(tab, "[data-edit=compact]")
-        tab.until(f"{STATUS}.startsWith('Compact is not available')")
-        tab.do("history.back()")
-        settled(tab, "mask m1")
-        tab.do(f"{turn('m0')}.click()")
-        click(tab, "[data-edit=re-index]")
-        settled(tab, "re-index m0")
+        settled(tab, "compact (evict) m2")
+        assert tab.do("document.querySelector('#policy').value") == "SinkWindow(4, 32)"
+        tab.do("document.querySelector('#policy').value = 'SnapKV(20)'")
+        tab.do("document.querySelector('#policy').dispatchEvent(new Event('input'))")
+        assert "policy" in disabled(tab)
+        assert NO_ATTENTION in tab.do("document.querySelector('#why-the-whole-cache').textContent")
+        assert tab.do("[...document.querySelector('#fault').options].filter(({ disabled }) => disabled).length") == 1
         click(tab, "#undo")
         settled(tab, "mask m1")
         assert tab.do("document.querySelectorAll('#states li').length") == 3

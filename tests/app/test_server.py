@@ -107,13 +107,19 @@ def test_every_answer_has_the_policy(server: str):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("{", "not JSON"), ("[1]", "not a JSON object"), ("{}", "must be a mapping"), ('{"address": NaN}', "not JSON"),
+    [("{", "not JSON"), ("[1]", "not a JSON object"), ('{"address": NaN}', "not JSON"),
      ("x" * (2**20 + 1), "larger than")],
 )  # fmt: skip
 def test_what_is_no_request_is_refused_in_a_sentence(server: str, content: str, said: str):
     status, _, text = asked(server, "jobs", content)
     assert (status, said in json.loads(text)["error"]) == (400, True)
     assert asked(server, "jobs", "{}", Content_Type="text/plain")[0] == 400
+
+
+def test_an_address_that_is_none_fails_as_its_work_would(server: str):
+    _, _, text = asked(server, "jobs", "{}")
+    ((what, why),) = events(server, json.loads(text)["job"])
+    assert (what, "must be a mapping" in why) == ("failed", True)
 
 
 def test_the_model_is_loaded_when_something_is_asked_and_the_page_opens_on_an_example_before(tiny_llama: Model):

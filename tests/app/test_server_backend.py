@@ -9,6 +9,7 @@ import pytest
 
 from kvprobe.app.address import Address, Edit
 from kvprobe.app.microscope import AppState, Microscope
+from kvprobe.app.refusals import OBSERVERS, UNEVEN
 from kvprobe.app.server_backend import MISSING
 from kvprobe.engines.served_model import EDITED, READ, RestoredSlot, ServedModel, divergence_at_least
 from kvprobe.engines.server import LlamaServer
@@ -24,6 +25,16 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "restart after damage": (Edit("damage", fault="gaussian", rate=0.3, seed=2), Edit("restart", ("m1",))),
     "damage with what another conversation holds": (Edit("damage", fault="distractor", rate=0.5),),
     "quantise, policy": (Edit("quantise", bits=2), Edit("policy", policy="SinkWindow(2, 30)")),
+    "patch after an eviction, then compact": (
+        Edit("re-index", slots=(5, 9)),
+        Edit("patch", ("m1", "m2"), of="m0", text="the mill has 7."),
+        Edit("compact", ("m1",), text="so it is", then="re-index"),
+        Edit("mask", ("m2",)),
+    ),
+    "compact all, and again": (
+        Edit("compact", tuple(START.names), text="so it is"),
+        Edit("compact", ("summary",), text="so", then="mask"),
+    ),
 }
 
 
@@ -48,6 +59,8 @@ def test_a_state_of_a_server_is_that_of_the_model_itself(
     state, true = there.state(at(*EDITS[name])), here.state(at(*EDITS[name]))
     jsonschema.validate(json.loads(state.to_json()), json_schema())
     assert (state.slots, state.edits, state.hidden) == (true.slots, true.edits, true.hidden)
+    assert (state.written, state.notes) == (true.written, true.notes)
+    assert set(true.refused) <= set(state.refused)
     assert state.expected == true.expected
     for reply, right in zip(state.replies, true.replies, strict=True):
         assert (reply.text, reply.tokens, reply.slots) == (right.text, right.tokens, right.slots)
@@ -73,14 +86,21 @@ def test_what_a_slot_is_not_enough_for_is_said_in_a_sentence(there: Microscope):
     assert state.attention_left_out == MISSING["attention"]
     assert state.contamination_left_out == MISSING["contamination"]
     assert state.readings_left_out == MISSING["readings"]
-    refused(lambda: there.state(at(Edit("compact", ("m1",)))), "Compact is not available from a llama-server")
-    refused(lambda: there.state(at(Edit("patch", ("m1",), of="m0", text="the mill has 7."))), "Patch is not available")
-    refused(lambda: there.state(at(Edit("policy", policy="SnapKV(50%, window=2)"))), "gives no attention")
     refused(
         lambda: there.state(at(Edit("policy", policy="RandomEviction(50%, seed=0, per_head=True)"))),
         "llama.cpp cannot express",
     )
-    refused(lambda: there.state(at(Edit("mask", ("m2",)))), "goes on right after a live slot alone")
+    last = len(state.slots["text"]) - 1
+    assert {(one.kind, one.what, one.slots) for one in state.refused} == {
+        *(("policy", name, ()) for name in (*OBSERVERS, *UNEVEN)),
+        *(("mask", "", (last,)), ("evict", "", (last,)), ("damage", "gaussian-effect", ())),
+    }
+    for edit, words in (
+        (Edit("policy", policy="SnapKV(50%, window=2)"), "gives no attention"),
+        (Edit("damage", fault="gaussian-effect"), "gives no queries"),
+        (Edit("mask", ("m2",)), "goes on right after a live slot alone"),
+    ):
+        refused(lambda edit=edit: there.state(at(edit)), words)
     refused(lambda: there.state(at(Edit("policy", policy="RestartInPlace('m0')"))), "without gaps")
 
 

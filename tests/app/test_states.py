@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import kvprobe as kv
-from kvprobe.app.address import Address, Edit, SaidMessage, address_of
+from kvprobe.app.address import OFFERED, Address, Edit, SaidMessage, address_of
 from kvprobe.app.microscope import AppState, Microscope
 from kvprobe.app.readings import ExchangeReadings
+from kvprobe.app.refusals import OBSERVERS
 from kvprobe.cache.differences import vectors_apart
 from kvprobe.comparison import replies_under
 from kvprobe.editing import summarise
@@ -90,6 +91,17 @@ def test_a_state_is_that_of_its_edits_from_scratch_and_of_its_python(
     assert loads == [((tiny_llama.name,), {})]
     rounded = Microscope(tiny_llama, "kv.load('tiny', dtype='bfloat16')").state(at())
     assert "model = kv.load('tiny', dtype='bfloat16')\n" in rounded.python
+
+
+def test_a_policy_that_observes_is_the_first_edit_and_the_page_is_told(microscope: Microscope):
+    snap = Edit("policy", policy="SnapKV(50%, window=2)")
+    refused(lambda: microscope.state(at(snap, snap)), "make it the first")
+    before, after = (microscope.state(at(*edits)).refused for edits in ((), (snap,)))
+    assert not before
+    assert {(one.kind, one.what) for one in after} == {("restart", ""), *(("policy", name) for name in OBSERVERS)}
+    assert microscope.state(at(Edit("quantise"))).refused[0].kind == "patch"
+    for text in OFFERED:
+        microscope.state(at(Edit("policy", policy=text)))
 
 
 def test_slots_say_what_was_done_to_them(tiny_llama: Model, microscope: Microscope):

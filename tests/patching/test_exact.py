@@ -99,7 +99,7 @@ def test_cells_of_latents_are_what_is_read_after_a_cache_edited_by_hand(kind: st
     refused(lambda: sweep(parts=("latent",), reads="total"), "use reads='reader'")
     refused(lambda: sweep(parts=("blocks.1.attn.hook_v",)), "no part called 'V'")
     # A small step towards the donor does what the slope says.
-    seen, other = model.as_seen(base), aligned(model.lanes, base, donor).cache
+    seen, other = model.as_seen(base), aligned(model, base, donor).cache
     pairs = {part: zip(seen.part(part), other.part(part), strict=True) for part in LATENT}
     near = seen.with_parts({part: [a + (b - a) / 100 for a, b in of_layers] for part, of_layers in pairs.items()})
     small = attribute(model, seen, near, suffix_of(base), METRIC, {"layer": [0]}, parts=LATENT_PARTS)

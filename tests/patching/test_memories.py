@@ -37,7 +37,7 @@ def swept(model: Model, base: KVCache, donor: KVCache, over: Any = ("layer", "se
 
 def hold(model: Model, base: KVCache, donor: KVCache, patched: PatchMap) -> None:
     """Hold every cell to the cache that is patched by hand and read on after."""
-    base, other = model.as_seen(base), aligned(model.lanes, base, donor).cache
+    base, other = model.as_seen(base), aligned(model, base, donor).cache
     rows: list[KVCache] = []
     for cell in patched.cells:
         row = base
@@ -140,7 +140,7 @@ def test_a_donor_s_time_between_slots_stays_its_own():
     model = built("qwen3_next")
     base, donor = two(model)
     gap = donor.evict(slots=[3, 9])
-    whole = aligned(model.lanes, base.evict(slots=[3, 9]).reindex(), gap).cache
+    whole = aligned(model, base.evict(slots=[3, 9]).reindex(), gap).cache
     closed = gap.reindex()
     for layer in model.geometry.recurrent:
         assert torch.equal(whole.layers[layer]["decay"], closed.layers[layer]["decay"])
