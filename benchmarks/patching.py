@@ -27,7 +27,7 @@ SUFFIX = 6
 PARTS: tuple[Part, ...] = ("K", "V")
 BATCHES = (2, 4, 8, 16)
 SAMPLED_TOKENS = 2048
-"""Tokens of all prompts that the others read in a round; with longer prompts they read fewer cells."""
+"""Tokens of all prompts that the others read in a round, at most; with longer prompts they read fewer cells."""
 STRIDE = 61
 """The step at which cells of the map are read by `extend` too; prime, so that all layers, slots and parts occur."""
 BOUND = 1e-3
@@ -111,7 +111,7 @@ def all_contenders(setting: Setting, metric: LogitDiff, over: Sequence[int]) -> 
     sweep(layers[-1:])
     bridge = by_bridge(setting)
     batch = best_batch(bridge, over)
-    between = evenly(layers, max(2, SAMPLED_TOKENS // length) + 2)[1:-1]
+    between = evenly(layers, min(8, max(2, SAMPLED_TOKENS // length)) + 2)[1:-1]
     sample: list[Key] = [
         (layer, PARTS[number % 2], slot) for number, layer in enumerate(between) for slot in evenly(over, batch)
     ]
