@@ -341,6 +341,18 @@ def test_no_dot_lies_beyond_limits_and_that_an_interval_does_is_said():
     assert said_of(figure).endswith("; intervals that reach the right edge go on beyond it")
 
 
+def test_points_stand_side_by_side_only_for_their_intervals():
+    def places(low: float, high: float) -> list[list[float]]:
+        found = Findings(share(0.5, low, high, line=line, x=x) for line in "ab" for x in (1, 2))
+        figure = Lines(line="line", **SHARES).draw(found, label, "t")
+        assert figure is not None
+        return [np.exp(dots.lines[0].get_xdata()).tolist() for dots in figure.axes[0].containers]
+
+    assert places(0.5, 0.5) == [pytest.approx([1, 2])] * 2
+    first, second = places(0.4, 0.6)
+    assert first[0] < 1 < second[0]
+
+
 @pytest.mark.parametrize("curves", [True, False])
 def test_an_interval_down_to_zero_has_no_floor_on_a_logarithmic_axis(curves: bool):
     found = Findings([share(0.5, 0.0, 0.9, x=1), share(0.4, 0.1, 0.6, x=2)])

@@ -192,7 +192,9 @@ class Lines:
             axis.axvline(value, color="0.35", ls=":", lw=0.9, zorder=0)
         lines = [line for line in place[0][1] if any(finding.keys.get(self.line, "") == line for finding in known)]
         named = any(isinstance(x, str) for x in across)
-        for number, (line, shift) in enumerate(zip(lines, _offsets(len(lines), across.values()), strict=True)):
+        apart = named or any(np.ptp(finding.value.ends) > 0 for finding in known)
+        shifts = _offsets(len(lines), across.values()) if apart else [0.0] * len(lines)
+        for number, (line, shift) in enumerate(zip(lines, shifts, strict=True)):
             name, style = labels(self.line, line), self.styles.get(line, CYCLE[number % len(CYCLE)])
             look = {"color": style.colour, "marker": style.marker}
             points, hollow_points = (
