@@ -91,9 +91,15 @@ class Certificate(Brief):
 
     @property
     def bits(self) -> float:
-        """Bits of each digit that the best reader reads which reads more than chance, of 3.32: the number for a report;
-        0 where none does."""
-        return max([0.0, *(one.bits.mean for one in (*self.known, *self.from_others) if one.above_chance)])
+        """Bits of each digit that the best reader reads which reads more than chance: the number for a report; 0 where
+        none does."""
+        return max(0.0, best.bits.mean) if (best := self._best) and best.above_chance else 0.0
+
+    @property
+    def _best(self) -> SecretReading | None:
+        """Who reads most of those that read more than chance, or of all where none does."""
+        asked = (*self.known, *self.from_others)
+        return max(asked, key=lambda one: (one.above_chance, one.bits.mean), default=None)
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
@@ -183,7 +189,8 @@ class Certificate(Brief):
             return f"Nothing is left that later tokens see, but {self.stored} hidden slots still hold the secret."
         said = dict.fromkeys(one.words for one in self.verdicts[1:] if one.left is not None)
         found = f": {'; '.join(said)}" if said else ""
-        return f"Something is left{found}. Readers read {self.bits:.2f} bits a digit, of 3.32."
+        read = f" Readers read {self.bits:.2f} bits a digit, of {best.held:.2f}." if (best := self._best) else ""
+        return f"Something is left{found}.{read}"
 
     @property
     def unseen(self) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ class SecretReading:
     Attributes:
         digits: share of the digits that were read right.
         whole: share of the secrets of which every digit was.
-        bits: read of each digit, of 3.32; below zero where the reader misleads.
+        bits: read of each digit, of `held`; below zero where the reader misleads.
         place: the layers, parts or slots that it read.
         held: bits of each place for one who knows how often each word stands there, as the reader does: the most that
             can be read.

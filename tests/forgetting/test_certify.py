@@ -62,7 +62,8 @@ def test_a_restart_leaves_nothing(model: Model, way: str):
 def test_all_is_found_in_an_untouched_cache(model: Model):
     found = certified(model, "nothing")
     assert found.known[0].digits.mean > 0.95
-    assert found.bits > 2.5
+    assert 2.5 < found.bits <= found.known[0].held
+    assert found.answer.endswith(f"Readers read {found.bits:.2f} bits a digit, of {found.known[0].held:.2f}.")
     assert found.search.found.mean == 1.0
     assert found.search.blind < 0.2
     assert not found.stored
