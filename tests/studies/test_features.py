@@ -20,12 +20,13 @@ from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
 from kvprobe.inference.model import Model
 from kvprobe.probing.splits import SPLITS
-from kvprobe.saes import Dictionary, Place, hand_written, training
+from kvprobe.saes import Dictionary, Place, training
 from kvprobe.studies.features import Config
 from kvprobe.studies.features.collect import ARMS, PARTS
 from kvprobe.studies.features.conclude import conclude
 from kvprobe.studies.features.reading import READERS, RESTARTED, UNTOUCHED, read_context, restarted
 from kvprobe.studies.features.study import STUDY
+from kvprobe.tasks import facts, sessions
 from kvprobe.tasks.passcode import contexts, conversation
 from tests.experiments.made_up import answer_of
 from tests.models import any_model
@@ -38,8 +39,10 @@ CODES = ("48213", "90577", "13662")
 
 @pytest.fixture(autouse=True, scope="module")
 def few_texts() -> Any:
+    two = facts.facts()[:2]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preparing, "hand_written", lambda model: hand_written(model)[:4])
+        patch.setattr(facts, "facts", lambda: two)
+        patch.setattr(sessions, "sessions", lambda: ())
         patch.setattr(collecting, "SPLICED", 2)
         patch.setattr(collecting, "KS", (1,))
         yield
