@@ -2,11 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 from kvprobe.app.address import Address
 from kvprobe.app.edited import EditedCache, EditingModel
-from kvprobe.app.measures import Rows, contamination, held, live_bytes
+from kvprobe.app.measures import Rows, contamination, live_bytes, slot_bytes, state_bytes
 from kvprobe.app.readings import ExchangeReadings, readings
 from kvprobe.app.refusals import Refusal, refused_by_model, refused_by_state
 from kvprobe.attention import Patterns, attend
@@ -125,8 +126,15 @@ class ModelBackend(Backend):
         return replies["now"]
 
     def memory(self, full: KVCache, now: KVCache) -> Mapping[str, object]:
+        state = self._state_bytes
         note = "A mask hides slots and frees nothing; an eviction frees them."
-        return {"full": held(full), "held": held(now), "live": live_bytes(now), "note": note}
+        note += " A state is as large whatever it has read." * bool(state)
+        sizes = {name: {"slots": slot_bytes(cache), "state": state} for name, cache in (("full", full), ("held", now))}
+        return {**sizes, "live": live_bytes(now), "note": note}
+
+    @cached_property
+    def _state_bytes(self) -> int:
+        return state_bytes(self.model)
 
     def attend(self, asked: Tokens, cache: KVCache, queries: Sequence[int]) -> Patterns:
         _ = self.model.lanes.attention_proved

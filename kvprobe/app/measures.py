@@ -84,13 +84,17 @@ def contamination(model: Model, now: EditedCache) -> Rows | None:
     return _rows(distances, index, full.slots)
 
 
-def held(cache: KVCache) -> dict[str, int]:
-    """Bytes of a cache: of `slots` that are attended to, and of what recurrent layers keep (`state`)."""
-    parts = [(name, part.numel() * part.element_size()) for layer in cache.layers for name, part in layer.items()]
-    return {
-        "slots": sum(size for name, size in parts if name not in WRITES),
-        "state": sum(size for name, size in parts if name in WRITES),
-    }
+def slot_bytes(cache: KVCache) -> int:
+    """Bytes of the slots that are attended to."""
+    return sum(part.nbytes for layer in cache.layers for name, part in layer.items() if name not in WRITES)
+
+
+def state_bytes(model: Model) -> int:
+    """Bytes of the states of recurrent layers, as engines hold them: they are as large whatever they have read."""
+    if not model.geometry.recurrent:
+        return 0
+    needs = model.budget(context=1, engine="logical")
+    return sum(layer.state.nbytes(needs.request.dtype) for layer in needs.layers if layer.state is not None)
 
 
 def live_bytes(cache: KVCache) -> int | None:

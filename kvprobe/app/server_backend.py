@@ -20,7 +20,7 @@ MISSING = {
 }
 """What a server's slot is not enough for, and why."""
 _UNEVEN = "keeps other slots in each layer or head, which llama.cpp cannot express."
-_LAST = "leaves no slot right before the question, and llama.cpp goes on right after one; re-index, or choose others."
+_LAST = "llama.cpp goes on right after a slot in view, so the last one cannot be hidden; re-index, or choose others."
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ServerBackend(Backend):
         """Those of any model, and to hide the last slot: llama.cpp goes on right after a live one."""
         yield from super().refused_after(now)
         last = (int(now.places[-1]),)
-        yield from (Refusal(kind, f"{kind.capitalize()} {_LAST}", slots=last) for kind in ("mask", "evict"))
+        yield from (Refusal(kind, _LAST, slots=last) for kind in ("mask", "evict"))
 
     def prompt(self, cache: KVCache, ask: str) -> Tokens:
         return self.model.prompts(cache, ask)[0]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvprobe.cache.parts import INDEX, KV, LATENT, PartSize
+from kvprobe.memory.numbers import Numbers
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,10 @@ class State:
     def parts(self) -> tuple[PartSize, ...]:
         """What kvprobe's caches keep of a token; nothing where kvprobe does not read such layers."""
         return () if self.writes is None else (*self.writes, PartSize("conv", 1, self.channels))
+
+    def nbytes(self, dtype: Numbers) -> int:
+        """What an engine holds of it, whatever was read: the convolution needs its last kernel − 1 inputs."""
+        return dtype.bytes(self.channels * (self.kernel - 1)) + self.recurrent * STATE_BYTES
 
     def __str__(self) -> str:
         return self.name

@@ -1,6 +1,6 @@
 """The logical view: the bytes that a query may read, each number at its width, without what an engine adds."""
 
-from kvprobe.memory.caches import STATE_BYTES, AttentionStore, LayerStore, State
+from kvprobe.memory.caches import AttentionStore, LayerStore
 from kvprobe.memory.request import Request
 
 
@@ -18,7 +18,7 @@ def _layer(layer: LayerStore, number: int, layers: int, request: Request) -> int
     if layer.attention is not None:
         total += _attention(layer.attention, number, layers, request)
     if layer.state is not None:
-        total += _state(layer.state, request)
+        total += layer.state.nbytes(request.dtype)
     return total * request.batch
 
 
@@ -41,8 +41,3 @@ def _attention(attention: AttentionStore, number: int, layers: int, request: Req
         + index
         + attention.kv_heads * (coarse * rounds.slot_bytes(d_key, d_value) + groups * rounds.group_bytes(d_key))
     )
-
-
-def _state(state: State, request: Request) -> int:
-    """Bytes of a state: the convolution needs its last kernel − 1 inputs."""
-    return request.dtype.bytes(state.channels * (state.kernel - 1)) + state.recurrent * STATE_BYTES

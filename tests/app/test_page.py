@@ -199,6 +199,9 @@ def test_two_tabs_do_not_mix_and_an_address_that_is_none_is_refused(browser: Bro
         one.until("document.querySelector('#status').classList.contains('wrong')")
         one.do("location.hash = ''")
         settled(one, "Everything in view")
+    again = browser.tab(address + "#at=%7Bbroken")
+    again.until(f"{READY} && {STATUS}.includes('cannot be read')")
+    assert HOSTILE in again.do("document.querySelector('#python').textContent")  # that of the start
     one.do(f"{turn('m1')}.click()")
     one.do("document.querySelector('#rate').value = '700'")
     click(one, "[data-edit=damage]")
@@ -221,7 +224,7 @@ def test_a_turn_is_hidden_in_a_llama_server_and_what_that_cannot_show_is_said(
             assert tab.do(f"document.querySelector('#{place}').lastElementChild.textContent") == MISSING[what]
         tab.do(f"{turn('m2')}.click()")
         assert disabled(tab) == {"mask", "evict"}
-        assert "right before the question" in tab.do("document.querySelector('#why-what-is-chosen').textContent")
+        assert "the last one cannot be hidden" in tab.do("document.querySelector('#why-what-is-chosen').textContent")
         tab.do("document.querySelector('#request').value = 'so it is'")
         click(tab, "[data-edit=compact]")
         settled(tab, "compact (evict) m2")

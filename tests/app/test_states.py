@@ -17,11 +17,13 @@ from kvprobe.comparison import replies_under
 from kvprobe.editing import summarise
 from kvprobe.errors import UserError
 from kvprobe.exported import json_schema
-from kvprobe.inference.model import Model
+from kvprobe.inference.model import Model, load
 from kvprobe.inference.trials import struck
 from kvprobe.inference.under_policy import tokens_at
 from kvprobe.probes.card import ProbeInput
 from tests.app.made_up import HOSTILE, START
+from tests.models import tiny_tokenizer
+from tests.models.every import tiny
 from tests.probes.made_probes import made_probe
 from tests.refusals import refused
 
@@ -102,6 +104,15 @@ def test_a_policy_that_observes_is_the_first_edit_and_the_page_is_told(microscop
     assert microscope.state(at(Edit("quantise"))).refused[0].kind == "patch"
     for text in OFFERED:
         microscope.state(at(Edit("policy", policy=text)))
+
+
+def test_an_eviction_frees_slots_of_a_hybrid_and_nothing_of_its_states():
+    hybrid = load(tiny("qwen3_next"), tokenizer=tiny_tokenizer())
+    full, left = (Microscope(hybrid).state(at(*edits)) for edits in ((), (Edit("evict", ("m1",)),)))
+    states = {len(hybrid.geometry.recurrent) * 4 * (80 * 3 + 384)}  # the last inputs of the convolution; 2 × 8 × 24
+    assert {state.memory[when]["state"] for state in (full, left) for when in ("full", "held")} == states
+    assert left.memory["held"]["slots"] * full.memory["of"] == left.memory["full"]["slots"] * left.memory["slots"]
+    assert [(one.kind, one.what) for one in full.refused] == [("quantise", ""), ("damage", "gaussian-effect")]
 
 
 def test_slots_say_what_was_done_to_them(tiny_llama: Model, microscope: Microscope):

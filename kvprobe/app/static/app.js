@@ -19,7 +19,7 @@ const LEGEND = {
 // Of edits: the faults and policies that are offered, and which edits act on the whole cache, on messages alone, or anywhere.
 const EDITS = JSON.parse(at("edits").textContent);
 // `state` is drawn, and the page is at its address; `wanted` is on its way.
-const page = { live: false, state: null, wanted: null, strip: null, stop: null, framed: location.protocol === "about:" };
+const page = { live: false, started: false, state: null, wanted: null, strip: null, stop: null, framed: location.protocol === "about:" };
 
 function say(text, wrong = false) {
   at("status").textContent = text;
@@ -35,10 +35,17 @@ function placed(how = "replaceState") {
   if (to && !page.framed && to !== location.hash) history[how](null, "", to);
 }
 
-// The page stays at what is drawn, and says why.
-function stay(words, wrong = false) {
-  const [first] = known.states.values();
-  if (!page.state && first) drawState(first);
+// The page stays at what is drawn, or goes where it starts, and says why.
+async function stay(words, wrong = false) {
+  if (!page.state) {
+    const [first] = known.states.values();
+    const start = known.states.get(keyOf(known.start)) ?? (page.live ? null : first);
+    if (start) drawState(start);
+    else if (page.live && !page.started) {
+      page.started = true; // once: the start may be refused, too
+      await show(known.start, {}, "replaceState");
+    }
+  }
   placed();
   say(words, wrong);
 }

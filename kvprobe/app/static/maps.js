@@ -54,8 +54,8 @@ export function drawMemory(place, { memory: { full, held, live, note, slots, of 
   bar("held now", held.slots + held.state, total);
   if (live !== null) bar("what later queries may read", live, total);
   if (full.state) {
-    bar("of it slots", held.slots, total);
-    bar("of it states of recurrent layers", held.state, total);
+    bar("slots", held.slots, total);
+    bar("states of recurrent layers", held.state, total);
   }
   place.replaceChildren(list, make("p", "soft", null, `${slots} of ${of} slots in view. ${note}`));
 }

@@ -37,7 +37,7 @@ export function mapPicture({ slots: { text, segment } }, values, title) {
     const at = `translate(${left + (slot + 0.7) * cell} ${top + down + 6}) rotate(90)`;
     draw("text", { transform: at, "font-size": 9 }, svg, short(`${slot} ${text[slot].replaceAll("\n", "↵")} (${segment[slot]})`, 22));
   }
-  draw("text", { x: left, y: top + down + 142, fill: "#5b6470" }, svg, `layer ↑ slot →; white 0, darkest ${most}; grey: no value`);
+  draw("text", { x: left, y: top + down + 142, fill: "#5b6470" }, svg, `layer ↑ slot →; white 0, darkest ${rounded(most)}; grey: no value`);
   return svg;
 }
 

@@ -2,7 +2,6 @@
 "use strict";
 
 const squared = (level) => (level / 255) ** 2; // how packed numbers are stored; see kvprobe/report/views/packing.py
-const rounded = (weight) => Number(weight.toPrecision(3));
 const [PLAIN, WEIGHTED] = ["attention", "value-weighted"];
 
 function attentionView({ tokens, segments, layers, heads, queries, masked, damaged, index, indexName, readings }, packed, words, name) {

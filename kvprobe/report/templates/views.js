@@ -103,10 +103,10 @@ function heatMap({ rows, columns, values, unit, rowAxis, columnAxis, scale: shar
 
   const legend = make("div", "map-legend", map);
   const least = shared || cells.some((value) => value < 0) ? -1 : 0;
-  make("span", "", legend, signed(least * scale));
+  make("span", "", legend, signed(rounded(least * scale)));
   const ticks = Array.from({ length: 21 }, (_, tick) => `rgb(${colour(least + ((1 - least) * tick) / 20).map(Math.round)})`);
   make("i", "", legend).style.background = `linear-gradient(to right, ${ticks})`;
-  make("span", "", legend, `${signed(scale)} ${unit}`);
+  make("span", "", legend, `${signed(rounded(scale))} ${unit}`);
   if (cells.includes(null)) {
     make("i", "none", legend).style.background = `rgb(${colour(null)})`;
     make("span", "", legend, "no value");
@@ -122,6 +122,10 @@ function labels(parent, name, texts, most, line = (index) => index) {
   axis.style[tracks] = `repeat(${texts.length}, minmax(0, 1fr))`;
   for (let index = 0; index < texts.length; index += step) make("span", "", axis, texts[index]).style[place] = line(index) + 1;
   return step;
+}
+
+function rounded(value) {
+  return Number(value.toPrecision(3));
 }
 
 function signed(value) {
