@@ -267,8 +267,7 @@ def forward_pass(
     with torch.no_grad():
         scores = _in_pieces(lanes, new.tokens, ledger, layers, lane, queries, chunk or new.slots)
     scores = scores[torch.arange(len(tokens), device=scores.device)[:, None], where]
-    # The sum is far cheaper to test than each number, and it is NaN where one is.
-    if bool(scores.sum().isnan()) and bool(scores.isnan().any()):
+    if bool(scores.sum().isnan()) and bool(scores.isnan().any()):  # a sum is far cheaper to test
         if past is not None:
             past.refuse_nonfinite()
         raise UserError(
