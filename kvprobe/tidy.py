@@ -1,6 +1,8 @@
 """Tidy tables, one row per observation: chosen by the values of columns, grouped, set beside each other, and made."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import numpy as np
@@ -34,9 +36,11 @@ def beside(rows: Rows, of: str, where: Where, on: tuple[str, ...]) -> Any:
 
 def chosen(rows: Rows, where: Where) -> Rows:
     """The rows that have these values."""
-    for column, value in where.items():
-        rows = rows[rows[column].isin(value) if isinstance(value, tuple) else rows[column] == value]
-    return rows
+    having = [
+        rows[column].isin(value) if isinstance(value, tuple) else rows[column] == value
+        for column, value in where.items()
+    ]
+    return rows[reduce(and_, having)] if having else rows  # one copy
 
 
 def groups(rows: Rows, by: tuple[str, ...], where: Where) -> list[tuple[dict[str, Key], Rows]]:
@@ -75,7 +79,10 @@ def cluster_means(
     if not len(rows):
         return []
     _refuse_keyless(rows, by)
-    grouped = rows.groupby(list(by), sort=False).ngroup().to_numpy() if by else np.zeros(len(rows), int)
+    grouped = np.zeros(len(rows), int)
+    for column in by:  # as groupby numbers them, several times faster
+        codes, levels = pd.factorize(rows[column])
+        grouped = pd.factorize(grouped * len(levels) + codes)[0]
     first = np.unique(grouped, return_index=True)[1]
     values = rows[of].to_numpy(float)
     known = np.isfinite(values)

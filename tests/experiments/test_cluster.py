@@ -119,7 +119,7 @@ def dying(run, name, write):
 Run.write_part = dying
 own = find("hidden_thirds.py")
 dies = int(sys.argv[2])
-cluster = Cluster(workers=2, threads=1) if dies else None
+cluster = Cluster(workers=1, threads=1) if dies else None
 own.run(own.config(prompts=4, model=sys.argv[1]), Path("killed"), cluster=cluster)
 print(len(written))
 """

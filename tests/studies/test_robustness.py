@@ -1,7 +1,7 @@
 """The robustness study on tiny random models: which cases there are, what is counted, and what the numbers decide."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +22,7 @@ from kvprobe.studies.robustness.collect import CONTROL, MAIN, NOT_A_NUMBER, PROC
 from kvprobe.studies.robustness.conclude import conclude
 from kvprobe.studies.robustness.study import STUDY
 from kvprobe.tasks.catalogue import find_task
+from kvprobe.tasks.recite import Recite
 from tests.experiments.made_up import page_of
 from tests.inference.made_up import made_up_answers
 from tests.models import N_LAYERS, any_model
@@ -29,6 +30,14 @@ from tests.tasks.made_up import gsm8k_questions
 
 SMALL = Config(tasks=("retrieve", "recite"), samples=2, faults=tuple(CATALOGUE), rates=(10.0, 50.0))
 MODEL, HOLD = "tiny_llama", [True, True, True, True]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_answers() -> Iterator[None]:
+    """A random model recites no list, so that it need not be given room for one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recite, "max_new_tokens", 6)
+        yield
 
 
 def test_there_is_a_case_for_each_fault_rate_repeat_and_control_and_it_strikes_when_and_where_its_labels_say():
