@@ -2,6 +2,7 @@
    of a run is a script beside its settings, fetched when it is chosen, so that the page works from a folder. */
 const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#777777", "#999933"]
 const PANEL = { width: 420, height: 260, left: 64, right: 12, top: 24, bottom: 44 }
+const SLANTED = 124 /* more height for labels that have no room side by side */
 const SVG = "http://www.w3.org/2000/svg"
 
 function made(tag, attributes = {}, ...children) {
@@ -74,20 +75,25 @@ function scale(numbers, from, to, log) {
 
 /* One panel: a line for each value of `line`, with intervals as whiskers. */
 function panelOf(title, findings, values, state, y) {
-  const { width, height, left, right, top, bottom } = PANEL
+  const { width, left, right, top } = PANEL
+  const along = values[state.along] ?? [""]
+  const numbers = along.length > 1 && along.every((value) => typeof value === "number")
+  const room = (width - left - right) / along.length
+  const slanted = !numbers && along.some((value) => 5.2 * shown(value).length > room)
+  const [height, bottom] = [PANEL.height, PANEL.bottom].map((size) => size + SLANTED * slanted)
   const svg = drawn("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", xmlns: SVG, "aria-label": title })
   svg.append(drawn("rect", { x: 0, y: 0, width, height, fill: "#ffffff" }))
   svg.append(drawn("text", { x: left, y: 14, "font-size": 12, "font-weight": "bold", fill: "#222222" }, title))
-  const along = values[state.along] ?? [""]
-  const numbers = along.length > 1 && along.every((value) => typeof value === "number")
   const x = numbers
     ? scale(along, left + 10, width - right - 10, along.every((value) => value > 0) && along.at(-1) / along[0] > 50)
     : { at: (value) => left + ((along.indexOf(value) + 0.5) / along.length) * (width - left - right), ticks: along }
-  const skip = Math.ceil(x.ticks.length / 8)
+  const skip = Math.ceil(x.ticks.length / (slanted ? 28 : 8))
   x.ticks.forEach((tick, number) => {
     if (number % skip) return
-    const text = shown(tick).replace(/^(.{13}).{2,}$/, "$1…")
-    const below = { x: x.at(tick), y: height - bottom + 16, "font-size": 10, "text-anchor": "middle", fill: "#444444" }
+    const text = slanted ? shown(tick).replace(/^(.{13}).{4,}(.{15})$/, "$1…$2") : shown(tick)
+    const [at, under] = [x.at(tick), height - bottom + (slanted ? 10 : 16)]
+    const turned = slanted ? { "text-anchor": "end", transform: `rotate(-60 ${at} ${under})` } : { "text-anchor": "middle" }
+    const below = { x: at, y: under, "font-size": 10, fill: "#444444", ...turned }
     svg.append(drawn("text", below, text))
   })
   for (const tick of y.ticks) {

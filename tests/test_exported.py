@@ -1,6 +1,7 @@
 """Results as JSON: what the published schema says, whatever the result holds."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -17,6 +18,7 @@ from kvprobe.inference.model import Model
 from tests.app.made_up import START
 from tests.probing.test_claims import planted, probe_features
 
+ROOT = Path(__file__).resolve().parent.parent
 CHAT = [{"role": role, "content": f"</script><b>{text}"} for role, text in (("user", "the mill"), ("assistant", "so"))]
 
 
@@ -54,6 +56,12 @@ def test_a_result_is_of_its_kind_in_the_schema_and_of_no_other(results: dict[str
 
 def test_the_example_that_the_page_opens_on_is_a_session_of_the_schema():
     jsonschema.validate(example(), {"$ref": "#/$defs/session", "$defs": json_schema()["$defs"]})
+
+
+def test_findings_of_a_published_run_are_of_the_schema():
+    run = ROOT / "docs" / "results" / "runs" / "compaction" / "metrics.json"
+    several = {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/finding"}, "$defs": json_schema()["$defs"]}
+    jsonschema.validate(json.loads(run.read_text())["findings"], several)
 
 
 def test_numbers_come_back_as_they_were(results: dict[str, Any]):
