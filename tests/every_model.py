@@ -119,12 +119,13 @@ def examine(kind: str) -> Verdict:
     clean, hidden = from_scratch(model, ids, ()), from_scratch(model, ids, HIDDEN)
     if difference(clean[CUT:], hidden[CUT:]) < 1e-4:
         raise AssertionError(f"{kind}: hiding slots hardly changes this model, so the comparison shows nothing")
+    likeliest = greedy(model, ids[:CUT], 4)
     for lane in lanes_of(model, verdict):
         for name, (logits, expected) in histories(model.lanes, lane, ids, clean, hidden).items():
             verdict.errors[f"{lane}, {name}"] = difference(logits, expected)
         closed(model, lane, ids, verdict)
         words = generate(model.lanes, [Tokens.of(ids[:CUT])], max_new_tokens=4, stop=(), lane=lane).tokens[0]
-        verdict.errors[f"{lane}, greedy"] = float(list(words) != greedy(model, ids[:CUT], 4))
+        verdict.errors[f"{lane}, greedy"] = float(list(words) != likeliest)
     routed(model, ids, clean, verdict)
     return verdict
 
@@ -167,13 +168,13 @@ def closed(model: Model, lane: Lane, ids: list[int], verdict: Verdict) -> None:
     tokens = Tokens.of(ids)
     first = torch.arange(CUT)[None] < 3
     gapped = extend(model.lanes, None, [tokens[:CUT]], lane)[0].evict(slots=first)
-    expected = from_scratch(model, ids, (0, 1, 2))[CUT:]
     try:
         _, logits = extend(model.lanes, gapped.reindex(), [tokens[CUT:].shifted(CUT - 3)], lane, logits=LENGTH - CUT)
     except ValueError as refusal:
         verdict.refusals["closing gaps"] = str(refusal)
         return
     if verdict.kind not in PLACED:
+        expected = from_scratch(model, ids, (0, 1, 2))[CUT:]
         verdict.errors[f"{lane}, gap closed"] = difference(logits[0], expected)
 
 

@@ -32,7 +32,7 @@ from tests.experiments.made_up import answer_of
 from tests.models import any_model
 from tests.studies.runs import close, every, whole_run
 
-SMALL = Config(contexts=8, samples=48, folds=3, permutations=9, batch=10, untrained=True)
+SMALL = Config(contexts=8, samples=48, folds=3, permutations=3, batch=10, untrained=True)
 CODES = ("48213", "90577", "13662")
 
 

@@ -16,7 +16,7 @@ from kvprobe.studies.memory.conclude import concluded, slopes
 from kvprobe.studies.memory.study import STUDY
 from tests.experiments.made_up import answer_of
 
-SMALL = Config(contexts=(48, 160), prompt=24, new=4, batches=(1, 2, 3), timed=(8, 32, 96), repeats=2)
+SMALL = Config(contexts=(48, 160), prompt=24, new=4, batches=(1, 2, 3), timed=(8, 16, 32), repeats=2)
 MODEL, HOLD = "smol", [True]
 PARTS = ("weights", "cache", "reading", "generating", "peak")
 
@@ -79,7 +79,7 @@ def test_the_budget_of_real_weights_is_right_and_its_cache_equal_to_the_byte(fin
     assert three == pytest.approx(3 * one)
     assert abs(found.at("worst_batch").mean) < 0.02
     assert all("Other processes" in warning for warning in conclusion.warnings)
-    assert conclusion.findings.values("faster", "length") == [8, 32, 96]
+    assert conclusion.findings.values("faster", "length") == [8, 16, 32]
 
 
 def test_slopes_are_over_repeats_and_hold_together_over_both_ways():
