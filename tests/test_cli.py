@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -219,6 +220,24 @@ def test_too_little_memory_is_not_called_a_defect(
         main()
     assert exited.value.code == 2
     assert "too little memory (no room" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "said"), [(entry.__file__, "kvprobe: mind the gap\n"), ("other.py", "as Python does\n")]
+)
+def test_a_warning_of_kvprobe_is_a_sentence_too(
+    path: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def warned(*_: object, **__: object) -> None:
+        warnings.warn_explicit("mind the gap", UserWarning, path, 1, registry={})
+
+    monkeypatch.setattr(entry, "app", warned)
+    monkeypatch.setattr(sys, "argv", ["kvprobe", "ls"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda *_: print("as Python does", file=sys.stderr)
+        main()
+    assert capsys.readouterr().err == said
 
 
 def test_debug_shows_the_traceback_of_a_defect_and_changes_no_other_answer():

@@ -5,6 +5,9 @@ import shlex
 import sys
 import tempfile
 import traceback
+import warnings
+from pathlib import Path
+from typing import Any
 
 from cyclopts import App, CycloptsError
 
@@ -57,6 +60,7 @@ def main() -> None:
 
     Exit codes: 2 for what the user can mend, in one sentence; 70 for a defect of kvprobe; 130 for an interruption.
     """
+    warnings.showwarning = _shown_with(warnings.showwarning)
     debug = "--debug" in sys.argv[1:]
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
@@ -83,6 +87,20 @@ def main() -> None:
             traceback.print_exception(error)
         print(f"kvprobe: {_defect(error)}", file=sys.stderr)
         sys.exit(70)
+
+
+def _shown_with(others: Any) -> Any:
+    """How warnings are shown: those of kvprobe in a sentence, without the line of code that gave them."""
+
+    def show(message: Warning | str, category: type[Warning], path: str, *place: Any) -> None:
+        if category is not UserWarning or not Path(path).is_relative_to(Path(__file__).parents[1]):
+            others(message, category, path, *place)
+            return
+        from tqdm import tqdm
+
+        tqdm.write(f"kvprobe: {message}", file=sys.stderr)  # above the bars
+
+    return show
 
 
 def _memory_is_full(error: Exception) -> bool:

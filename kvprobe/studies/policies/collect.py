@@ -6,6 +6,7 @@ model itself gives with the full cache, and five questions as rows of one batch.
 interrupted run resumes.
 """
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,7 +116,9 @@ def read_sample(model: Model, config: Config, sample: int) -> pd.DataFrame:
 
     rows = [row(FULL, 100, scene.cache, full)]
     for kind, level in Bar(conditions(config), desc="Policies", unit="condition", leave=False):
-        cache = model.apply(CATALOGUE[kind].at(level, len(tokens), config.seed), scene)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of budgets into which all fits
+            cache = model.apply(CATALOGUE[kind].at(level, len(tokens), config.seed), scene)
         rows.append(row(kind, level, cache, say(model, cache, script)))
     return pd.DataFrame(rows)
 
