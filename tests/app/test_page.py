@@ -9,10 +9,12 @@ import pytest
 
 from kvprobe.app.address import Edit
 from kvprobe.app.microscope import look
+from kvprobe.app.page import example, save_session
 from kvprobe.app.server_backend import MISSING
 from kvprobe.engines.served_model import NO_ATTENTION, ServedModel
 from kvprobe.engines.server import LlamaServer
 from kvprobe.inference.model import Model
+from kvprobe.probes.scan import LEAK, NONE
 from tests.app.made_up import HOSTILE, START, serving
 from tests.browser import needs_browser
 from tests.devtools import Browser, Tab, browsing
@@ -239,6 +241,25 @@ def test_a_turn_is_hidden_in_a_llama_server_and_what_that_cannot_show_is_said(
         assert tab.do("document.querySelectorAll('#states li').length") == 3
         offline = shared(browser, tab, tmp_path)
         assert offline.do(REPLY) == masked
+    assert not browser.complaints
+
+
+def test_the_example_shows_readings_beside_chance_and_which_the_reply_uses(browser: Browser, tmp_path: Path):
+    tab = opened(browser, save_session(example(), tmp_path / "example.html").as_uri())
+    lights = (
+        "[...document.querySelectorAll('.exchange')]"
+        ".map((box) => [...box.querySelectorAll('.light')].map(({ textContent }) => textContent))"
+    )
+    assert tab.do(lights) == [["readable", "used"], ["neither readable nor used"], ["used"]]
+    (state,) = (state for state in example()["states"] if state["readings"])
+    for number, row in enumerate(state["readings"]["exchanges"][0]["probes"]):
+        cells = (
+            f"[...document.querySelectorAll('.exchange tbody tr')[{number}].children].map((cell) => cell.textContent)"
+        )
+        *_, least, verdict = tab.do(cells)
+        assert verdict == row["verdict"]
+        if verdict in (LEAK, NONE):
+            assert (verdict == LEAK) == (least != "–" and 100 * row["probability"] >= float(least.split()[0]))
     assert not browser.complaints
 
 

@@ -2,11 +2,13 @@
 import { offered } from "./maps.js";
 
 const percent = (share) => `${(100 * share).toFixed(0)} %`;
-const COLUMNS = ["probe", "reads", "probability", "chance", "without the hidden", "verdict"];
+const COLUMNS = ["probe", "reads", "probability", "chance", "without the hidden", "leak from", "verdict"];
+// The probability that no reading without a leak should reach; 1 where none can be a leak.
+const bandOf = ({ restart_probability: without, gain }) => (gain === null ? 1 : Math.min(1, without * 2 ** gain));
 const WORDS = [
   "Each exchange after the hidden messages, held against the same text read without them. Readable: a published probe finds a",
   "class so much likelier than without them that nine of ten such readings were right in its training conversations; in",
-  "others the class may be wrong, though the slots differ.",
+  "others the class may be wrong, though the slots differ. The grey band beneath a probability ends where a leak begins.",
   "Used: with what the exchange holds of the hidden messages taken out (its slots exchanged), the model says something",
   "else. One reply; near ties turn easily, so see how far it moves.",
 ];
@@ -35,8 +37,13 @@ export function drawReadings(place, state, ask) {
     const body = make("tbody", "", table);
     for (const row of probes) {
       const line = make("tr", row.verdict === "leak" ? "leak" : "", body);
-      const cells = [`${row.probe} ${row.place}`, row.reads, ...[row.probability, row.base_rate, row.restart_probability].map(percent), row.verdict];
-      for (const cell of cells) make("td", "", line, cell);
+      const band = bandOf(row);
+      const shares = [row.probability, row.base_rate, row.restart_probability].map(percent);
+      const cells = [`${row.probe} ${row.place}`, row.reads, ...shares, band < 1 ? percent(band) : "–", row.verdict];
+      const [, , read] = cells.map((cell) => make("td", "", line, cell));
+      read.className = "band";
+      read.style.setProperty("--chance", band);
+      read.style.setProperty("--read", row.probability);
     }
   }
 }
