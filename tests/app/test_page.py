@@ -196,9 +196,12 @@ def test_two_tabs_do_not_mix_and_an_address_that_is_none_is_refused(browser: Bro
         named = "slot.closest('.turn').querySelector('button').firstChild.textContent"
         gone = f"new Set([...document.querySelectorAll('.slots .gone')].map((slot) => {named}))"
         assert tab.do(f"[...{gone}]") == [name]
+    shown = edits(one)
     for wrong in ("[]", "{", '{"messages": "all"}', '{"edits": [{"kind": "exec"}]}', '{"edits": 3}'):
         one.do(f"location.hash = '#' + new URLSearchParams({{ at: {json.dumps(wrong)} }})")
         one.until("document.querySelector('#status').classList.contains('wrong')")
+        assert edits(one) == shown
+        shown = []
         one.do("location.hash = ''")
         settled(one, "Everything in view")
     again = browser.tab(address + "#at=%7Bbroken")
