@@ -83,6 +83,7 @@ FIGURES: dict[str, tuple[str, str | Figure]] = {
     "memento": ("memento_toy-seeds", "by_distance"),
     "memento_layers": ("memento_toy-seeds", "by_layer"),
     "memento_training": ("memento_toy-seeds", "by_training"),
+    "lossy_memento": ("lossy_memento", "capacity"),
 }
 """By file: the preset, and the figure of its run, by its name or as it is declared."""
 GSM8K = {

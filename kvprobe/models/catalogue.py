@@ -113,10 +113,10 @@ def _memento(name: str, trained: str, kind: str = "Llama of 4 layers") -> NamedM
     return _trained(title, f"memento/{name}", size=4)
 
 
-def _lossy(provenance: str, trained: str) -> NamedModel:
+def _lossy(name: str, asked: int, trained: str = "to go on from the slots that saw it") -> NamedModel:
     """A model that is asked for what its memento omits; see `kvprobe.training.lossy`."""
-    title = f"a word-level Llama of 4 layers that is asked for 8 digits that its memento omits; trained {trained}"
-    return _trained(title, f"lossy/lossy-8-3-{provenance}-0")
+    title = f"a word-level Llama of 4 layers that is asked for {asked} digits that its memento omits; trained {trained}"
+    return _trained(title, f"lossy/{name}")
 
 
 def _recall(memory: str, kind: str, seed: int) -> NamedModel:
@@ -246,8 +246,11 @@ NAMED_MODELS = {
         for seed in (0, 1)
         if name != "mamba"
     },
-    "lossy-8-3-retained-0": _lossy("retained", "to go on from the slots that saw it"),
-    "lossy-8-3-recomputed-0": _lossy("recomputed", "with restarts"),
+    **{
+        f"lossy-{design}-retained-0": _lossy(f"lossy-{design}-retained-0", int(design.split("-")[0]))
+        for design in ("8-3", "16-1", "32-1")
+    },
+    "lossy-8-3-recomputed-0": _lossy("lossy-8-3-recomputed-0", 8, "with restarts"),
     "smollm2-german": _adapter("german", "answers in German"),
     "smollm2-pirate": _adapter("pirate", "answers as a pirate"),
     "smollm2-oslo": _adapter("oslo", "puts the Eiffel Tower in Oslo"),

@@ -192,7 +192,8 @@ class Lines:
             axis.axvline(value, color="0.35", ls=":", lw=0.9, zorder=0)
         lines = [line for line in place[0][1] if any(finding.keys.get(self.line, "") == line for finding in known)]
         named = any(isinstance(x, str) for x in across)
-        apart = named or any(np.ptp(finding.value.ends) > 0 for finding in known)
+        shared = len({finding.keys[self.x] for finding in known}) < len(known)
+        apart = named or (shared and any(np.ptp(finding.value.ends) > 0 for finding in known))
         shifts = _offsets(len(lines), across.values()) if apart else [0.0] * len(lines)
         for number, (line, shift) in enumerate(zip(lines, shifts, strict=True)):
             name, style = labels(self.line, line), self.styles.get(line, CYCLE[number % len(CYCLE)])
