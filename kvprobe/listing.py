@@ -1,6 +1,7 @@
 """What kvprobe knows by name, kind by kind: in short, all of one kind, and as plain data."""
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from itertools import groupby
@@ -194,13 +195,14 @@ def overview() -> Iterator[str]:
     yield "\nA second word chooses by name (kvprobe ls presets gemma); --json prints all that is known."
 
 
-def _seeds_together(entries: Entries) -> Entries:
-    """Entries whose names differ in the number at their end alone, as one."""
+def _numbers_together(entries: Entries) -> Entries:
+    """Entries whose names differ in numbers alone, as one."""
     together: Entries = []
-    for _, alike in groupby(entries, lambda entry: entry["name"].rstrip("0123456789")):
+    for _, alike in groupby(entries, lambda entry: re.sub(r"(?<=-)\d+(?=-|$)", "#", entry["name"])):
         first, *others = alike
-        numbers = [other["name"].rsplit("-", 1)[-1] for other in others]
-        together.append({**first, "name": ", ".join([first["name"], *numbers])})
+        names = zip(*(entry["name"].split("-") for entry in (first, *others)), strict=True)
+        parts = [parts for parts in names if len({*parts}) > 1]
+        together.append({**first, "name": ", ".join([first["name"], *map("-".join, [*zip(*parts, strict=True)][1:])])})
     return together
 
 
@@ -221,7 +223,7 @@ def lines(kind: str, entries: Entries) -> Iterator[str]:
         yield "\nkvprobe run STUDY-ENDING runs one; kvprobe ls presets STUDY: what each sets and how long it takes."
         return
     if kind == "models" and len(entries) > SCREEN:
-        entries = _seeds_together(entries)
+        entries = _numbers_together(entries)
     width = max((len(entry["name"]) for entry in entries), default=0)
     for entry in entries:
         line = f"{entry['name']:{width}}  {KINDS[kind].about(entry)}"

@@ -69,6 +69,15 @@ def test_one_process_or_item_needs_no_fork(items: int, at_once: int):
     assert len(list(forked(done.append, range(items), at_once))) == len(done) == items
 
 
+@pytest.fixture
+def none_left() -> Iterator[None]:
+    """No process is left that was not there before."""
+    before = psutil.Process().children()
+    yield
+    assert psutil.Process().children() == before
+
+
+@pytest.mark.usefixtures("none_left")
 def test_an_error_is_raised_here_and_others_are_given_up(tmp_path: Path):
     def work(item: int) -> None:
         if item == 1:
@@ -77,10 +86,10 @@ def test_an_error_is_raised_here_and_others_are_given_up(tmp_path: Path):
         (tmp_path / str(item)).touch()
 
     refused(lambda: list(forked(work, range(4), 2)), "the second is wrong.")
-    assert psutil.Process().children() == []
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("none_left")
 def test_an_interruption_ends_those_that_are_at_work(tmp_path: Path):
     def work(item: int) -> None:
         time.sleep(4 * item)
@@ -90,7 +99,6 @@ def test_an_interruption_ends_those_that_are_at_work(tmp_path: Path):
     next(steps)
     with pytest.raises(KeyboardInterrupt):
         steps.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
-    assert psutil.Process().children() == []
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
@@ -102,6 +110,7 @@ def test_a_process_that_is_killed_is_no_hang():
     refused(lambda: list(forked(work, range(3), 2)), "was killed", "--processes 1")
 
 
+@pytest.mark.usefixtures("none_left")
 def test_a_process_that_is_stopped_is_no_hang(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(processes, "PATIENCE", 0.05)
 
@@ -110,7 +119,6 @@ def test_a_process_that_is_stopped_is_no_hang(monkeypatch: pytest.MonkeyPatch):
             os.kill(os.getpid(), signal.SIGSTOP)
 
     refused(lambda: list(forked(work, range(3), 2)), "was stopped by a signal", "start it again, and it resumes")
-    assert psutil.Process().children() == []
 
 
 def test_a_process_ends_with_the_one_that_forked_it(tmp_path: Path):
