@@ -200,9 +200,11 @@ def _numbers_together(entries: Entries) -> Entries:
     together: Entries = []
     for _, alike in groupby(entries, lambda entry: re.sub(r"(?<=-)\d+(?=-|$)", "#", entry["name"])):
         first, *others = alike
-        names = zip(*(entry["name"].split("-") for entry in (first, *others)), strict=True)
-        parts = [parts for parts in names if len({*parts}) > 1]
-        together.append({**first, "name": ", ".join([first["name"], *map("-".join, [*zip(*parts, strict=True)][1:])])})
+        own = first["name"].split("-")
+        names = [entry["name"].split("-") for entry in others]
+        differ = [place for place, part in enumerate(own) if any(name[place] != part for name in names)]
+        endings = ["-".join(name[place] for place in differ) for name in names]
+        together.append({**first, "name": ", ".join([first["name"], *endings])})
     return together
 
 

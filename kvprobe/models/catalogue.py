@@ -113,9 +113,9 @@ def _memento(name: str, trained: str, kind: str = "Llama of 4 layers") -> NamedM
     return _trained(title, f"memento/{name}", size=4)
 
 
-def _lossy(name: str, asked: int, trained: str = "to go on from the slots that saw it") -> NamedModel:
+def _lossy(name: str, trained: str) -> NamedModel:
     """A model that is asked for what its memento omits; see `kvprobe.training.lossy`."""
-    title = f"a word-level Llama of 4 layers that is asked for {asked} digits that its memento omits; trained {trained}"
+    title = f"a word-level Llama of 4 layers that is asked for digits that its memento omits; trained {trained}"
     return _trained(title, f"lossy/{name}")
 
 
@@ -247,10 +247,10 @@ NAMED_MODELS = {
         if name != "mamba"
     },
     **{
-        f"lossy-{design}-retained-0": _lossy(f"lossy-{design}-retained-0", int(design.split("-")[0]))
-        for design in ("8-3", "16-1", "32-1")
+        f"lossy-{design}-0": _lossy(f"lossy-{design}-0", "to go on from the slots that saw it")
+        for design in ("8-3-retained", "16-1-retained", "32-1-retained")
     },
-    "lossy-8-3-recomputed-0": _lossy("lossy-8-3-recomputed-0", 8, "with restarts"),
+    "lossy-8-3-recomputed-0": _lossy("lossy-8-3-recomputed-0", "with restarts"),
     "smollm2-german": _adapter("german", "answers in German"),
     "smollm2-pirate": _adapter("pirate", "answers as a pirate"),
     "smollm2-oslo": _adapter("oslo", "puts the Eiffel Tower in Oslo"),

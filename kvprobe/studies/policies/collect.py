@@ -117,7 +117,7 @@ def read_sample(model: Model, config: Config, sample: int) -> pd.DataFrame:
     rows = [row(FULL, 100, scene.cache, full)]
     for kind, level in Bar(conditions(config), desc="Policies", unit="condition", leave=False):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of budgets into which all fits
+            warnings.filterwarnings("ignore", ".* has changed nothing")  # of budgets into which all fits
             cache = model.apply(CATALOGUE[kind].at(level, len(tokens), config.seed), scene)
         rows.append(row(kind, level, cache, say(model, cache, script)))
     return pd.DataFrame(rows)
