@@ -189,7 +189,7 @@ def _damage(model: EditingModel, before: EditedCache, edit: Edit, chat: Transcri
         f"cache = struck(model, cache, fault, seed={edit.seed})",
     ]
     cache = struck(model, before.cache, fault, seed=edit.seed)
-    seen = model.as_seen(before.cache) if before.cache.ledger.rotated else before.cache
+    seen = model.as_seen(before.cache)
     here = before.places[changed_slots(seen, cache)].tolist()
     return before.then(cache, *code, damaged=before.damaged.union(here))
 

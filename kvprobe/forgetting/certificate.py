@@ -356,7 +356,7 @@ def _refuse_another(model: Model, cache: KVCache, made: KVCache, again: KVCache,
         raise UserError(
             f"The cache is no cache of one row of {model.name}; give one that it made of this conversation."
         )
-    seen_now = model.as_seen(cache) if cache.ledger.rotated else cache
+    seen_now = model.as_seen(cache)
     others = cache.slots != made.slots or stored([made, seen_now])
     if others or not trace_of(model, [made, seen_now], again, Slots.of([made, seen_now])).empty:
         raise UserError(

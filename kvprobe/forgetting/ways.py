@@ -65,4 +65,4 @@ def forgotten(model: Model, way: Way, case: HiddenSecret, secret: str) -> KVCach
     cache = way(model, case.said(secret), case.hide)
     if not isinstance(cache, KVCache) or cache.batch != 1:
         raise UserError("A way to forget takes (model, chat, hide) and returns a KVCache of one row.")
-    return model.as_seen(cache) if cache.ledger.rotated else cache
+    return model.as_seen(cache)

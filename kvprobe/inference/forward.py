@@ -206,7 +206,8 @@ def _turned(layer: Layer, rotations: Rotations) -> Layer:
 
 
 def as_seen(lanes: Lanes, cache: KVCache) -> KVCache:
-    """The cache with each key rotated to its position, so that re-indexing is done once and for all."""
+    """The cache with each key rotated to its position; that of another model, whose keys turn otherwise, is refused."""
+    refuse_foreign(lanes, cache)
     return rotated(cache, lanes.rotaries_by_part) if cache.ledger.rotated else cache
 
 
@@ -373,8 +374,7 @@ def warn_of_taken_positions(past: KVCache | None, new: Ledger) -> None:
         row = int(taken.int().argmax())
         warnings.warn(
             f"The new tokens start at position {int(new.positions[row, 0])}, but the cache holds live slots up to "
-            f"{int(last[row])}: the naive position mode. Start them at `ledger.following`; or ask for it by name, with "
-            f"KVCache.reindex('naive').",
+            f"{int(last[row])}: the naive position mode. Start them at `following`, or use KVCache.reindex('naive').",
             stacklevel=5,
         )
 

@@ -291,7 +291,7 @@ class Model(Brief):
         return to_hf(self.lanes, cache)
 
     def as_seen(self, cache: KVCache) -> KVCache:
-        """The cache with each key rotated to its position, so that re-indexing is done once and for all."""
+        """The cache, which must be this model's, with each key rotated to its position: re-indexing, done for good."""
         return as_seen(self.lanes, cache)
 
     def fault_context(self, cache: KVCache, faults: Sequence[Fault], donors: Mapping[str, KVCache]) -> FaultContext:

@@ -20,7 +20,7 @@ from kvprobe.faults.fault import Fault
 from kvprobe.faults.scope import Scope
 from kvprobe.faults.strike import without_padding
 from kvprobe.inference.batch import fitting_rows
-from kvprobe.inference.forward import as_seen, extend, forward_pass, one_row_each, prove_reading, refuse_foreign, taps
+from kvprobe.inference.forward import as_seen, extend, forward_pass, one_row_each, prove_reading, taps
 from kvprobe.inference.generate import decode_text, end_tokens
 from kvprobe.inference.struck_rows import Asked, Outcome, StruckRows
 from kvprobe.inference.under_policy import tokens_at
@@ -220,8 +220,6 @@ def prepare(
     lanes: Lanes, cache: KVCache, faults: Sequence[Fault], donors: Mapping[str, KVCache] | None = None
 ) -> FaultContext:
     """What these faults need to know of a cache of one row: K and V as seen, donors, frequencies, queries."""
-    for donor in (donors or {}).values():
-        refuse_foreign(lanes, donor)
     needs = {need for fault in faults for need in fault.needs}
     cache = without_padding(cache, faults)
     context = FaultContext(

@@ -154,7 +154,7 @@ def struck(model: Strikable, cache: KVCache, fault: Fault, *, seed: int = 0, num
     Args:
         number: of the sample, which keeps its draws apart from those of others.
     """
-    cache = model.as_seen(cache) if cache.ledger.rotated else cache
+    cache = model.as_seen(cache)
     tokens = tokens_at(cache.ledger, 0, torch.arange(cache.slots))
     context = model.fault_context(cache, [fault], donors(model, tokens, number, {fault.lender}))
     return cache.corrupt(fault, draws=[Draws(seed=seed, sample=number)], contexts=[context])

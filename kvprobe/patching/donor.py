@@ -13,8 +13,6 @@ from kvprobe.cache.alike import refuse_other_model
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.layer import Layer
 from kvprobe.errors import UserError
-from kvprobe.inference.forward import refuse_foreign
-from kvprobe.inference.model import Model
 from kvprobe.names import unknown
 from kvprobe.patching.grid import Cell
 
@@ -91,9 +89,6 @@ def aligned(model: Rotating, base: KVCache, donor: KVCache, align: Align = None)
     if align not in (None, "start", "end"):
         raise UserError(unknown("alignment", str(align), ("start", "end")))
     _refuse_unlike(base, donor)
-    if isinstance(model, Model):
-        for cache in (base, donor):
-            refuse_foreign(model.lanes, cache)
     base, donor = model.as_seen(base), model.as_seen(donor)
     source, reasons = _sources(base, donor, align)
     have = source >= 0

@@ -59,6 +59,8 @@ def test_keys_of_a_reindexed_base_are_not_taken_from_a_fresh_donor(take: str, ti
     donor = tiny_llama.prefill(tokens[:3] + tokens[tokens.span("T2")].shifted(3))
     refused(lambda: TAKING[take](base, donor), "position 7 in the base and at 3 in the donor", "Model.as_seen")
     seen = tiny_llama.as_seen(base)
+    for cache in (base, donor):
+        refused(lambda cache=cache: OTHER.as_seen(cache), "was made by another model")
     suffix = Tokens.of([1, 2], start=8)
     whole = seen.patch(donor, slots=range(8))
     assert_close(tiny_llama.extend(whole, suffix)[1], tiny_llama.extend(donor, suffix)[1])

@@ -123,10 +123,12 @@ def measure(model: Model, config: Config, number: int) -> Iterator[dict[str, Any
         few, read_in = holds(way) is not None, holds(way) or way
         session = every.some(drawn.asked) if few else every
         left, seconds = _timed(session, way)
-        left = _seen(model, left)
+        left = model.as_seen(left)
         if read_in not in readings:
-            cache = _seen(model, every.after(read_in)) if few else left
-            readings[read_in] = _left(model, cache, [_seen(model, twin.after(read_in)) for twin in again], drawn, folds)
+            cache = model.as_seen(every.after(read_in)) if few else left
+            readings[read_in] = _left(
+                model, cache, [model.as_seen(twin.after(read_in)) for twin in again], drawn, folds
+            )
         if way.startswith(ERASED):  # one row after the other, and for long
             one, seconds = left.rows([0]), seconds / left.batch
         else:
@@ -142,13 +144,9 @@ def measure(model: Model, config: Config, number: int) -> Iterator[dict[str, Any
             "tokens": tokens,
             "flops": flops(model, tokens, after) * (BACKWARD if way.startswith(ERASED) else 1),
             "time": seconds,
-            "apart": _apart(left.rows([0]), _seen(model, one)),
+            "apart": _apart(left.rows([0]), model.as_seen(one)),
             "kept": float(drawn.case.keeps(drawn.secrets)),
         }
-
-
-def _seen(model: Model, cache: KVCache) -> KVCache:
-    return model.as_seen(cache) if cache.ledger.rotated else cache
 
 
 def _timed(session: ForgettingSession, way: str) -> tuple[KVCache, float]:
@@ -234,7 +232,7 @@ class OtherReplies:
     def of(cls, session: ForgettingSession, count: int) -> "OtherReplies":
         """Those that a restart gives."""
         model, one = session.model, session.row(0)
-        caches = {way: _seen(model, one.after(way)) for way in (NOTHING, *CLEAN)}
+        caches = {way: model.as_seen(one.after(way)) for way in (NOTHING, *CLEAN)}
         bare = cls(model, replies_to(model, caches[RESTART], UNRELATED, count), {})
         return cls(model, bare.replies, {way: bare.read(cache) for way, cache in caches.items()})
 
