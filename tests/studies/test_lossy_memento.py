@@ -19,7 +19,16 @@ from kvprobe.stats import Estimate
 from kvprobe.studies import lossy_memento
 from kvprobe.studies.layer_readers import LINEAR, MLP
 from kvprobe.studies.lossy_memento import Config
-from kvprobe.studies.lossy_memento.collect import ANSWERS, LAYERS, MODEL, PROBES, REACH, probe, read_model
+from kvprobe.studies.lossy_memento.collect import (
+    ANSWERS,
+    LAYERS,
+    MODEL,
+    PROBES,
+    REACH,
+    WHOLE,
+    probe,
+    read_model,
+)
 from kvprobe.studies.lossy_memento.conclude import conclude, findings_of
 from kvprobe.studies.lossy_memento.reading import OMITTED, RESTART, RETAINED, STAND_IN, STATED, SWAPPED
 from kvprobe.studies.lossy_memento.study import STUDY
@@ -58,7 +67,7 @@ def test_a_slot_that_stores_the_digit_is_read_and_used_in_full():
     assert answered == {RETAINED: 1.0, RESTART: pytest.approx(0.1, abs=0.05), STAND_IN: 0.0}
     assert only(findings, "follows").mean == 1.0
     assert [only(findings, "taken", arm=arm).mean for arm in SWAPPED] == [0.0, 1.0], "it goes through V alone"
-    for reader in (LINEAR, MLP):
+    for reader in (LINEAR, WHOLE, MLP):
         assert only(findings, "read", reader=reader, arm=RETAINED).mean == 1.0
         assert only(findings, "read", reader=reader, arm=RESTART).mean < 0.2
         assert 0.98 * BITS < only(findings, "held", reader=reader).mean <= BITS
@@ -85,6 +94,16 @@ def test_probes_know_all_of_a_planted_code_and_nothing_of_noise():
     assert known[LAYERS].min() == pytest.approx(0, abs=0.15)
     assert (known[PROBES] > 1.9 * BITS).all()
     assert known.max() <= 2 * BITS
+
+
+def test_what_is_spread_over_layers_is_read_in_all_of_them_alone():
+    rng = np.random.default_rng(0)
+    labels = torch.from_numpy(rng.integers(10, size=(2, 1200)))
+    apart = torch.nn.functional.one_hot(labels, 10).float()  # a digit in each layer
+    read = probe(apart + 0.01 * torch.from_numpy(rng.normal(size=apart.shape)).float(), labels, RETAINED, SMALL, rng)
+    known = read[read["table"] == PROBES].groupby("reader")["bits"].mean()
+    assert known[LINEAR] == pytest.approx(BITS, abs=0.15)
+    assert 1.9 * BITS < known[WHOLE] <= 2 * BITS
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +173,7 @@ def made_up(
             answers.append(
                 {**keys, "kind": kind, "arm": arm, "right": right, "follows": follows, "bits": bits, "margin": 1}
             )
-        for reader, arm in product((LINEAR, MLP), (RETAINED, RESTART)):
+        for reader, arm in product((LINEAR, WHOLE, MLP), (RETAINED, RESTART)):
             right = 0.1 + value["leak"] * (arm == RETAINED)
             probes.append({**keys, "reader": reader, "arm": arm, "right": right, "bits": asked * BITS * (right - 0.1)})
             layers += [{**keys, "arm": arm, "layer": layer, "right": right, "bits": 0.0} for layer in range(2)]

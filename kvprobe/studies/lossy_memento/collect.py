@@ -19,14 +19,15 @@ from kvprobe.tasks.lossy_mementos import BASE
 from kvprobe.tidy import chosen
 
 MODEL = "the model's answers"
+WHOLE = "linear probe of all layers"
 TABLES = ANSWERS, PROBES, LAYERS, REACH = "answers", "probes", "layers", "reach"
 
 
 def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     """Tables with columns `asked`, `slots`, `provenance` and `seed` of the model: `answers`, see `reading.answers`, by
-    `arm`; `probes`, what each `reader` reads of a block's omitted digits in the layer that the inner fold chose: the
-    share that is `right`, and the `bits`; `layers`, the same of the linear probe by layer; and `reach`, how far a
-    restarted memento `varies` with what it omits.
+    `arm`; `probes`, what each `reader` reads of a block's omitted digits, in the layer that the inner fold chose or
+    in all: the share that is `right`, and the `bits`; `layers`, the same of the linear probe by layer; and `reach`, how
+    far a restarted memento `varies` with what it omits.
 
     Raises:
         UserError: two models are of one training, so that their numbers would be mixed.
@@ -74,6 +75,8 @@ def read_model(main: Model, config: Config, name: str) -> pd.DataFrame:
 def probe(
     features: Tensor, labels: Int[Tensor, "digits traces"], arm: str, config: Config, rng: np.random.Generator
 ) -> pd.DataFrame:
-    """What probes read of the omitted digits in the slots of a memento, layer by layer."""
-    read = read_layers(features, labels, BASE, rng if config.mlp else None).rename(columns={"text": "trace"})
-    return read.assign(arm=arm, table=np.where(read["layer"] < 0, PROBES, LAYERS))
+    """What probes read of the omitted digits in the slots of a memento, layer by layer and in all layers."""
+    read = read_layers(features, labels, BASE, rng if config.mlp else None)
+    whole = read_layers(features.transpose(0, 1).flatten(1)[None], labels, BASE)
+    read = pd.concat([read, chosen(whole, {"layer": -1}).assign(reader=WHOLE)], ignore_index=True)
+    return read.rename(columns={"text": "trace"}).assign(arm=arm, table=np.where(read["layer"] < 0, PROBES, LAYERS))

@@ -14,14 +14,14 @@ from kvprobe.report.findings import Findings
 from kvprobe.stats import DIFFERENCE, SHARE
 from kvprobe.studies.layer_readers import LINEAR, MLP
 from kvprobe.studies.lossy_memento import Config
-from kvprobe.studies.lossy_memento.collect import ANSWERS, LAYERS, MODEL, PROBES, REACH
+from kvprobe.studies.lossy_memento.collect import ANSWERS, LAYERS, MODEL, PROBES, REACH, WHOLE
 from kvprobe.studies.lossy_memento.reading import OMITTED, RESTART, RETAINED, STAND_IN, STATED, trained
 from kvprobe.tasks.lossy_mementos import BASE, BITS, BLOCK
 from kvprobe.tidy import Rows
 
 MODELS = ("provenance", "asked", "slots", "seed")
 DESIGNS = ("provenance", "asked", "slots")
-READERS = (MODEL, LINEAR, MLP)
+READERS = (MODEL, LINEAR, WHOLE, MLP)
 
 
 def conclude(tables: Mapping[str, Rows], config: Config, model: Model) -> Conclusion:

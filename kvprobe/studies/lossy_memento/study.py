@@ -6,10 +6,9 @@ from kvprobe.experiments.study import Claim, Study
 from kvprobe.inference.model import load
 from kvprobe.report.plots.lines import Lines
 from kvprobe.stats import Estimate
-from kvprobe.studies.layer_readers import LINEAR, MLP
 from kvprobe.studies.lossy_memento import Config
-from kvprobe.studies.lossy_memento.collect import MODEL, collect
-from kvprobe.studies.lossy_memento.conclude import conclude
+from kvprobe.studies.lossy_memento.collect import collect
+from kvprobe.studies.lossy_memento.conclude import READERS, conclude
 from kvprobe.studies.lossy_memento.reading import OMITTED, RESTART, RETAINED, STAND_IN, STATED, SWAPPED
 from kvprobe.wording import percent, points, signed
 
@@ -112,7 +111,7 @@ STUDY = Study(
         },
         "kind": {OMITTED: "omitted digits", STATED: "stated digits"},
         "provenance": {"retained": "trained to go on", "recomputed": "trained with restarts"},
-        "reader": {MODEL: MODEL, LINEAR: LINEAR, MLP: MLP},
+        "reader": {reader: reader for reader in READERS},
         "slots": lambda slots: f"{slots} slot" + "s" * (slots != 1),
         "seed": lambda seed: f"seed {seed}",
         "layer": lambda layer: f"layer {layer}",
