@@ -347,9 +347,13 @@ ANSWERED = {
     "the stand-in's digit is answered": ("taken", {"arm": "stand-in"}),
     "… with the stand-in's K alone": ("taken", {"arm": "K of the stand-in"}),
     "… with the stand-in's V alone": ("taken", {"arm": "V of the stand-in"}),
-    "read by a linear probe, memento retained": ("read", {"reader": "linear probe", "arm": "retained"}),
-    "read by a linear probe, memento computed again": ("read", {"reader": "linear probe", "arm": "restart"}),
-    "read by a probe with a hidden layer, memento retained": (
+    "read by a linear probe of all layers, memento retained": (
+        "read",
+        {"reader": "linear probe of all layers", "arm": "retained"},
+    ),
+    "… of one layer": ("read", {"reader": "linear probe", "arm": "retained"}),
+    "… of one layer, memento computed again": ("read", {"reader": "linear probe", "arm": "restart"}),
+    "… of one layer, by a probe with a hidden layer, memento retained": (
         "read",
         {"reader": "probe with a hidden layer", "arm": "retained"},
     ),
