@@ -113,18 +113,29 @@ def read_at_spots(
             there.
     """
     device = lanes.device
-    rows, at = torch.tensor(spots, device=device).unbind(1)
-    last = int(at.max())
+    by_row: dict[int, list[int]] = {}
+    for row, slot in spots:
+        by_row.setdefault(row, []).append(slot)
+    runs = [
+        replace(Tokens.of([int(ledger.tokens[row, slot]) for slot in slots]), positions=tuple(slots))
+        for row, slots in by_row.items()
+    ]
+    new, rows = new_slots(runs, device), torch.tensor([*by_row], device=device)
+    last, count = int(new.positions.max()), new.slots
+    held = torch.arange(last, device=device)
     before = ledger.to(device).rows(rows)
-    before = before.take(torch.arange(last, device=device).expand(len(rows), -1), before.padding[:, :last])
-    before = replace(before, live=before.live & (torch.arange(last, device=device) < at[:, None])[None, :, None])
-    new = new_slots([Tokens.of([int(ledger.tokens[row, slot])], start=slot) for row, slot in spots], device)
+    before = before.take(held.expand(len(rows), -1), before.padding[:, :last])
+    # A column sees the slots before it as they are stored, and none of the others that are computed anew.
+    later = held >= new.positions[:, :, None]
+    others = ~torch.eye(count, dtype=torch.bool, device=device).expand(len(rows), -1, -1)
+    places = [[*by_row].index(row) for row, _ in spots], [by_row[row].index(slot) for row, slot in spots]
 
     def read(number: int, added: Pair) -> Sequence[Tensor]:
-        held = layer(number, [part[:, :, 0].transpose(0, 1).float() for part in added])
+        held = layer(number, [part.transpose(1, 2)[places].transpose(0, 1).float() for part in added])
         return [part[:, :, :last].to(device, lanes.dtype)[rows] for part in held.values()]
 
     n_layers = lanes.geometry.n_layers
     layers: list[Any] = [_Watching(partial(read, number), last, number == n_layers - 1) for number in range(n_layers)]
+    past, hidden = past_key_values(layers), torch.cat([later, others], -1)
     with torch.no_grad(), suppress(_EnoughError):
-        lanes.forward(new.tokens, before.append(new), past_key_values(layers), logits_to_keep=1)
+        lanes.forward(new.tokens, before.append(new), past, logits_to_keep=1, hidden=hidden)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cached_property
 
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -80,24 +80,26 @@ class Lanes(UnprovedLanes):
         past: DynamicCache,
         lane: Lane = "plain",
         logits_to_keep: int | Int[Tensor, "kept"] = 0,
+        hidden: Bool[Tensor, "batch queries slots"] | None = None,
     ) -> Float[Tensor, "batch kept_queries vocab"]:
         """One forward pass over the last `queries` slots of `ledger`; their keys and values are added to `past`.
 
         Args:
             logits_to_keep: number of last queries whose logits are computed (0 for all), or their indices.
+            hidden: see `kvprobe.models.masks.masks_of`.
 
         Raises:
             UserError: a position that the model has no embedding for, or a model that did not pass the gate.
         """
         rows, queries = ids.shape
-        masked = queries > self._masked_queries and not ledger.untouched
+        masked = queries > self._masked_queries and (hidden is not None or not ledger.untouched)
         self.prove(ledger.slots, int(ledger.positions.max()) + 1, lane, queries, rows, masked)
         if not self.masks_by_head and ledger.live.shape[2] > 1:
             raise UserError(
                 f"The heads of {type(self.plain).__name__} cannot be masked apart from one another, and in this cache "
                 "they keep different slots; use a policy that keeps the same slots in all heads."
             )
-        return self.unproved(ids, ledger, past, lane, logits_to_keep)
+        return self.unproved(ids, ledger, past, lane, logits_to_keep, hidden=hidden)
 
     @contextmanager
     def attention_replaced_by(self, attend: Attend) -> Generator[None]:

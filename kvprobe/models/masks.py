@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from itertools import cycle
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from kvprobe.cache.ledger import Ledger
@@ -19,15 +20,25 @@ from kvprobe.models.hooks import Hook, hooked
 from kvprobe.restoring import restoring
 
 
-def masks_of(ledger: Ledger, queries: int, geometry: Geometry, dtype: torch.dtype) -> list[Tensor]:
-    """One additive mask per attention module; those that see the same slots share one tensor."""
+def masks_of(
+    ledger: Ledger,
+    queries: int,
+    geometry: Geometry,
+    dtype: torch.dtype,
+    hidden: Bool[Tensor, "batch queries slots"] | None = None,
+) -> list[Tensor]:
+    """One additive mask per attention module; those that see the same slots share one tensor.
+
+    Args:
+        hidden: slots that a query does not see, beside those that are not live; never its own.
+    """
     # Where layers differ in their heads, masks by head do not come here.
     groups = geometry.n_heads // geometry.n_kv_heads if ledger.live.shape[2] > 1 else 1
     seen = visible_by_layer(ledger, queries, geometry.reaches)
     shared: dict[int, Tensor] = {}
     for layer in seen:
         if id(layer) not in shared:
-            shared[id(layer)] = additive(layer, groups, dtype)
+            shared[id(layer)] = additive(layer if hidden is None else layer & ~hidden[:, None], groups, dtype)
     return [shared[id(seen[source])] for source in geometry.sources]
 
 

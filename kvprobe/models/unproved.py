@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -190,11 +190,13 @@ class UnprovedLanes:
         lane: Lane = "plain",
         logits_to_keep: int | Int[Tensor, "kept"] = 0,
         masked: bool = False,
+        hidden: Bool[Tensor, "batch queries slots"] | None = None,
     ) -> Float[Tensor, "batch kept_queries vocab"]:
         """`Lanes.forward` without the gate, for the gate itself.
 
         Args:
             masked: give kvprobe's masks even where the cache was not edited.
+            hidden: see `kvprobe.models.masks.masks_of`.
         """
         queries = ids.shape[1]
         positions = ledger.positions[:, ledger.slots - queries :]
@@ -207,8 +209,8 @@ class UnprovedLanes:
         }
         modules = self.attention_modules if lane == "plain" else self.hooked.attention_modules
         # In an unedited cache slot index and position agree, so the library's own (fused) path is right.
-        masked = masked or (lane == "plain" and queries == 1 and self._slow_unmasked)
-        masks = None if ledger.untouched and not masked else self.masks(ledger, queries)
+        masked = masked or hidden is not None or (lane == "plain" and queries == 1 and self._slow_unmasked)
+        masks = None if ledger.untouched and not masked else self.masks(ledger, queries, hidden)
         with self._claimed(), masks_given(modules, masks), writes_noted(self.recurrent_modules):
             if masks:
                 arguments["attention_mask"] = masks[0]
@@ -366,9 +368,11 @@ class UnprovedLanes:
         """The module of each recurrent layer."""
         return recurrent_modules(self.plain, len(self.geometry.recurrent))
 
-    def masks(self, ledger: Ledger, queries: int) -> list[Tensor]:
+    def masks(
+        self, ledger: Ledger, queries: int, hidden: Bool[Tensor, "batch queries slots"] | None = None
+    ) -> list[Tensor]:
         """See `kvprobe.models.masks.masks_of`."""
-        return masks_of(ledger, queries, self.geometry, self.dtype)
+        return masks_of(ledger, queries, self.geometry, self.dtype, hidden)
 
     def refuse_far_positions(self, positions: Int[Tensor, "batch queries"]) -> None:
         """Refuse positions beyond those that the model can read."""

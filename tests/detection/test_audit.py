@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -24,7 +24,7 @@ from kvprobe.detection.scores import Score
 from kvprobe.faults import BitFlips, Draws, NotANumber, PositionShift, Scope, Zeros
 from kvprobe.inference.model import Model
 from kvprobe.report.views.audit import save_audit
-from tests.models import llama
+from tests.models import gemma3, llama
 from tests.refusals import refused
 
 RECIPE = CleanRecipe(fitted=16, tailed=16, calibrated=32, longest=48, rate=0.04)
@@ -53,20 +53,25 @@ def cache(tiny: Model) -> KVCache:
     return tiny.prefill(IDS)
 
 
-def test_a_slot_computed_anew_and_a_token_alone_equal_what_the_cache_holds(tiny: Model, cache: KVCache):
-    spots = [0, 7, 30, 39]
+@pytest.mark.parametrize("build", [llama, gemma3], ids=["full", "windows"])
+def test_slots_computed_anew_and_tokens_alone_equal_what_the_cache_holds(build: Callable[[], Model]):
+    """Of rows that are not alike, and in layers with a window."""
+    model = build()
+    cache = model.prefill([IDS, IDS[5:30]])
+    spots = [(0, 0), (0, 7), (1, 3), (0, 30), (0, 39), (1, 24)]
     numbers: list[int] = []
 
     def same(number: int, anew: Sequence[torch.Tensor]) -> Layer:
         numbers.append(number)
         for part, right in zip(cache.layers[number].values(), anew, strict=True):
-            assert torch.allclose(part[0][:, spots], right, atol=1e-5)
+            stored = torch.stack([part[row][:, slot] for row, slot in spots], 1)
+            assert torch.allclose(stored, right, atol=1e-5)
         return cache.layers[number]
 
-    read_at_spots(tiny.lanes, cache.ledger, [(0, spot) for spot in spots], same)
+    read_at_spots(model.lanes, cache.ledger, spots, same)
     assert numbers == list(range(cache.n_layers))
     positions = cache.ledger.origins[0]
-    lone = lone_columns(tiny.lanes, cache.ledger.tokens[0], positions, 1)[0]
+    lone = lone_columns(model.lanes, cache.ledger.tokens[0], positions, 1)[0]
     for part, right in zip(cache.layers[0].values(), lone, strict=True):
         assert torch.allclose(part[0], right, atol=1e-5)
 
