@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
 Layout = Literal["half", "interleaved"]
@@ -30,6 +30,14 @@ class Rotary:
     frequencies: Float[Tensor, "pairs"]
     layout: Layout = "half"
     last: bool = False
+
+    def paired(self, keys: Float[Tensor, "*slots d_head"]) -> Complex[Tensor, "*slots pairs"]:
+        """Each pair of numbers as a complex one, which turns by a factor; then those that do not turn, as real ones."""
+        turning = 2 * len(self.frequencies)
+        both = keys[..., -turning:] if self.last else keys[..., :turning]
+        still = keys[..., :-turning] if self.last else keys[..., turning:]
+        one, other = both.chunk(2, -1) if self.layout == "half" else (both[..., 0::2], both[..., 1::2])
+        return torch.complex(torch.cat([one, still], -1), torch.cat([other, torch.zeros_like(still)], -1))
 
 
 Rotaries = Sequence[Mapping[str, Rotary | None]]

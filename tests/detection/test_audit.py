@@ -13,6 +13,7 @@ import torch
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.layer import Layer
+from kvprobe.cache.rotary import Rotary, Rotation
 from kvprobe.cache.stored import LazyLayers, StoredCache
 from kvprobe.detection import clean as learning
 from kvprobe.detection.audit import audit
@@ -20,7 +21,7 @@ from kvprobe.detection.bits import in_q8
 from kvprobe.detection.clean import Clean, CleanRecipe, clean_of, learn_clean, limits_of, load_clean, save_clean
 from kvprobe.detection.clean_texts import as_by_another_engine, clean_texts
 from kvprobe.detection.columns import lone_columns, read_at_spots
-from kvprobe.detection.scores import Score
+from kvprobe.detection.scores import BLOCK, Score, shifted_distances
 from kvprobe.faults import BitFlips, Draws, NotANumber, PositionShift, Scope, Zeros
 from kvprobe.inference.model import Model
 from kvprobe.report.views.audit import save_audit
@@ -129,6 +130,26 @@ def test_what_is_not_a_number_is_as_unusual_as_can_be(clean: Clean):
     check, layer, part = key.split(".")
     score = Score(check, int(layer), part, torch.full((len(clean.tails[key]), 1), math.nan), torch.tensor([0]))
     assert clean.excess(score).isposinf().all()
+
+
+@pytest.mark.parametrize(
+    "rotary",
+    [
+        Rotary(torch.tensor([1.0, 0.3, 0.01]), layout, last)
+        for layout in ("half", "interleaved")
+        for last in (False, True)
+    ],
+    ids=["half", "half, last", "interleaved", "interleaved, last"],
+)
+def test_distances_at_shifted_positions_are_those_of_keys_rotated_one_shift_at_a_time(rotary: Rotary):
+    generator = torch.Generator().manual_seed(0)
+    keys, expected = torch.randn(2, 2, 5, BLOCK, 8, generator=generator)
+    rest, shifts = torch.randn(2, 8, 8, generator=generator), [0, 1, -3, 700]
+    found = shifted_distances(keys, expected, rest, rotary, shifts)
+    for number, shift in enumerate(shifts):
+        back = Rotation.between(rotary, torch.tensor([[shift]]), torch.tensor([[0]]))
+        apart = (back.of(keys) - expected) @ rest[:, None]
+        assert torch.allclose(found[..., number], apart.square().mean((-1, -2)), rtol=1e-5)
 
 
 def test_a_cache_longer_than_what_was_learnt_says_so(tiny: Model, clean: Clean):
