@@ -24,8 +24,8 @@ from torch import Tensor
 
 from kvprobe.arguments import AtLeastOne, AtLeastZero, check_fields
 from kvprobe.brief import Brief
-from kvprobe.detection.clean_texts import as_by_another_engine, clean_texts
-from kvprobe.detection.rows import RowsReader, scores_of
+from kvprobe.detection.clean_texts import as_by_another_engine, chats_of, clean_texts
+from kvprobe.detection.rows import RowsReader, RowsScore, scores_of_rows
 from kvprobe.detection.scores import (
     LayerRead,
     Learnt,
@@ -49,6 +49,8 @@ NARROWEST = 0.05
 RIDGE = 1e-4
 EXACT = ("finite", "zeros", "copies")
 """Checks of what no clean cache was seen to hold; their limits are just beyond what clean caches had."""
+FEATURES = "features"
+"""Beside the parts of a layer, what it is predicted by."""
 TOGETHER = 4
 """Texts that are read in one batch, and of one length."""
 _LARGEST, _LEAST_LIMIT = 4, 5.0
@@ -106,12 +108,13 @@ class Clean(Brief):
         """How improbable each place would be in a clean cache, in nats, less the logarithm of the number of places."""
         return _surprise(score.values, *self._tail(score), torch.tensor(score.values.shape[1]))
 
-    def largest_surprise(self, scores: Sequence[Score]) -> float:
-        """Of all places of some scores."""
-        values = torch.cat([score.values.amax(1) for score in scores])
+    def largest_surprises(self, scores: Sequence[Score]) -> list[float]:
+        """Of all places of some scores, for each of the rows that they are of."""
+        values = torch.cat([score.values.amax(-1) for score in scores], 1).T
         tails = torch.cat([self.tails[score.key] for score in scores]).to(values.device)
-        places = torch.tensor([score.values.shape[1] for score in scores for _ in score.values], device=values.device)
-        return float(_surprise(values, tails[:, 0], tails[:, 1], places).max())
+        heads = torch.tensor([score.values.shape[1] for score in scores])
+        places = torch.tensor([score.values.shape[2] for score in scores]).repeat_interleave(heads).to(values.device)
+        return _surprise(values, tails[:, :1], tails[:, 1:], places[:, None]).amax(0).tolist()
 
     def excess(self, score: Score) -> Float[Tensor, "heads places"]:
         """The surprise of each place as a multiple of its limit: above 1 it is suspicious."""
@@ -145,10 +148,10 @@ def clean_of(model: Model, recipe: CleanRecipe | None = None) -> Clean:
 def learn_clean(model: Model, recipe: CleanRecipe) -> Clean:
     """Read the texts and learn from them."""
     generator = np.random.default_rng(recipe.seed)
-    longest = recipe.longest
-    fitted = clean_texts(model, recipe.fitted, longest, generator, shortest=longest)
-    tailed = clean_texts(model, recipe.tailed, longest, generator, together=TOGETHER)
-    calibrated = clean_texts(model, recipe.calibrated, longest, generator, together=TOGETHER)
+    longest, chats = recipe.longest, chats_of(model)
+    fitted = clean_texts(model, recipe.fitted, longest, generator, shortest=longest, chats=chats)
+    tailed = clean_texts(model, recipe.tailed, longest, generator, together=TOGETHER, chats=chats)
+    calibrated = clean_texts(model, recipe.calibrated, longest, generator, together=TOGETHER, chats=chats)
     sums: dict[tuple[int, str], dict[str, Tensor]] = {}
     for group in Bar(_groups(fitted), desc="Learning what clean caches hold", unit="group"):
         cache = as_by_another_engine(model, group)
@@ -156,16 +159,16 @@ def learn_clean(model: Model, recipe: CleanRecipe) -> Clean:
         for number, layer in enumerate(cache.layers):
             _add(sums, reader.read(number, layer))
     parts = tuple(
-        {name: _learnt(sums[number, name]) for name in model.geometry.parts[number]}
+        {name: _learnt(sums[number, FEATURES] | sums[number, name]) for name in model.geometry.parts[number]}
         for number in range(model.geometry.n_layers)
     )
     scored = [*_scored(model, tailed, parts, "Learning what is unusual in them")]
     by_key: dict[str, list[Score]] = {}
-    for score in chain(*scored):
+    for _, score in chain(*scored):
         by_key.setdefault(score.key, []).append(score)
     clean = Clean(parts, {key: _tails(same) for key, same in by_key.items()}, {}, recipe)
-    calibrating = [_worst(clean, scores) for scores in _scored(model, calibrated, parts, "Setting limits")]
-    return replace(clean, limits=limits_of([_worst(clean, scores) for scores in scored], calibrating, recipe.rate))
+    calibrating = _worst(clean, _scored(model, calibrated, parts, "Setting limits"))
+    return replace(clean, limits=limits_of(_worst(clean, scored), calibrating, recipe.rate))
 
 
 def limits_of(
@@ -193,12 +196,12 @@ def limits_of(
 
 def _scored(
     model: Model, texts: Sequence[Tokens], parts: tuple[Mapping[str, Learnt], ...], doing: str
-) -> Iterator[list[Score]]:
+) -> Iterator[list[RowsScore]]:
     """The scores of texts, which are read together where they are of one length: of three in four groups as by another
     engine, which is the more unusual, and of others by the model itself."""
     for number, group in enumerate(Bar(_groups(texts), desc=doing, unit="group")):
         cache = as_by_another_engine(model, group) if number % 4 else model.prefill([*group])
-        yield from scores_of(model, cache, parts)
+        yield scores_of_rows(model, cache, parts)
 
 
 def _surprise(
@@ -214,12 +217,17 @@ def _groups(texts: Sequence[Tokens]) -> list[Sequence[Tokens]]:
     return [texts[first : first + TOGETHER] for first in range(0, len(texts), TOGETHER)]
 
 
-def _worst(clean: Clean, scores: Iterable[Score]) -> dict[str, float]:
-    """The largest surprise of each check in one cache."""
-    by_check: dict[str, list[Score]] = {}
-    for score in scores:
-        by_check.setdefault(score.check, []).append(score)
-    return {check: max(0.0, clean.largest_surprise(same)) for check, same in by_check.items()}
+def _worst(clean: Clean, scored: Iterable[list[RowsScore]]) -> list[dict[str, float]]:
+    """The largest surprise of each check in each row of each cache."""
+    worst: dict[tuple[int, int], dict[str, float]] = {}
+    for number, scores in enumerate(scored):
+        by_check: dict[tuple[str, tuple[int, ...]], list[Score]] = {}
+        for rows, score in scores:
+            by_check.setdefault((score.check, tuple(rows)), []).append(score)
+        for (check, rows), same in by_check.items():
+            for row, surprise in zip(rows, clean.largest_surprises(same), strict=True):
+                worst.setdefault((number, row), {})[check] = max(0.0, surprise)
+    return [*worst.values()]
 
 
 def _usual(worst: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -237,20 +245,19 @@ def _usual(worst: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _add(sums: dict[tuple[int, str], dict[str, Tensor]], read: LayerRead) -> None:
     """Add a layer of texts to the sums of products."""
     x = read.features.double().flatten(0, 1)
+    new = {FEATURES: {"count": torch.tensor(float(len(x))), "x": x.sum(0), "xx": x.T @ x}}
     for name, part in read.unrotated.items():
         y = part.double().transpose(0, 1).flatten(1, 2)
         norms = y.norm(dim=-1)
-        new = {
-            "count": torch.tensor(float(y.shape[1])),
-            "x": x.sum(0),
-            "xx": x.T @ x,
+        new[name] = {
             "y": y.sum(1),
             "yy": y.transpose(1, 2) @ y,
             "xy": x.T @ y.transpose(0, 1).flatten(1),
             "norm": torch.stack([norms.sum(1), norms.square().sum(1)], 1),
         }
+    for name, tensors in new.items():
         held = sums.setdefault((read.number, name), {})
-        for kind, tensor in new.items():
+        for kind, tensor in tensors.items():
             held[kind] = held[kind] + tensor if kind in held else tensor
 
 
@@ -295,7 +302,7 @@ def _whitening(covariance: Float[Tensor, "heads d d"], shrinkage: Tensor) -> Flo
 
 def _tails(scores: list[Score]) -> Float[Tensor, "heads 2"]:
     """Where the tail begins and how wide it is."""
-    values = torch.cat([score.values for score in scores], 1)
+    values = torch.cat([score.values.transpose(0, 1).flatten(1) for score in scores], 1)
     begins = values.quantile(BODY, 1, keepdim=True)
     over = values > begins
     excess = ((values - begins) * over).sum(1) / over.sum(1).clamp_min(1)

@@ -35,11 +35,16 @@ def clean_texts(
     generator: np.random.Generator,
     shortest: int = SHORTEST,
     together: int = 1,
+    chats: Sequence[Sequence[int]] | None = None,
 ) -> list[Tokens]:
     """Conversations of kvprobe's tasks cut at random, pieces of them in a row, pieces of files, and tokens at random;
     those alone where the model has no tokenizer. Lengths are spread evenly on a logarithmic scale; so many `together`
-    are of one length."""
-    chats = [chat.ids for chat in hand_written(model)] if model.tokenizer is not None else []
+    are of one length.
+
+    Args:
+        chats: what `chats_of` gives, where it is known already.
+    """
+    chats = chats_of(model) if chats is None else chats
     files = _files() if chats else []
     vocabulary = embedded_tokens(model.lanes.plain)
     limit = model.geometry.max_position
@@ -70,6 +75,11 @@ def clean_texts(
     return [text(int(length), float(kind)) for length, kind in zip(rounded, kinds, strict=True)]
 
 
+def chats_of(model: Model) -> list[tuple[int, ...]]:
+    """The conversations of kvprobe's tasks, as this model reads them; none without a tokenizer."""
+    return [chat.ids for chat in hand_written(model)] if model.tokenizer is not None else []
+
+
 def _files() -> list[str]:
     """The text files of packages that are installed with kvprobe."""
     folders = [Path(spec.origin).parent for name in _PACKAGES if (spec := find_spec(name)) and spec.origin]
@@ -82,8 +92,14 @@ def rounded_products(model: Model) -> Generator[None]:
     """While this lasts, what each product of the plain model is given is rounded to 8 bits in groups, as llama.cpp does
     it: the largest benign difference between engines that kvprobe has measured."""
 
+    last: dict[str, Any] = {}
+
     def rounded(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return (in_q8(args[0]), *args[1:]), kwargs
+        given = args[0]
+        # Queries, keys and values are products with one tensor.
+        if last.get("given") is not given or last["version"] != given._version:
+            last.update(given=given, version=given._version, rounded=in_q8(given))
+        return (last["rounded"], *args[1:]), kwargs
 
     modules = [module for module in model.lanes.plain.modules() if isinstance(module, nn.Linear)]
     with hooked([(module, "input", rounded) for module in modules]):

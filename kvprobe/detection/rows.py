@@ -25,6 +25,9 @@ from kvprobe.detection.scores import (
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 
+RowsScore = tuple[Sequence[int], Score]
+"""A score of several rows, and their numbers in the cache."""
+
 
 def judged_slots(ledger: Ledger, row: int) -> Bool[Tensor, "slots"]:
     """Slots that every layer holds: not those that were hidden in one, or left its sliding window."""
@@ -82,7 +85,16 @@ def readers_of(model: Model, ledger: Ledger) -> list[RowsReader]:
 
 
 def scores_of(model: Model, cache: AnyCache, parts: tuple[Mapping[str, Learnt], ...]) -> list[list[Score]]:
-    """All scores of each row, those of columns that are computed anew among them. Each layer is read once.
+    """All scores of each row; see `scores_of_rows`."""
+    scores: list[list[Score]] = [[] for _ in range(cache.ledger.batch)]
+    for rows, score in scores_of_rows(model, cache, parts):
+        for place, row in enumerate(rows):
+            scores[row].append(score.of_row(place))
+    return scores
+
+
+def scores_of_rows(model: Model, cache: AnyCache, parts: tuple[Mapping[str, Learnt], ...]) -> list[RowsScore]:
+    """All scores, each of several rows, those of columns that are computed anew among them. Each layer is read once.
 
     Raises:
         UserError: a layer is not of the model's shape.
@@ -92,7 +104,7 @@ def scores_of(model: Model, cache: AnyCache, parts: tuple[Mapping[str, Learnt], 
     known = computable(model.lanes)
     chosen = [spots_of(unedited(cache.ledger, row)) if known else [] for row in rows]
     spots = [(row, slot) for row in rows for slot in chosen[row]]
-    scores: list[list[Score]] = [[] for _ in rows]
+    scores: list[RowsScore] = []
     broken, done = set[int](), list[int]()
 
     def scored(number: int, anew: Sequence[Tensor] = ()) -> Layer:
@@ -105,20 +117,18 @@ def scores_of(model: Model, cache: AnyCache, parts: tuple[Mapping[str, Learnt], 
             new = list(plain_scores(read)) if len(read.held) else []
             if len(read.slots):
                 new += learnt_scores(read, parts[number], reader.rotaries[number])
-            for place, row in enumerate(reader.rows):
-                of_row = [score.of_row(place) for score in new]
-                scores[row].extend(of_row)
-                if any(score.check == "finite" and bool(score.values.any()) for score in of_row):
-                    broken.add(row)
-        places = [place for place, (row, _) in enumerate(spots) if row not in broken]
+            scores.extend((reader.rows, score) for score in new)
+            infinite = [score.values.flatten(1).any(1).tolist() for score in new if score.check == "finite"]
+            broken.update(row for of_part in infinite for row, found in zip(reader.rows, of_part, strict=True) if found)
+        places = {row: [place for place, (at, _) in enumerate(spots) if at == row] for row in rows if row not in broken}
         for (name, part), right in zip(layer.items(), anew, strict=False):
             stored = part.transpose(1, 2)[tuple(torch.tensor(spots).T)].transpose(0, 1).to(right.device).float()
             apart = (stored - right).norm(dim=-1) / right.norm(dim=-1).clamp_min(1e-6)
             apart = apart.clamp_min(1e-6).log().cpu()
-            for row in rows:
-                if of_row := [place for place in places if spots[place][0] == row]:
-                    score = Score("computed anew", number, name, apart[:, of_row], torch.tensor(chosen[row]))
-                    scores[row].append(score)
+            for row, of_row in places.items():
+                if of_row:
+                    values = apart[None, :, of_row]
+                    scores.append(((row,), Score("computed anew", number, name, values, torch.tensor(chosen[row]))))
         return {name: part.nan_to_num(0.0, 0.0, 0.0) for name, part in layer.items()} if broken else layer
 
     if spots:
