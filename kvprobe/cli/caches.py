@@ -25,7 +25,7 @@ def audit(
 
     Args:
         cache: a file of kvprobe, or of any engine that `kvprobe ls engines` names.
-        model: the model that is to have written it. What its clean caches hold is learnt once, in a few minutes.
+        model: the model that is to have written it. What its clean caches hold is learnt once, in about a minute.
     """
     from kvprobe.engines.opened import open_cache
 

@@ -166,7 +166,7 @@ def audit(model: Model, cache: AnyCache, clean: Clean | None = None) -> Audit:
     """Whether a cache is what this model could have written, layer by layer.
 
     Args:
-        clean: what clean caches of the model hold; by default learnt on first use, in a minute or two, and kept.
+        clean: what clean caches of the model hold; by default learnt on first use, in about a minute, and kept.
 
     Raises:
         UserError: the cache is of another shape than the model's, or its tokens are not the model's.

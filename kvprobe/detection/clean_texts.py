@@ -35,7 +35,7 @@ def clean_texts(
     generator: np.random.Generator,
     shortest: int = SHORTEST,
     together: int = 1,
-    chats: Sequence[Sequence[int]] | None = None,
+    chats: list[tuple[int, ...]] | None = None,
 ) -> list[Tokens]:
     """Conversations of kvprobe's tasks cut at random, pieces of them in a row, pieces of files, and tokens at random;
     those alone where the model has no tokenizer. Lengths are spread evenly on a logarithmic scale; so many `together`
