@@ -45,14 +45,18 @@ def checked(fn: Any = None, *, typechecker: object = None) -> Any:
         if is_dataclass(fn) and "__init__" in vars(fn):
             fn.__init__ = checked(fn.__init__)
         return fn
-    test, calls, ready = -1, 0, None
+    if all(hint is Any or hint is object for hint in fn.__annotations__.values()):
+        return fn  # anything fits
+    # Functions that are defined in a function's body are one, however often it runs.
+    count = _counts.setdefault(fn.__code__, _Count()) if _is_inner(fn) else _Count()
+    ready = None
 
     @wraps(fn)
     def with_checks(*args: Any, **kwargs: Any) -> Any:
-        nonlocal test, calls, ready
-        if test != _tests:
-            test, calls = _tests, 0
-        calls += 1
+        nonlocal ready
+        if count.test != _tests:
+            count.test, count.calls = _tests, 0
+        count.calls = calls = count.calls + 1
         if (calls > CALLS and calls & (calls - 1)) or config.jaxtyping_disable:
             return fn(*args, **kwargs)
         ready = ready or _checking(fn)  # what is never called is never compiled
@@ -65,12 +69,27 @@ def checked(fn: Any = None, *, typechecker: object = None) -> Any:
     return with_checks
 
 
+class _Count:
+    """How often a function was called in a test."""
+
+    __slots__ = ("calls", "test")
+
+    def __init__(self) -> None:
+        self.test, self.calls = -1, 0
+
+
+_counts: dict[CodeType, _Count] = {}
+
+
+def _is_inner(fn: FunctionType) -> bool:
+    return "<locals>" in fn.__qualname__
+
+
 def _checking(fn: FunctionType) -> tuple[Callable[..., Any], bool]:
     """The function with checks, and whether there are shapes among them."""
     # Beartype takes longer to compile an inner function than that runs, and what it makes of a generator checks its
     # arguments only when a value is drawn.
-    inner = "<locals>" in fn.__qualname__
-    checking, hints = _one_by_one(fn) if inner or isgeneratorfunction(fn) else _compiled(fn)
+    checking, hints = _one_by_one(fn) if _is_inner(fn) or isgeneratorfunction(fn) else _compiled(fn)
     return checking if hints else fn, any(map(_has_axes, hints.values()))
 
 
