@@ -34,12 +34,13 @@ def beside(rows: Rows, of: str, where: Where, on: tuple[str, ...]) -> Any:
     return rows[list(on)].join(means, on=list(on))["beside"]
 
 
-def chosen(rows: Rows, where: Where) -> Rows:
-    """The rows that have these values."""
+def chosen(rows: Rows, where: Where, columns: Sequence[str] | None = None) -> Rows:
+    """The rows that have these values; with all columns, or these."""
     having = [
         rows[column].isin(value) if isinstance(value, tuple) else rows[column] == value
         for column, value in where.items()
     ]
+    rows = rows if columns is None else rows[list(dict.fromkeys(columns))]
     return rows[reduce(and_, having)] if having else rows  # one copy
 
 
@@ -86,7 +87,8 @@ def cluster_means(
     first = np.unique(grouped, return_index=True)[1]
     values = rows[of].to_numpy(float)
     known = np.isfinite(values)
-    places = (grouped * len(clusters) + np.searchsorted(clusters, rows[cluster].to_numpy()))[known]
+    codes, levels = pd.factorize(rows[cluster], use_na_sentinel=False)  # texts are slow to search for
+    places = (grouped * len(clusters) + np.searchsorted(clusters, np.asarray(levels))[codes])[known]
     cells = len(first) * len(clusters)
     sums, sizes = np.bincount(places, values[known], cells), np.bincount(places, minlength=cells)
     means = np.divide(sums, sizes, out=np.full(cells, np.nan), where=sizes > 0).reshape(len(first), -1)

@@ -227,6 +227,6 @@ def measure(rows: Rows, estimands: Iterable[Estimand], *others: tuple[Rows, Iter
 
 def by_cluster(rows: Rows, estimand: Estimand, where: Where) -> list[tuple[dict[str, Key], Values]]:
     """For each combination of `by`, the mean of each cluster of all rows in order; NaN for one that has no value."""
-    return cluster_means(
-        chosen(rows, where), estimand.by, estimand.of, estimand.cluster, np.unique(rows[estimand.cluster])
-    )
+    by, of, cluster = estimand.by, estimand.of, estimand.cluster
+    clusters = np.unique(rows[cluster].unique())  # fewer to sort
+    return cluster_means(chosen(rows, where, (*by, of, cluster)), by, of, cluster, clusters)

@@ -81,11 +81,12 @@ def draw_codes(count: int, rng: np.random.Generator, encode: Encoder) -> list[st
     limit = 10**CODE_LENGTH // 2
     if count > limit:
         raise UserError(f"{count} codes were asked for; ask for at most {limit}.")
-    drawn = [f"{number:0{CODE_LENGTH}d}" for number in rng.permutation(10**CODE_LENGTH)]
-    lengths = [len(encode(" " + code, add_special_tokens=False)["input_ids"]) for code in drawn[:200]]
+    drawn = rng.permutation(10**CODE_LENGTH)
+    lengths = [len(encode(f" {number:0{CODE_LENGTH}d}", add_special_tokens=False)["input_ids"]) for number in drawn[:200]]
     common = max(set(lengths), key=lengths.count)
     codes = []
-    for code in drawn:
+    for number in drawn:
+        code = f"{number:0{CODE_LENGTH}d}"
         if len(encode(" " + code, add_special_tokens=False)["input_ids"]) == common:
             codes.append(code)
         if len(codes) == count:
