@@ -61,7 +61,8 @@ def _reader(kind: Any, limits: Limits) -> Reader:
         return partial(_choice, arguments)
     if origin in (UnionType, Union):
         readers = {argument: _reader(argument, limits) for argument in arguments if argument is not NoneType}
-        return partial(_either, readers, NoneType in arguments)
+        *_, last = readers.values()
+        return partial(_either, readers, last, NoneType in arguments)
     return partial(_plain, kind, limits)
 
 
@@ -93,14 +94,16 @@ def _readers(kind: Any, limits: Limits) -> tuple[dict[str, Reader], list[str]]:
 def _entries(origin: Any, reader: Reader, most: int, content: object, where: str) -> Any:
     if not isinstance(content, list | tuple) or len(content) > most:
         raise UserError(f"{where} must be a list of at most {most:,} entries.")
-    entries = [reader(entry, f"an entry of {where}") for entry in content]
+    name = f"an entry of {where}"
+    entries = [reader(entry, name) for entry in content]
     return tuple(entries) if origin is tuple else entries
 
 
 def _mapping(key_reader: Reader, reader: Reader, most: int, content: object, where: str) -> dict[Any, Any]:
     if not isinstance(content, Mapping) or len(content) > most:
         raise UserError(f"{where} must be a mapping of at most {most:,} entries.")
-    keys = [key_reader(key, f"a key of {where}") for key in content]
+    name = f"a key of {where}"
+    keys = [key_reader(key, name) for key in content]
     return {key: reader(value, repr(key)) for key, value in zip(keys, content.values(), strict=True)}
 
 
@@ -110,10 +113,9 @@ def _choice(choices: tuple[Any, ...], content: object, where: str) -> Any:
     return content
 
 
-def _either(readers: Mapping[Any, Reader], or_none: bool, content: object, where: str) -> Any:
+def _either(readers: Mapping[Any, Reader], last: Reader, or_none: bool, content: object, where: str) -> Any:
     if content is None and or_none:
         return None
-    *_, last = readers.values()
     return readers.get(type(content), last)(content, where)
 
 

@@ -7,7 +7,7 @@ Fewer than `FEWEST` clusters give a range and no interval. docs/results/coverage
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import ceil, isfinite, isnan, nan
 from typing import Any
 
@@ -90,7 +90,7 @@ class Estimate:
 
     def record(self) -> dict[str, float | None]:
         """The fields for strict JSON: NaN and infinity become None."""
-        return {name: value if isfinite(value) else None for name, value in asdict(self).items()}
+        return {name: value if isfinite(value) else None for name, value in vars(self).items()}
 
     def __str__(self) -> str:
         if self.has_interval:

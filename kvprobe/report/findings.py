@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from math import nan
 from typing import SupportsFloat
@@ -74,12 +74,12 @@ class Findings:
         Raises:
             ValueError: there is one of this name and these keys, or a key is named like a column.
         """
-        place = frozenset(finding.keys.items())
-        if place in self._by_name.get(finding.name, {}):
-            raise ValueError(f"The finding {_called(finding.name, finding.keys)} was added twice; add it once.")
-        if reserved := set(COLUMNS) & set(finding.keys):
+        if reserved := finding.keys.keys() & COLUMNS:
             raise ValueError(f"The keys {sorted(reserved)} of {finding.name!r} are names of columns; rename them.")
-        self._by_name.setdefault(finding.name, {})[place] = finding
+        known, place = self._by_name.setdefault(finding.name, {}), frozenset(finding.keys.items())
+        if place in known:
+            raise ValueError(f"The finding {_called(finding.name, finding.keys)} was added twice; add it once.")
+        known[place] = finding
 
     def extend(self, findings: Iterable[Finding]) -> None:
         """Add several; see `add`."""
@@ -139,7 +139,7 @@ class Findings:
                 "name": finding.name,
                 **finding.keys,
                 "unit": finding.unit,
-                **asdict(finding.value),
+                **vars(finding.value),
                 "comparisons": finding.comparisons,
             }
             for finding in self

@@ -9,6 +9,7 @@ masking prefixes and of arXiv 2604.09852.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
+from itertools import chain, islice
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -81,12 +82,12 @@ def draw_codes(count: int, rng: np.random.Generator, encode: Encoder) -> list[st
     limit = 10**CODE_LENGTH // 2
     if count > limit:
         raise UserError(f"{count} codes were asked for; ask for at most {limit}.")
-    drawn = rng.permutation(10**CODE_LENGTH)
-    lengths = [len(encode(f" {number:0{CODE_LENGTH}d}", add_special_tokens=False)["input_ids"]) for number in drawn[:200]]
+    drawn = (f"{number:0{CODE_LENGTH}d}" for number in rng.permutation(10**CODE_LENGTH))
+    first = list(islice(drawn, 200))
+    lengths = [len(encode(" " + code, add_special_tokens=False)["input_ids"]) for code in first]
     common = max(set(lengths), key=lengths.count)
     codes = []
-    for number in drawn:
-        code = f"{number:0{CODE_LENGTH}d}"
+    for code in chain(first, drawn):
         if len(encode(" " + code, add_special_tokens=False)["input_ids"]) == common:
             codes.append(code)
         if len(codes) == count:
