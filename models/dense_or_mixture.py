@@ -3,11 +3,14 @@
 FOLDER holds models that `kvprobe train steps` made, of several shapes and seeds. The study `poisoning` is run on each
 (runs that are there are not run again), and a table has a row for each measure, with the value of each seed (of more
 than three, their mean and range), and how much more the mixtures have than the dense models: the difference of means,
-with a 95 % interval over seeds (Welch's t).
+with a 95 % interval over seeds (Welch's t). The numbers go to FOLDER/poisoning-seeds.csv, which is published in
+docs/results/runs.
 """
 
+import csv
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +41,18 @@ MEASURES: dict[str, tuple[str, dict[str, Key]]] = {
 }
 
 
+@dataclass(frozen=True)
+class Row:
+    """In percent: the value of one training; or without a `seed`, how much more mixtures have than a dense shape."""
+
+    measure: str
+    shape: str
+    seed: int | None
+    mean: float
+    low: float | None = None
+    high: float | None = None
+
+
 def findings_of(model: Path) -> Findings:
     """Of the study on this model."""
     run: Run = find("poisoning").run(Config(model=str(model)), Path("runs"))
@@ -46,35 +61,64 @@ def findings_of(model: Path) -> Findings:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    findings = {
-        shape: [findings_of(model) for model in sorted(folder.glob(f"steps-{shape}-corrected-*"))] for shape in SHAPES
-    }
-    shapes = [shape for shape in SHAPES if findings[shape]]
-    heads = [f"{SHAPES[shape]} (seeds: {len(findings[shape])})" for shape in shapes]
-    more = [f"{SHAPES['moe']} less {SHAPES[shape]}" for shape in shapes if shape != "moe"]
-    print(f"| | {' | '.join(heads + more)} |")
-    print("|---" * (1 + len(heads) + len(more)) + "|")
-    for words, (name, keys) in MEASURES.items():
-        seeds = {shape: [100 * one.at(name, **keys).mean for one in findings[shape]] for shape in shapes}
-        cells = list(map(listed, seeds.values()))
-        cells += [difference(seeds["moe"], values) for shape, values in seeds.items() if shape != "moe"]
-        print(f"| {words} | {' | '.join(cells)} |")
+    values = [row for shape in SHAPES for row in values_of(folder, shape)]
+    rows = [*values, *differences(values)]
+    with (folder / "poisoning-seeds.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, asdict(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(asdict, rows))
+    print("\n".join(table(rows)))
 
 
-def listed(values: Sequence[float]) -> str:
-    """Each seed's value; of many, the mean and the range."""
-    if len(values) <= 3:
+def values_of(folder: Path, shape: str) -> Iterator[Row]:
+    """The measures of each model of a shape."""
+    for seed, model in enumerate(sorted(folder.glob(f"steps-{shape}-corrected-*"))):
+        findings = findings_of(model)
+        for measure, (name, keys) in MEASURES.items():
+            yield Row(measure, shape, seed, round(100 * findings.at(name, **keys).mean, 4))
+
+
+def differences(values: Sequence[Row]) -> Iterator[Row]:
+    """How much more the mixtures have than each dense shape: with an interval where seeds differ at all."""
+    for measure in MEASURES:
+        mixture = means(values, measure, "moe")
+        for shape in SHAPES:
+            dense = means(values, measure, shape)
+            if shape == "moe" or not dense or not mixture:
+                continue
+            more = Row(measure, f"moe less {shape}", None, round(float(np.mean(mixture) - np.mean(dense)), 4))
+            if min(len(mixture), len(dense)) < 2 or not (np.ptp(mixture) or np.ptp(dense)):
+                yield more
+                continue
+            low, high = ttest_ind(mixture, dense, equal_var=False).confidence_interval(0.95)
+            yield replace(more, low=round(float(low), 4), high=round(float(high), 4))
+
+
+def means(rows: Sequence[Row], measure: str, shape: str) -> list[float]:
+    return [row.mean for row in rows if (row.measure, row.shape) == (measure, shape)]
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """The lines of a table in Markdown."""
+    shapes = list(dict.fromkeys(row.shape for row in rows))
+    names = SHAPES | {f"moe less {shape}": f"{SHAPES['moe']} less {SHAPES[shape]}" for shape in SHAPES}
+    yield f"| % | {' | '.join(names[shape] for shape in shapes)} |"
+    yield "|---" * (1 + len(shapes)) + "|"
+    for measure in MEASURES:
+        cells = [cell([row for row in rows if (row.measure, row.shape) == (measure, shape)]) for shape in shapes]
+        yield f"| {measure} | {' | '.join(cells)} |".replace("-", "−")
+
+
+def cell(rows: Sequence[Row]) -> str:
+    """Each seed's value, of many the mean and the range; or a difference with its interval."""
+    first, *others = rows
+    if first.seed is None:
+        interval = "" if first.low is None else f" ({first.low:.1f} to {first.high:.1f})"
+        return f"{first.mean:+.1f}{interval}"
+    values = [row.mean for row in rows]
+    if len(others) < 3:
         return ", ".join(f"{value:.1f}" for value in values)
     return f"{np.mean(values):.1f} (range {min(values):.1f} to {max(values):.1f})"
-
-
-def difference(mixture: Sequence[float], dense: Sequence[float]) -> str:
-    """The difference of means, with its interval where seeds differ at all."""
-    mean = np.mean(mixture) - np.mean(dense)
-    if min(len(mixture), len(dense)) < 2 or not (np.ptp(mixture) or np.ptp(dense)):
-        return f"{mean:+.1f}"
-    low, high = ttest_ind(mixture, dense, equal_var=False).confidence_interval(0.95)
-    return f"{mean:+.1f} ({low:.1f} to {high:.1f})"
 
 
 if __name__ == "__main__":

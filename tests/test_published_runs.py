@@ -95,7 +95,9 @@ def ends_of(run: str) -> np.ndarray:
     """Means of a run with both ends of each: of the interval, or of the range where there is none."""
     with (RESULTS / "runs" / run / ("" if run.endswith(".csv") else "metrics.json")).open(encoding="utf-8") as file:
         records = list(csv.DictReader(file)) if run.endswith(".csv") else json.load(file)["findings"]
-    table = np.array([[float(nan if record[end] in ("", None) else record[end]) for end in ENDS] for record in records])
+    table = np.array(
+        [[float(nan if record.get(end) in ("", None) else record[end]) for end in ENDS] for record in records]
+    )
     _, low, high, *_ = table.T
     return np.where((np.isnan(low) | np.isnan(high))[:, None], table[:, [0, 3, 4]], table[:, :3])
 
@@ -244,6 +246,18 @@ def test_the_other_numbers_of_poisoned_gsm8k_are_those_of_its_run():
         ], name
 
 
+def test_the_table_of_poisoning_over_seeds_is_that_of_its_runs():
+    seeds = script("models/dense_or_mixture.py")
+    with (RESULTS / "runs" / "poisoning-seeds.csv").open(encoding="utf-8") as file:
+        records = [{name: value or None for name, value in record.items()} for record in csv.DictReader(file)]
+    numbers = ("mean", "low", "high")
+    rows = [
+        seeds.Row(**record | {name: record[name] and float(record[name]) for name in numbers}) for record in records
+    ]
+    page = (RESULTS / "poisoning.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in seeds.table(rows) if line not in page] == []
+
+
 FACTORS = {
     "the layer's mean and spread (the article's)": "layer",
     "each channel's mean": "mean",
@@ -277,14 +291,20 @@ def in_nats(finding: Finding) -> str:
     return f"{value.mean:.2f} ({value.low:.2f} to {value.high:.2f})"
 
 
-def gallery() -> ModuleType:
-    spec = spec_from_file_location("draw", RESULTS.parent.parent / "figures" / "draw.py")
+def script(path: str) -> ModuleType:
+    """A script of the project as a module."""
+    file = RESULTS.parent.parent / path
+    spec = spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
-    drawing = module_from_spec(spec)
-    sys.modules["draw"] = drawing  # where its dataclass looks for its module
-    spec.loader.exec_module(drawing)
-    return drawing
+    module = module_from_spec(spec)
+    sys.modules[file.stem] = module  # where its dataclasses look for their module
+    spec.loader.exec_module(module)
+    return module
+
+
+def gallery() -> ModuleType:
+    return script("figures/draw.py")
 
 
 def test_every_figure_of_the_gallery_is_one_of_its_presets_study():
