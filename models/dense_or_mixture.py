@@ -114,10 +114,10 @@ def cell(rows: Sequence[Row]) -> str:
     first, *others = rows
     if first.seed is None:
         interval = "" if first.low is None else f" ({first.low:.1f} to {first.high:.1f})"
-        return f"{first.mean:+.1f}{interval}"
+        return f"{first.mean:+z.1f}{interval}"
     values = [row.mean for row in rows]
     if len(others) < 3:
-        return ", ".join(f"{value:.1f}" for value in values)
+        return ", ".join(f"{value:z.1f}" for value in values)
     return f"{np.mean(values):.1f} (range {min(values):.1f} to {max(values):.1f})"
 
 
