@@ -17,7 +17,14 @@ from kvprobe.brief import Brief, Table
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.forgetting.hidden_secret import FEWEST_SECRETS, HiddenSecret
-from kvprobe.forgetting.readers import RIDGE, SecretReader, SecretReading, known_readings, readings_from_others
+from kvprobe.forgetting.readers import (
+    RIDGE,
+    SecretReader,
+    SecretReading,
+    known_readings,
+    readings_from_others,
+    refuse_unreadable,
+)
 from kvprobe.forgetting.search import Search, search
 from kvprobe.forgetting.trace import SecretTrace, Slots, in_layers, stored, trace_of
 from kvprobe.forgetting.use import Use, answers, use_of
@@ -137,7 +144,7 @@ class Certificate(Brief):
         if self.clean:
             return Verdict(question, "nothing to read", False, "No reader can: nothing differs.")
         if not readings:
-            return Verdict(question, "was not asked", None, "Readers of digits were not asked.")
+            return Verdict(question, "was not asked", None, "Readers learn digits, from many secrets that have them.")
         read = (f"{_NAMES[one.reader]} {percent(one.digits)}, {one.bits.mean:.2f} bits each" for one in readings)
         said = f"Of the digits (chance {readings[0].chance:.0%}): {'; '.join(read)}.".replace("-", "−")
         if any(one.above_chance for one in readings):
@@ -313,12 +320,13 @@ def certify(
             it reads what two slots say only together).
 
     Raises:
-        UserError: the cache is not what the way makes of the conversation, too few secrets take as many tokens, or
-            what the way refuses.
+        UserError: the cache is not what the way makes of the conversation, too few secrets take as many tokens, a
+            reader that cannot learn from them, or what the way refuses.
     """
     name, act = way_of(way)
     rng = np.random.default_rng(seed)
     tried = case.secrets(model.tokenizer, secrets, rng, others)
+    refuse_unreadable(case, tried, reader, conversations)
     own, again = (forgotten(model, act, case, case.secret) for _ in range(2))
     if cache is not None:
         _refuse_another(model, cache, own, again, name)

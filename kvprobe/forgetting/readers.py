@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.errors import UserError
 from kvprobe.forgetting.hidden_secret import HiddenSecret, up_to
 from kvprobe.forgetting.trace import SecretTrace, Slots
 from kvprobe.forgetting.views import View, ViewOfOthers, view_of
@@ -86,10 +87,38 @@ class SecretReading:
 
 
 def digits_of(secrets: Sequence[str]) -> Int[Tensor, "places secrets"]:
-    """The digits of each secret that differ between them, a row for each place."""
+    """The digits of each secret that differ between them, a row for each place; none where some have more."""
     digits = [[int(letter) for letter in secret if letter in "0123456789"] for secret in secrets]
+    if len({*map(len, digits)}) > 1:
+        return torch.zeros(0, len(secrets), dtype=torch.long)
     numerals = torch.tensor(digits, dtype=torch.long).T
     return numerals[(numerals != numerals[:, :1]).any(1)]
+
+
+def refuse_unreadable(case: HiddenSecret, secrets: Sequence[str], reader: SecretReader, conversations: int) -> None:
+    """Refuse readers that were asked for and cannot learn, in place of leaving them out.
+
+    Raises:
+        UserError: too few secrets or no digits for a reader beside the ridge; or no code, or nothing after it, for
+            readers from other conversations.
+    """
+    if reader != RIDGE and (len(secrets) < FEWEST_READ or not len(digits_of(secrets))):
+        raise UserError(
+            f"The reader {reader!r} learns digits, from {FEWEST_READ} secrets or more that have as many of them each, "
+            f"and cannot from the {len(secrets)} here; give more such secrets, or leave reader (--reader) out."
+        )
+    if conversations and not _like_others(case, secrets):
+        raise UserError(
+            "Other conversations (--conversations) hold a code of digits alone, and are read in the segment after it; "
+            "give a case of this kind, or leave them out."
+        )
+
+
+def _like_others(case: HiddenSecret, secrets: Sequence[str]) -> bool:
+    """Whether the secrets are codes, and a segment comes after them."""
+    order = case.chat.segments
+    last = max(order.index(name) for name in case.hide) == len(order) - 1
+    return not last and all(secret.isascii() and secret.isdecimal() for secret in secrets)
 
 
 @dataclass(frozen=True)
@@ -234,13 +263,8 @@ def readings_from_others(
     They read the segment after what was forgotten: probes, in one part of one layer, its average, as it is or less that
     of the same text read anew, which anyone has who has the text that stays; networks, averages or its last slots, less
     those. The control reads what was forgotten itself, with everything in view: the easier task.
-
-    None where secrets are not digits alone, or no segment comes after.
     """
-    length, order = len(case.secret), case.chat.segments
-    last = max(order.index(name) for name in case.hide) == len(order) - 1
-    if last or not all(secret.isascii() and secret.isdecimal() for secret in secrets):
-        return ()
+    length = len(case.secret)
     drawn = random_codes(min(conversations + len(secrets), 10**length), rng, length)
     codes = [code for code in drawn if code not in secrets][:conversations]
     others = [HiddenSecret(up_to(made.transcript(), "summary"), ("T2",), made.code) for made in draw(codes, rng)]

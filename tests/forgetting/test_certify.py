@@ -15,6 +15,7 @@ from kvprobe.errors import UserError
 from kvprobe.forgetting import HiddenSecret, certify
 from kvprobe.forgetting.readers import (
     SecretQuestion,
+    digits_of,
     held_against,
     known_readings,
     read_by_probes,
@@ -236,16 +237,32 @@ def test_what_cannot_be_certified_is_refused(model: Model):
 
 
 def test_words_take_the_place_of_words(model: Model):
-    names = ["tail", "team", "told", "tips", "tidy", "tool", "tilt", "toil", "tuna", "tofu"]
     chat = Transcript.from_messages([{"role": "user", "content": "I like tone."}, *CHAT_LATER], names=["T1", "T2"])
-    found = certify(model, HiddenSecret(chat, ("T1",), "tone"), "mask", others=names, asked=8)
+    found = certify(model, HiddenSecret(chat, ("T1",), "tone"), "mask", others=NAMES, asked=8)
     assert not found.known
     assert found.search is not None
     assert found.search.found.mean == 1.0
     assert "can be found" in [verdict.words for verdict in found.verdicts]
-    assert not certify(model, HiddenSecret(chat, ("T1",), "tone"), "restart", others=names).trace.places
+    assert not certify(model, HiddenSecret(chat, ("T1",), "tone"), "restart", others=NAMES).trace.places
 
 
+def test_readers_that_could_not_learn_are_refused_in_place_of_left_out(model: Model):
+    with pytest.raises(UserError, match="'slot' learns digits, from 30 secrets"):
+        certified(model, "mask", secrets=8, reader="slot")
+    chat = Transcript.from_messages([{"role": "user", "content": "I like tone."}, *CHAT_LATER], names=["T1", "T2"])
+    with pytest.raises(UserError, match="code of digits alone"):
+        certify(model, HiddenSecret(chat, ("T1",), "tone"), "mask", others=NAMES, conversations=40)
+    last = HiddenSecret(CHAT, ("T2",), "time")
+    with pytest.raises(UserError, match="the segment after it"):
+        certify(model, last, "mask", others=NAMES, conversations=40)
+
+
+def test_secrets_of_which_some_have_more_digits_have_no_places():
+    assert digits_of(["tone 1", "tail 22"]).shape == (0, 2)
+    assert digits_of(["a 12", "b 13"]).tolist() == [[2, 3]]
+
+
+NAMES = ["tail", "team", "told", "tips", "tidy", "tool", "tilt", "toil", "tuna", "tofu"]
 CHAT_LATER = [{"role": "assistant", "content": "I see."}]
 
 
