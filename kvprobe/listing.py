@@ -204,7 +204,9 @@ def _numbers_together(entries: Entries) -> Entries:
         names = [entry["name"].split("-") for entry in others]
         differ = [place for place, part in enumerate(own) if any(name[place] != part for name in names)]
         endings = ["-".join(name[place] for place in differ) for name in names]
-        together.append({**first, "name": ", ".join([first["name"], *endings])})
+        name = ", ".join([first["name"], *endings])
+        several = f"{first['name']} and {len(others)} like it"
+        together.append({**first, "name": name if len(name) <= len(several) else several})
     return together
 
 

@@ -247,8 +247,8 @@ NAMED_MODELS = {
         if name != "mamba"
     },
     **{
-        f"lossy-{design}-0": _lossy(f"lossy-{design}-0", "to go on from the slots that saw it")
-        for design in ("8-3-retained", "16-1-retained", "32-1-retained")
+        f"lossy-{design}": _lossy(f"lossy-{design}", "to go on from the slots that saw it")
+        for design in ("8-3-retained-0", "16-1-retained-0", "16-1-retained-1", "24-1-retained-0", "32-1-retained-0")
     },
     "lossy-8-3-recomputed-0": _lossy("lossy-8-3-recomputed-0", "with restarts"),
     "smollm2-german": _adapter("german", "answers in German"),
