@@ -113,8 +113,8 @@ class Certificate(Brief):
         """The answers."""
         return (
             self._where(),
-            self._read("Can one who knows the conversation read it?", self.known),
-            self._read("Can one read it who has never seen the conversation?", self.from_others),
+            self._read("Can one who knows the conversation read it?", self.known, "Give more secrets with digits."),
+            self._read("Can one read it who has never seen the conversation?", self.from_others, "Give conversations."),
             self._recovered(),
             self._used(),
         )
@@ -140,11 +140,11 @@ class Certificate(Brief):
         )
         return Verdict(question, "traces are left", True, sentence)
 
-    def _read(self, question: str, readings: tuple[SecretReading, ...]) -> Verdict:
+    def _read(self, question: str, readings: tuple[SecretReading, ...], wanted: str) -> Verdict:
         if self.clean:
             return Verdict(question, "nothing to read", False, "No reader can: nothing differs.")
         if not readings:
-            return Verdict(question, "was not asked", None, "Readers learn digits, from many secrets that have them.")
+            return Verdict(question, "was not asked", None, wanted)
         read = (f"{_NAMES[one.reader]} {percent(one.digits)}, {one.bits.mean:.2f} bits each" for one in readings)
         said = f"Of the digits (chance {readings[0].chance:.0%}): {'; '.join(read)}.".replace("-", "−")
         if any(one.above_chance for one in readings):

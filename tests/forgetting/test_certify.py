@@ -240,6 +240,8 @@ def test_words_take_the_place_of_words(model: Model):
     chat = Transcript.from_messages([{"role": "user", "content": "I like tone."}, *CHAT_LATER], names=["T1", "T2"])
     found = certify(model, HiddenSecret(chat, ("T1",), "tone"), "mask", others=NAMES, asked=8)
     assert not found.known
+    asked = [verdict.sentence for verdict in found.verdicts[1:3]]
+    assert asked == ["Give more secrets with digits.", "Give conversations."]
     assert found.search is not None
     assert found.search.found.mean == 1.0
     assert "can be found" in [verdict.words for verdict in found.verdicts]
