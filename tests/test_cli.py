@@ -1,5 +1,6 @@
 """The command line as a person meets it, in a process of its own."""
 
+import functools
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvprobe.cli import app, entry, main, runs
+from kvprobe.cli.flags import whole
 from kvprobe.cli.instruments import prefix
 from kvprobe.cli.runs import list_names
 from kvprobe.inference.model import Model
@@ -160,6 +162,15 @@ def test_a_mistake_is_answered_with_the_near_match(arguments: list[str], near: s
     assert near in done.stderr
     assert done.stderr.startswith("kvprobe: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["app", "attend", "budget", "canary", "certify", "compare", "diff", "train recall"])
+def test_a_whole_number_is_not_rounded(command: str):
+    named = functools.reduce(lambda commands, name: commands[name], command.split(), app)
+    flags = {flag.name: flag for flag in named.assemble_argument_collection() if flag.hint in (int, int | None)}
+    assert flags
+    for name, flag in flags.items():
+        assert flag.parameter.converter is whole, name
 
 
 def test_a_yaml_file_gives_its_settings_as_defaults(tmp_path: Path):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, NoReturn
 
 from cyclopts import Parameter
 
-from kvprobe.cli.flags import USUAL, Loading, Source, Whole
+from kvprobe.cli.flags import USUAL, Json, Loading, Source, Whole
 from kvprobe.cli.judged import end
 from kvprobe.errors import UserError
 from kvprobe.models.catalogue import check_source
@@ -18,7 +18,7 @@ def audit(
     *,
     model: Source = "smollm2-135m",
     out: Annotated[Path | None, Parameter(help="Also write a page.")] = None,
-    json: Annotated[bool, Parameter(help="Print JSON for a program.", negative="")] = False,
+    json: Json = False,
     loading: Loading = USUAL,
 ) -> None:
     """Say whether a cache is what a model could have written; exit code 1 if not.
@@ -48,7 +48,7 @@ def diff(
     model: Annotated[str | None, Parameter(help="Whose caches they are; it also says what it would write.")] = None,
     block: Annotated[Whole | None, Parameter(help="Slots in a block; what the files say, or 16.")] = None,
     out: Annotated[Path | None, Parameter(help="Also write a page.")] = None,
-    json: Annotated[bool, Parameter(help="Print JSON for a program.", negative="")] = False,
+    json: Json = False,
     loading: Loading = USUAL,
 ) -> None:
     """Say where two caches differ, and what happened; exit code 1 if they do.
@@ -106,7 +106,7 @@ def canary(
     fill: Annotated[Whole, Parameter(help="Tokens of other requests that push a prompt out of the cache.")] = 2048,
     idle: Annotated[float, Parameter(help="Seconds of a pause.")] = 1.0,
     seed: Annotated[Whole, Parameter(help="Of the random words in the prompts.")] = 0,
-    json: Annotated[bool, Parameter(help="Print all that was found for a program.", negative="")] = False,
+    json: Json = False,
     out: Annotated[Path, Parameter(help="The page.")] = Path("canary.html"),
 ) -> None:
     """Test the cache of an engine, running or dumped; exit code 1 if it fails."""

@@ -45,6 +45,7 @@ def loadable(_: object, name: str | None) -> None:
 Source = Annotated[str, Parameter(validator=loadable)]
 Adapter = Annotated[str | None, Parameter(help="A LoRA adapter to be added to the model.", validator=loadable)]
 Whole = Annotated[int, Parameter(converter=whole)]
+Json = Annotated[bool, Parameter(help="Print JSON for a program.", negative="")]
 StudyFile = Annotated[Path | None, Parameter(help="The Python file of a study of your own.")]
 Chat = Annotated[Path, Parameter(help="A conversation in JSON or JSONL: OpenAI's messages, ShareGPT's, Anthropic's.")]
 Chosen = Annotated[str | None, Parameter(help="Which of several in the file: its number from 0, or its id.")]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from kvprobe.cli.flags import USUAL, Chat, Chosen, Hidden, Loading, Source, Whole, several
+from kvprobe.cli.flags import USUAL, Chat, Chosen, Hidden, Json, Loading, Source, Whole, several
 from kvprobe.cli.judged import end
 from kvprobe.errors import UserError
 
@@ -25,6 +25,7 @@ def compare(
     ] = "after",
     new: Annotated[Whole, Parameter(help="Tokens of a reply, at most.")] = 64,
     out: Annotated[Path, Parameter(help="The page.")] = Path("compare.html"),
+    json: Json = False,
     loading: Loading = USUAL,
 ) -> None:
     """Ask one question in full view, with messages hidden, or under policies."""
@@ -43,7 +44,8 @@ def compare(
         policies=policy,
         max_new_tokens=new,
     )
-    print(f"{compared}\n\nPage: {comparison(compared).save(out)}")
+    print(compared.to_json(indent=2) if json else compared)
+    print(f"\nPage: {comparison(compared).save(out)}", file=sys.stderr if json else sys.stdout)
 
 
 def prefix(first: Path, second: Path, *, model: Source = "smollm2-135m", conversation: Chosen = None) -> None:
@@ -126,14 +128,16 @@ def certify(
     lead: Annotated[str, Parameter(help="How the answer begins, before the secret.")] = "",
     others: Annotated[tuple[str, ...], several("Secrets in its place; its digits are drawn anew by default.")] = (),
     secrets: Annotated[Whole, Parameter(help="How many secrets are tried.")] = 96,
-    conversations: Annotated[int, Parameter(help="Other conversations that readers learn from.")] = 0,
+    asked: Annotated[Whole, Parameter(help="With how many of them the model is asked.")] = 16,
+    searched: Annotated[Whole, Parameter(help="How many are searched for, by trying.")] = 4,
+    conversations: Annotated[Whole, Parameter(help="Other conversations that readers learn from.")] = 0,
     reader: Annotated[
         Literal["ridge", "slot", "hidden", "attention", "transformer"],
         Parameter(help="That reads beside the ridge; a transformer takes minutes."),
     ] = "ridge",
-    seed: Annotated[int, Parameter(help="Of the secrets that are drawn.")] = 0,
+    seed: Annotated[Whole, Parameter(help="Of the secrets that are drawn.")] = 0,
     out: Annotated[Path | None, Parameter(help="Also write a page.")] = None,
-    json: Annotated[bool, Parameter(help="Print JSON for a program.", negative="")] = False,
+    json: Json = False,
     loading: Loading = USUAL,
 ) -> None:
     """Say what a way to forget leaves of a secret; exit code 1 if anything."""
@@ -156,6 +160,8 @@ def certify(
         lead=lead,
         others=others,
         secrets=secrets,
+        asked=asked,
+        searched=searched,
         conversations=conversations,
         reader=reader,
         seed=seed,
@@ -191,7 +197,7 @@ def budget(
     ranks: Annotated[Whole, Parameter(help="GPUs that share the model in vLLM; the budget is that of one.")] = 1,
     block: Annotated[Whole, Parameter(help="Tokens of a vLLM block.")] = 16,
     batched_tokens: Annotated[Whole, Parameter(help="That a vLLM step reads at most.")] = 8192,
-    json: Annotated[bool, Parameter(help="Print numbers for a program instead of a table.", negative="")] = False,
+    json: Json = False,
     figure: Annotated[Path | None, Parameter(help="Also draw memory over context into this file.")] = None,
     measure: Annotated[
         bool, Parameter(help="Also load the model, generate, and say what was really held.", negative="")

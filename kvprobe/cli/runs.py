@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_origin
 
 from cyclopts import App, Group, Parameter
 
-from kvprobe.cli.flags import StudyFile, whole, whole_numbers
+from kvprobe.cli.flags import Json, StudyFile, Whole, whole, whole_numbers
 from kvprobe.durations import durations, minutes
 from kvprobe.errors import UserError
 from kvprobe.experiments.settings import (
@@ -89,7 +89,7 @@ def _add_run_command(command: str, preset: Preset) -> None:
         config: Settings | None = None,
         out: Annotated[Path, Parameter(help="Folder that holds the runs.")] = Path("runs"),
         name: Annotated[str | None, Parameter(help="Name of the run; made from the settings by default.")] = None,
-        processes: Annotated[int, Parameter(help=PROCESSES)] = 1,
+        processes: Annotated[Whole, Parameter(help=PROCESSES)] = 1,
         executor: Annotated[Literal["local", "ray"], Parameter(help="What works on them.")] = "local",
         address: Annotated[str | None, Parameter(help=ADDRESS)] = None,
         gpus: Annotated[float, Parameter(help="GPUs that each worker of Ray takes, or a part of one.")] = 0.0,
@@ -186,7 +186,7 @@ def list_names(
     kind: Annotated[str, Parameter(help="As studies, presets, models; see above.")] = "",
     word: Annotated[str, Parameter(help="Only names that have it.")] = "",
     *,
-    json: Annotated[bool, Parameter(help="Print plain data for a program.", negative="")] = False,
+    json: Json = False,
     out: Annotated[Path, Parameter(help="Folder that holds the runs.")] = Path("runs"),
 ) -> None:
     """List studies, presets, models, probes, policies, faults, zoo, engines, tasks, runs."""
@@ -228,9 +228,7 @@ def report(
     print(write_page(study_of(finished, study).declaration, finished))
 
 
-def status(
-    run: Path = Path("runs"), /, *, json: Annotated[bool, Parameter(help="Print plain data.", negative="")] = False
-) -> None:
+def status(run: Path = Path("runs"), /, *, json: Json = False) -> None:
     """Say how far a run is, or all runs of a folder: cases done, failed ones, time left."""
     from kvprobe.experiments.status import status as status_of
     from kvprobe.experiments.status import statuses

@@ -99,6 +99,11 @@ def test_the_command_prints_the_replies_and_writes_the_page(
     printed = capsys.readouterr().out
     assert all(f"\n{arm}" in printed for arm in [*ARMS][:-1])
     assert "<td><b>re-indexed</b></td>" in page.read_text()
+    command, bound, _ = app.parse_args([*arguments, "--json"])
+    command(*bound.args, **bound.kwargs)
+    printed, said = capsys.readouterr()
+    assert [reply["arm"] for reply in json.loads(printed)["replies"]] == [*ARMS][:-1]
+    assert str(page) in said
 
 
 def test_a_hidden_system_message_is_restarted_as_the_template_renders_it_and_slot_0_is_reported_apart(smol: Model):
