@@ -114,14 +114,13 @@ class Difference(Mean):
 
     def cells(self, rows: Rows) -> "list[PendingFinding]":
         others = {tuple(keys.values()): values for keys, values in by_cluster(rows, self, self.less)}
-        paired = [
-            (keys, values, others.get(tuple(keys.values()))) for keys, values in by_cluster(rows, self, self.where)
-        ]
-        return several(
-            replace(self, within=natural(self.range, values, other)).cell(keys, values - other)
-            for keys, values, other in paired
-            if other is not None
-        )
+        cells = []
+        for keys, values in by_cluster(rows, self, self.where):
+            if (other := others.get(tuple(keys.values()))) is not None:
+                known = np.isfinite(values - other)
+                within = natural(self.range, values[known], other[known])
+                cells.append(replace(self, within=within).cell(keys, values - other))
+        return several(cells)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -146,7 +146,7 @@ class Certificate(Brief):
         if not readings:
             return Verdict(question, "was not asked", None, wanted)
         read = (f"{_NAMES[one.reader]} {percent(one.digits)}, {one.bits.mean:.2f} bits each" for one in readings)
-        said = f"Of the digits (chance {readings[0].chance:.0%}): {'; '.join(read)}.".replace("-", "−")
+        said = f"Of the digits (chance {max(one.chance for one in readings):.0%}): {'; '.join(read)}.".replace("-", "−")
         if any(one.above_chance for one in readings):
             return Verdict(question, "can be read", True, said)
         if all(one.control is not None and one.control.mean < POWER for one in readings):
@@ -167,7 +167,7 @@ class Certificate(Brief):
         found, trials = round(self.search.found.mean * self.search.found.clusters), self.search.found.clusters
         if float(binom.sf(found - 1, trials, self.search.blind)) < UNLIKELY:
             return Verdict(question, "can be found", True, shown)
-        return Verdict(question, "was not found", None, shown)
+        return Verdict(question, "is not decided" if found else "was not found", None, shown)
 
     def _used(self) -> Verdict:
         question = "Does the model use it?"

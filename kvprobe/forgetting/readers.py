@@ -22,7 +22,7 @@ from kvprobe.forgetting.ways import NOTHING, WAYS, Way, forgotten
 from kvprobe.inference.model import Model
 from kvprobe.probing.calibration import calibrated_tasks, joined
 from kvprobe.probing.linear import log_frequency
-from kvprobe.probing.readers import BEST, Known, Rung, read, scored
+from kvprobe.probing.readers import BEST, Known, Rung, calibrated, read
 from kvprobe.progress import Bar
 from kvprobe.stats import SHARE, Estimate, estimate
 from kvprobe.tasks.grammar import draw, random_codes
@@ -52,7 +52,8 @@ class SecretReading:
         restart: digits that the same reader reads after a restart.
         dealt: digits that it reads by chance: of secrets dealt out at random among the same caches.
         control: digits that it reads of the segments themselves with everything in view; None where it was not asked.
-        classes: that each place can be of; of other words than digits, these are what `digits` counts.
+        chance: digits that the same guesses find of the other secrets: where some digits are commoner than others, more
+            than the one in ten of an even draw, below which it is never set.
     """
 
     digits: Estimate
@@ -64,11 +65,7 @@ class SecretReading:
     restart: Estimate | None = None
     dealt: Estimate | None = None
     control: Estimate | None = None
-    classes: int = CLASSES
-
-    @property
-    def chance(self) -> float:
-        return 1 / self.classes
+    chance: float = 1 / CLASSES
 
     @property
     def shares(self) -> dict[str, Estimate | None]:
@@ -186,22 +183,26 @@ def _read_on_the_ladder(reader: SecretReader, question: SecretQuestion, view: Vi
     """In each fold in turn, what a reader makes of it that has learned from the others."""
     labels, folds, asked, count = question.labels, question.folds, question.asked, int(question.folds.max()) + 1
     features = view.averages if reader == "hidden" else view.tokens
-    right, bits, base = torch.zeros(3, *labels.shape, dtype=torch.double)
+    guesses, (bits, base) = torch.zeros_like(labels), torch.zeros(2, *labels.shape, dtype=torch.double)
     for fold in folds[asked].unique().tolist():
         here = folds == fold
         roles = torch.where(here, 0, torch.where(folds == (fold + 1) % count, 1, 2))
         known = Known(features, labels, roles, question.seed + fold)
-        right[:, here], gained = scored(known, read(cast(Rung, reader), known))
-        surprisal = -log_frequency(labels[:, ~here], CLASSES).gather(1, labels[:, here]).double() / np.log(2)
-        bits[:, here], base[:, here] = gained - np.log2(CLASSES) + surprisal, surprisal
+        said = calibrated(known, read(cast(Rung, reader), known))
+        guesses[:, here], truth = said.argmax(-1), labels[:, here]
+        base[:, here] = -log_frequency(labels[:, ~here], CLASSES).gather(1, truth).double() / np.log(2)
+        bits[:, here] = base[:, here] + said.gather(2, truth[..., None])[..., 0] / np.log(2)
     best = f"the best {min(BEST, features.shape[1])} of {features.shape[1]} parts of layers"
     place = best if reader == "hidden" else view.seen
     held = float(base[:, asked].mean())
-    return _summed(right[:, asked], bits[:, asked], place, held, reader, comparisons=question.readers)
+    return _summed(
+        guesses[:, asked], labels[:, asked], bits[:, asked], place, held, reader, comparisons=question.readers
+    )
 
 
 def _summed(
-    right: Float[Tensor, "places asked"],
+    guesses: Int[Tensor, "places asked"],
+    labels: Int[Tensor, "places asked"],
     bits: Float[Tensor, "places asked"],
     place: str,
     held: float,
@@ -209,12 +210,15 @@ def _summed(
     classes: int = CLASSES,
     comparisons: int = 1,
 ) -> SecretReading:
+    right = guesses.eq(labels).double()
     digits, whole = (
-        estimate(share.double().numpy(), within=SHARE, comparisons=comparisons)
-        for share in (right.mean(0), right.amin(0))
+        estimate(share.numpy(), within=SHARE, comparisons=comparisons) for share in (right.mean(0), right.amin(0))
     )
+    count = right.shape[1]
+    of_others = guesses[:, :, None].eq(labels[:, None]).double().mean(0).sum() - right.mean(0).sum()
+    chance = max(1 / classes, float(of_others) / (count * (count - 1)))
     gained = estimate(bits.mean(0).double().numpy(), comparisons=comparisons)
-    return SecretReading(digits, whole, gained, place, held, reader, classes=classes)
+    return SecretReading(digits, whole, gained, place, held, reader, chance=chance)
 
 
 def read_by_probes(
@@ -235,16 +239,17 @@ def read_by_probes(
     several = len({one.shape for one in numbers.values()}) == 1
     groups = [[*numbers.values()]] if several else [[one] for one in numbers.values()]
     results = joined([calibrated_tasks(torch.stack(group), [labels], folds, classes)[0] for group in groups])
-    right, bits = torch.zeros(2, *labels.shape)
+    guesses, bits = torch.zeros_like(labels), torch.zeros(labels.shape)
     picks = results.inner_accuracy.argmax(0)
     for fold, best in enumerate(picks.tolist()):
         here = folds == fold
-        right[:, here] = results.predicted[best][:, here].eq(labels[:, here]).float()
+        guesses[:, here] = results.predicted[best][:, here]
         bits[:, here] = results.information[best][:, here].float()
     tested = [int(picks[fold]) for fold in folds[asked].unique().tolist()]
     layer, part = list(numbers)[max(tested, key=tested.count)]
     held = float(results.base_bits[:, asked].mean())
-    return _summed(right[:, asked], bits[:, asked], f"{part} of layer {layer}", held, RIDGE, classes, comparisons)
+    place = f"{part} of layer {layer}"
+    return _summed(guesses[:, asked], labels[:, asked], bits[:, asked], place, held, RIDGE, classes, comparisons)
 
 
 def readings_from_others(

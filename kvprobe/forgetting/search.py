@@ -51,8 +51,8 @@ def search(
 ) -> Search:
     """Search for the secrets behind some of the caches, which the search does not know.
 
-    Digits are tried one by one. Where secrets have none, all of them are tried, which finds the right one wherever
-    caches differ.
+    Digits are tried one by one. Where secrets differ in more than digits, all of them are tried, which finds the right
+    one wherever caches differ.
     """
     found, tries = 0, 0
     chosen = range(1, 1 + min(targets, len(secrets) - 1))  # the first is the conversation's own
@@ -60,13 +60,15 @@ def search(
         hit, tried = _one(model, way, case, caches[target], secrets[target], secrets, rng)
         found, tries = found + hit, tries + tried
     mean = tries / len(chosen)
-    digits = len(_places(case.secret))
+    digits = len(_places(secrets))
     blind = 1 - (1 - 10.0**-digits) ** mean if digits else 1 / len(secrets)
     return Search(binomial(found, len(chosen)), mean, blind)
 
 
-def _places(secret: str) -> list[int]:
-    return [match.start() for match in re.finditer(r"[0-9]", secret)]
+def _places(secrets: Sequence[str]) -> list[int]:
+    """Of the digits, where these are all that can differ."""
+    alike = len({re.sub(r"[0-9]", "0", secret) for secret in secrets}) == 1
+    return [match.start() for match in re.finditer(r"[0-9]", secrets[0])] if alike else []
 
 
 def _one(
@@ -86,7 +88,7 @@ def _one(
             known[secret] = distance(model, target, forgotten(model, way, case, secret))
         return known[secret]
 
-    places = _places(case.secret)
+    places = _places(secrets)
     if not places:
         return min(secrets, key=far) == truth and _one_is_nearest(list(map(far, secrets))), len(known)
     best = ""

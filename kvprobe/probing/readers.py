@@ -65,10 +65,17 @@ def read(rung: Rung, known: Known) -> Evidence:
     return _READERS[rung](known)
 
 
-@one_thread()
 def scored(known: Known, evidence: Evidence) -> tuple[Float[Tensor, "targets tested"], Float[Tensor, "targets tested"]]:
     """Whether each label of the tested samples is read, and how many bits are gained about it: those of an even draw
-    from its classes, less its surprisal given the evidence. Where labels are drawn so, nothing is gained by chance.
+    from its classes, less its surprisal given the evidence. Where labels are drawn so, nothing is gained by chance."""
+    said, truth = calibrated(known, evidence), known.labels[:, known.tested]
+    gained = said.gather(-1, truth[..., None])[..., 0] + log(known.classes)
+    return said.argmax(-1).eq(truth).double(), gained / log(2)
+
+
+@one_thread()
+def calibrated(known: Known, evidence: Evidence) -> Float[Tensor, "targets tested classes"]:
+    """The log-probability of each class of each label of the tested samples.
 
     The temperature is that of least cross-entropy on the inner fold; as there, a share of 1 / (n + 1) follows the
     frequencies (see `kvprobe.probing.calibration`).
@@ -82,10 +89,7 @@ def scored(known: Known, evidence: Evidence) -> tuple[Float[Tensor, "targets tes
     temperature = fit_temperature(inner[None], prior, labels[:, known.inner], everywhere)[0]
     posterior = (base + tested / temperature[..., None]).log_softmax(-1)
     rare = torch.tensor(1 / (count + 1), dtype=torch.float64, device=labels.device)
-    mixed = torch.logaddexp(posterior + torch.log1p(-rare), base + rare.log())
-    truth = labels[:, known.tested][..., None]
-    gained = mixed.gather(-1, truth) + log(known.classes)
-    return mixed.argmax(-1).eq(truth[..., 0]).double(), gained[..., 0] / log(2)
+    return torch.logaddexp(posterior + torch.log1p(-rare), base + rare.log())
 
 
 @one_thread()

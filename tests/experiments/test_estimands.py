@@ -34,6 +34,17 @@ def rows(items: int = 12, repeats: int = 2, seed: int = 0) -> pd.DataFrame:
     return table.sample(frac=1, random_state=seed, ignore_index=True)
 
 
+def test_a_cluster_that_lacks_an_arm_does_not_take_the_interval_of_shares_from_a_difference():
+    table = pd.DataFrame(
+        {"sample": [*range(11)] * 2, "arm": ["one"] * 11 + ["other"] * 11, "x": [1.0] * 11 + [0.0] * 11}
+    )
+    table.loc[21, "x"] = np.nan
+    more = Difference(name="more", of="x", where={"arm": "one"}, less={"arm": "other"})
+    (with_gap,), (without,) = measure(table, [more]), measure(table[table["sample"] < 10], [more])
+    assert with_gap.value == without.value
+    assert with_gap.value.low < 0.5
+
+
 def by_item(table: pd.DataFrame, column: str, **where: object) -> np.ndarray:
     for key, value in where.items():
         table = table[table[key] == value]

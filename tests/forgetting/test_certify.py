@@ -248,6 +248,39 @@ def test_words_take_the_place_of_words(model: Model):
     assert not certify(model, HiddenSecret(chat, ("T1",), "tone"), "restart", others=NAMES).trace.places
 
 
+def test_a_secret_that_is_found_where_one_guess_in_ten_would_be_is_not_called_missed(model: Model):
+    chat = Transcript.from_messages([{"role": "user", "content": "I like tone."}, *CHAT_LATER], names=["T1", "T2"])
+    case = HiddenSecret(chat, ("T1",), "tone")
+    _, _, _, tried, _ = certify(model, case, "mask", others=NAMES[:8], searched=1).verdicts
+    assert tried.words == "is not decided"
+    assert tried.sentence.startswith("100% of 1 secrets")
+
+
+def test_secrets_that_differ_in_letters_beside_their_digits_are_found_by_trying(model: Model):
+    chat = Transcript.from_messages([{"role": "user", "content": "I like tone 4."}, *CHAT_LATER], names=["T1", "T2"])
+    others = [f"{name} {number}" for number, name in enumerate(NAMES)]
+    found = certify(model, HiddenSecret(chat, ("T1",), "tone 4"), "mask", others=others)
+    assert found.search.found.mean == 1.0
+
+
+@pytest.mark.parametrize("reader", ["ridge", "hidden"])
+def test_a_reader_that_knows_how_common_digits_are_alone_reads_no_more_than_chance(reader: Any):
+    """Years: the first digit is 1 or 2, the second 9 or 0. What is planted is the last."""
+    rng = torch.Generator().manual_seed(0)
+    labels = torch.randint(10, (4, 96), generator=rng)
+    labels[0] = torch.rand(96, generator=rng) > 0.8
+    labels[1] = 9 * (torch.rand(96, generator=rng) > 0.3)
+    noise = torch.randn(96, 96, generator=rng)
+    folds = torch.arange(96) % 4
+    question = SecretQuestion(labels, folds, folds >= 0, readers=1, seed=0)
+    for planted, above in ((noise, False), (noise + 20 * torch.eye(96)[labels[3]], True)):
+        view = View({(0, "V"): planted}, planted[:, None, None], "1 slot")
+        reading = held_against(reader, question, view, View.alike(96))
+        assert reading.digits.above(0.2)
+        assert reading.digits.above(reading.chance) == above
+        assert reading.above_chance == above
+
+
 def test_readers_that_could_not_learn_are_refused_in_place_of_left_out(model: Model):
     with pytest.raises(UserError, match="'slot' learns digits, from 30 secrets"):
         certified(model, "mask", secrets=8, reader="slot")
