@@ -125,7 +125,7 @@ class Difference(Mean):
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio(Estimand):
-    """The sum over clusters of one column divided by that of another.
+    """The sum over clusters of one column divided by that of another; a row that lacks either does not count.
 
     Attributes:
         over: the other column.
@@ -134,7 +134,9 @@ class Ratio(Estimand):
     over: str
 
     def cells(self, rows: Rows) -> "list[PendingFinding]":
-        tops, bottoms = (by_cluster(rows, replace(self, of=column), self.where) for column in (self.of, self.over))
+        columns = [self.of, self.over]
+        known = rows[np.isfinite(rows[columns].to_numpy(float)).all(1)]
+        tops, bottoms = (by_cluster(known, replace(self, of=column), self.where) for column in columns)
         return several(self.cell(keys, top, bottom) for (keys, top), (_, bottom) in zip(tops, bottoms, strict=True))
 
     def cell(self, keys: Mapping[str, Key], top: Values, bottom: Values) -> "PendingFinding":

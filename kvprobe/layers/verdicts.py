@@ -36,13 +36,15 @@ def verdicts(
     - `neutral` otherwise.
 
     Args:
-        maps: tables of `LayerMap.df`, one below the other, with columns for the family of the damage and the prompt.
+        maps: tables of `LayerMap.df`, one below the other, with columns for the family of the damage and the prompt;
+            rows without a number do not count.
         by: the columns that name a component; of `COMPONENT` those that there are by default.
 
     Raises:
         UserError: fewer families than a verdict needs, or one that does hardly any damage.
     """
     by = list(maps.columns.intersection(COMPONENT)) if by is None else list(by)
+    maps = maps.dropna(subset=["damage", "restored"])
     families = list(dict.fromkeys(maps[family]))
     if len(families) < least:
         raise UserError(f"A verdict needs {least} families of damage, but there are {len(families)}; run more faults.")

@@ -9,6 +9,7 @@ within context; in bits as well as in hits; and with family-wise p-values over a
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from html import escape
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ CONTROL = "hash control"
 """The name of the control task; see `kvprobe.probing.controls.hash_control`."""
 
 TOO_FEW = "too few contexts to tell"
+ENOUGH = ceil(1 / LEVEL) - 1
+"""Permutations with which p can be as low as the level."""
 UNMEASURED = "Nothing was measured: retained and restart are the same numbers."
 
 
@@ -167,8 +170,12 @@ def doubts(
     clusters: Int[np.ndarray, "samples"],
     target: Target,
     summary: pd.DataFrame,
+    permutations: int,
 ) -> Iterator[str]:
     """Why the numbers of a design may mislead."""
+    if 0 < permutations < ENOUGH:
+        least = 1 / (permutations + 1)
+        yield f"{permutations} permutations give no p below {least:.2g}, so nothing is confirmed; give {ENOUGH} or more."
     names, members = np.unique(clusters, return_inverse=True)
     if len(names) < FEWEST:
         yield f"{len(names)} contexts are too few to tell: only ranges are shown; give at least {FEWEST}."
@@ -218,7 +225,9 @@ def verdict(probing: Probing, split: str) -> str:
         return TOO_FEW
     if not above.above():
         return "not detected"
-    return "decodable" if probing.confirmed(split) else "not confirmed (permuted labels are read as well)"
+    return (
+        "decodable" if probing.confirmed(split) else "not confirmed (permuted labels are not read significantly worse)"
+    )
 
 
 def _lead(probing: Probing, split: str) -> tuple[str, Estimate]:

@@ -87,7 +87,7 @@ def probe_features(
         picks={split: picks for part in parts for split, picks in part.picks.items()},
         right={reading: hits for part in parts for reading, hits in part.right.items()},
         clusters=clusters,
-        warnings=tuple(doubts(features.labels.numpy(), clusters, features.target, tables["summary"])),
+        warnings=tuple(doubts(features.labels.numpy(), clusters, features.target, tables["summary"], permutations)),
     )
 
 

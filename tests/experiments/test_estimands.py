@@ -34,6 +34,14 @@ def rows(items: int = 12, repeats: int = 2, seed: int = 0) -> pd.DataFrame:
     return table.sample(frac=1, random_state=seed, ignore_index=True)
 
 
+def test_rows_that_lack_one_of_two_columns_do_not_bias_their_ratio():
+    table = pd.DataFrame({"sample": np.repeat(range(12), 4), "x": np.tile([1.0, 2.0, 3.0, 9.0], 12)}).assign(
+        y=lambda t: t.x
+    )
+    table.loc[table["x"] == 9, "x"] = np.nan
+    assert measure(table, [Ratio(name="same", of="x", over="y")]).at("same").mean == 1.0
+
+
 def test_a_cluster_that_lacks_an_arm_does_not_take_the_interval_of_shares_from_a_difference():
     table = pd.DataFrame(
         {"sample": [*range(11)] * 2, "arm": ["one"] * 11 + ["other"] * 11, "x": [1.0] * 11 + [0.0] * 11}

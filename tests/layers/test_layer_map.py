@@ -326,6 +326,12 @@ def test_a_prompt_with_little_damage_has_little_weight():
     assert verdicts(frame)["pi_a"].iloc[0] == pytest.approx(0.3, abs=0.1)
 
 
+def test_a_prompt_without_a_number_is_none_of_which_all_damage_was_undone():
+    frame = table({"a": 0.3, "b": 0.3}, prompts=16)
+    frame.loc[::4, "restored"] = np.nan
+    assert verdicts(frame)["pi_a"].iloc[0] == pytest.approx(0.3, abs=0.1)
+
+
 def null(rng: np.random.Generator, components: int = 80, prompts: int = 10) -> pd.DataFrame:
     """Effects of either sign, which the prompts' families share in part."""
     shared = rng.standard_normal((components, prompts))

@@ -279,9 +279,11 @@ def test_few_contexts_and_intervals_without_width_are_warned_of():
             },
         ]
     )
-    few, still = doubts(answers, clusters, Target("colour", ("red", "blue")), summary)
+    few, still = doubts(answers, clusters, Target("colour", ("red", "blue")), summary, 0)
     assert few.startswith("5 contexts are too few to tell")
     assert still.startswith("random: every context has the same accuracy of 50%")
+    vain, *_ = doubts(answers, clusters, Target("colour", ("red", "blue")), summary, 18)
+    assert vain == "18 permutations give no p below 0.053, so nothing is confirmed; give 19 or more."
 
 
 def test_impossible_probings_are_refused_in_a_sentence():
