@@ -67,7 +67,7 @@ class CacheDifference(Brief):
         texts: where tokens differ.
         layers: in which some place differs.
         floor: what was taken for numerics.
-        effect: on the model's output, where one was given.
+        effect: on the model's output after the row of the worst place, where one was given.
         distances: the largest relative distance of each layer in each block.
         excess: the same as a multiple of what is allowed.
     """
@@ -182,7 +182,7 @@ def diff(
     if model is not None and not texts:
         from kvprobe.detection.effects import effect_of
 
-        effect = effect_of(model, cache, reference)
+        effect = effect_of(model, cache, reference, 0 if worst is None else worst.row)
     return CacheDifference(
         kind,
         first,

@@ -1,6 +1,7 @@
 """What a difference between two caches does to the model's output."""
 
 from dataclasses import dataclass, replace
+from math import isfinite
 
 import torch
 from jaxtyping import Float
@@ -9,6 +10,7 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
 from kvprobe.cache.stored import AnyCache, StoredCache
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import first_divergence
 from kvprobe.text.tokens import Tokens
@@ -57,26 +59,32 @@ def reference_of(model: Model, cache: AnyCache) -> KVCache:
     return model.prefill(rows)
 
 
-def effect_of(model: Model, cache: AnyCache, reference: AnyCache) -> OutputEffect | None:
-    """Read the last token of the first row again, after each of the caches, and go on greedily."""
+def effect_of(model: Model, cache: AnyCache, reference: AnyCache, row: int) -> OutputEffect | None:
+    """Read the last token of a row again, after each of the caches, and go on greedily."""
     ledger = reference.ledger
-    if ledger.slots < 2 or bool(ledger.padding[0].any()) or bool(ledger.fitted[0, -1]):
+    if ledger.slots < 2 or bool(ledger.padding[row].any()) or bool(ledger.fitted[row, -1]):
         return None
-    last = Tokens.of([int(ledger.tokens[0, -1])], start=int(ledger.positions[0, -1]))
+    last = Tokens.of([int(ledger.tokens[row, -1])], start=int(ledger.positions[row, -1]))
     logits: list[Tensor] = []
     written: list[list[int]] = []
-    for one in (cache, reference):
-        held = (one.cache() if isinstance(one, StoredCache) else one).rows([0])
+    for one in (reference, cache):
+        held = (one.cache() if isinstance(one, StoredCache) else one).rows([row])
         held = replace(held, made_by=model.lanes.maker).to(model.lanes.device)
         layers = tuple({part: tensor.to(model.lanes.dtype) for part, tensor in layer.items()} for layer in held.layers)
         before = replace(held, layers=layers).rewind(slots=held.slots - 1)
         if not all(bool(tensor.isfinite().all()) for tensor in before.tensors):
             return OutputEffect(None, False, 0, 0)
-        logits.append(_next(model, before, last))
-        written.append(_written(model, before, last))
-    found, right = (some.double().log_softmax(-1) for some in logits)
+        try:
+            logits.append(_next(model, before, last))
+            written.append(_written(model, before, last))
+        except UserError:
+            if one is reference:
+                raise
+            return OutputEffect(None, False, 0, 0)  # all else is as in the reference, which could be read
+    right, found = (some.double().log_softmax(-1) for some in logits)
     kl = float((right.exp() * (right - found)).sum())
-    return OutputEffect(max(0.0, kl), int(found.argmax()) == int(right.argmax()), first_divergence(*written), NEW)
+    kl = max(0.0, kl) if isfinite(kl) else None
+    return OutputEffect(kl, int(found.argmax()) == int(right.argmax()), first_divergence(*written), NEW)
 
 
 def _row(cache: AnyCache, row: int) -> Tokens:

@@ -155,6 +155,26 @@ def test_the_model_is_a_reference_and_says_what_it_would_write(tiny: Model, righ
     assert wrong.effect.kl > 1e-4
 
 
+def test_the_output_is_that_of_the_row_that_differs(tiny: Model):
+    both = tiny.prefill([IDS, IDS])
+    values = [part.clone() for part in both.values]
+    values[1][1] += 1.0
+    found = diff(both.with_parts({"V": values}), both, model=tiny)
+    assert found.worst is not None
+    assert found.worst.row == 1
+    assert found.effect is not None
+    assert found.effect.kl is not None
+    assert found.effect.kl > 1e-4
+
+
+def test_numbers_too_large_for_the_model_are_still_compared(tiny: Model, right: KVCache):
+    keys = [part.clone() for part in right.keys]
+    keys[1][0, 0, 5] = 3e38
+    found = diff(right.with_parts({"K": keys}), right, model=tiny)
+    assert found.differs
+    assert str(found.effect) == "Output: the model's logits are not finite."
+
+
 def test_other_tokens_end_the_comparison_where_they_begin(tiny: Model, right: KVCache):
     kinds = {
         "truncated": IDS[:80],
