@@ -134,11 +134,18 @@ class Design(Brief):
 
         Args:
             contexts: name of each sample's surroundings (template, source), by which a probe must not recognise labels.
+
+        Raises:
+            UserError: as many of each are not given, or a label is NaN.
         """
         if not len(transcripts) == len(labels) == len(contexts):
             raise UserError(
                 f"{len(transcripts)} conversations, {len(labels)} labels and {len(contexts)} contexts were given; "
                 "give one label and one context for each conversation."
+            )
+        if missing := sum(label != label for label in labels):
+            raise UserError(
+                f"{missing} of {len(labels)} labels are NaN, which is no class; leave their conversations out."
             )
         classes = tuple(sorted(map(str, set(labels))))
         number = {name: index for index, name in enumerate(classes)}

@@ -172,9 +172,9 @@ def test_random_subspaces_that_take_more_and_codes_that_do_not_differ_are_said_t
 
 def test_few_conversations_decide_nothing_and_are_warned_of(tmp_path: Path):
     conclusion = made_up(dosed, np.random.default_rng(2), contexts=6)
-    assert answer_of(STUDY, Config(), conclusion, tmp_path).startswith(
-        "Conversations are too few to say whether the model uses"
-    )
+    words = answer_of(STUDY, Config(), conclusion, tmp_path)
+    assert words.startswith("Conversations are too few to say whether the model uses")
+    assert "in an unknown number of 6 cases (places, K and V), and one trained anew in an unknown number of 6." in words
     assert "too few to tell" in conclusion.warnings[0]
 
 

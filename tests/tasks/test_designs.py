@@ -35,6 +35,7 @@ def test_a_column_of_labels_becomes_classes_in_order():
     assert design.target == Target("mood", ("a", "b"))
     assert [sample.labels for sample in design.samples] == [(1,), (0,), (1,)]
     refused(lambda: Design.labelled([CHAT], ["a", "b"], ["x"]), "one label and one context")
+    refused(lambda: Design.labelled([CHAT] * 2, ["a", float("nan")], ["x", "y"]), "1 of 2 labels are NaN")
 
 
 @pytest.mark.parametrize(
