@@ -174,8 +174,8 @@ def doubts(
 ) -> Iterator[str]:
     """Why the numbers of a design may mislead."""
     if 0 < permutations < ENOUGH:
-        least = 1 / (permutations + 1)
-        yield f"{permutations} permutations give no p below {least:.2g}, so nothing is confirmed; give {ENOUGH} or more."
+        least = f"{1 / (permutations + 1):.2g}"
+        yield f"{permutations} permutations give no p below {least}, so nothing is confirmed; give {ENOUGH} or more."
     names, members = np.unique(clusters, return_inverse=True)
     if len(names) < FEWEST:
         yield f"{len(names)} contexts are too few to tell: only ranges are shown; give at least {FEWEST}."
