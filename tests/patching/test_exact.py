@@ -190,6 +190,16 @@ def test_a_segment_of_another_length_needs_align_and_its_keys_are_rotated(tiny_l
     assert abs(sweep({"layer": [0], "segment": ["T1"]}, align="start").effect).max() > 1e-3
 
 
+def test_a_donor_whose_hidden_end_was_re_indexed_lends_it_as_it_was_computed(tiny_llama: Model):
+    base, donor = two(tiny_llama)
+    hidden = donor.mask("T2").reindex()
+    assert not hidden.ledger.rotated
+    one, other = (
+        patch_sweep(tiny_llama, base, lender, suffix_of(base), METRIC, progress=False) for lender in (donor, hidden)
+    )
+    assert other.values == pytest.approx(one.values, abs=1e-6)
+
+
 def test_a_swap_along_all_directions_is_the_full_swap_and_leaves_no_rest(tiny_llama: Model):
     base, donor = two(tiny_llama)
     width = base.n_kv_heads * base.keys[0].shape[3]
