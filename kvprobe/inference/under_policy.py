@@ -12,8 +12,9 @@ from torch import Tensor
 from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.entries import entries
-from kvprobe.cache.ledger import COLUMNS, Ledger
+from kvprobe.cache.ledger import COLUMNS, PADDING, Ledger
 from kvprobe.cache.parts import heads_apart
+from kvprobe.cache.recurrence import timeless
 from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.errors import UserError
 from kvprobe.inference.forward import extend, new_slots, one_row_each, prove_reading
@@ -317,16 +318,22 @@ def _with_placeholders(lanes: Lanes, policy: PruneToolResults, scene: Scene) -> 
 
 def _replaced(lanes: Lanes, scene: Scene, text: Bool[Tensor, "batch slots"], ids: Sequence[int], name: str) -> Scene:
     """The cache with `ids`, read after the slots before them, in place of the slots in `text`."""
-    cache = scene.cache
     first = text.int().argmax(1)
-    index = torch.arange(cache.slots, device=text.device)
-    starts = entries(cache.ledger.positions.gather(1, first[:, None])[:, 0], int)
-    before = cache.mask(slots=index >= first[:, None])
-    longer, _ = extend(lanes, before, [Tokens.of(ids, name, start) for start in starts])
+    index = torch.arange(text.shape[1], device=text.device)
+    starts = scene.cache.ledger.positions.gather(1, first[:, None])
+    # States do not decay over text whose place is taken.
+    taken = text & (scene.cache.ledger.positions < starts + len(ids))
+    cache = replace(scene.cache, layers=tuple(timeless(layer, taken) for layer in scene.cache.layers))
+    # Nor do they decay over padding, and the new slots come before what is later.
+    later = index >= first[:, None]
+    segments, live = cache.ledger.segments.masked_fill(later, PADDING), cache.ledger.live & ~later[None, :, None, :]
+    before = replace(cache, ledger=replace(cache.ledger, segments=segments, live=live))
+    longer, _ = extend(lanes, before, [Tokens.of(ids, name, start) for start in entries(starts[:, 0], int)])
     # All slots that were live, except the text, are live again; then the new slots move to where the text began.
     removed = torch.nn.functional.pad(text, (0, len(ids)))
-    live = torch.nn.functional.pad(cache.ledger.live, (0, len(ids)), value=True)
-    ledger = replace(longer.ledger, live=live & ~removed[None, :, None, :], following=cache.ledger.following)
+    live = torch.nn.functional.pad(cache.ledger.live, (0, len(ids)), value=True) & ~removed[None, :, None, :]
+    segments = torch.cat([cache.ledger.segments, longer.ledger.segments[:, cache.slots :]], 1)
+    ledger = replace(longer.ledger, segments=segments, live=live, following=cache.ledger.following)
     key = torch.cat([index.expand(cache.batch, -1) * 2, (first * 2 - 1)[:, None].expand(-1, len(ids))], 1)
     order = key.argsort(dim=1, stable=True)
     moved = replace(longer, ledger=ledger).take(order, torch.zeros_like(order, dtype=torch.bool))

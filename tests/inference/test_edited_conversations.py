@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvprobe.cache.cache import KVCache
+from kvprobe.cache.cache import KVCache, PositionMode
+from kvprobe.editing import replace_text
 from kvprobe.inference.forward import extend, prefill
-from kvprobe.inference.model import Model
+from kvprobe.inference.model import Model, load
 from kvprobe.policies import (
     MaskSpans,
     Policy,
@@ -23,6 +24,7 @@ from kvprobe.policies import (
 )
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
+from tests.models import every, tiny_tokenizer
 from tests.random_caches import (
     assert_bit_identical,
     assert_close_caches,
@@ -180,6 +182,21 @@ def texts_by_hand(chat: Transcript, model: Model, placeholder: str | None, prune
 
 
 KEPT_LAST = [(0, ["tool one", "tool two", "tool three"]), (1, ["tool one", "tool two"]), (2, ["tool one"]), (3, [])]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear"])
+@pytest.mark.parametrize(("placeholder", "mode"), [("a.", "contiguous"), ("b result 1", "gapped")])
+def test_states_do_not_decay_over_text_that_a_placeholder_stands_for(
+    chat: Transcript, kind: str, placeholder: str, mode: PositionMode
+):
+    model = load(every.tiny(kind), tokenizer=tiny_tokenizer())
+    cache = model.prefill(chat)
+    pruned = model.apply(PruneToolResults(2, placeholder, mode=mode), cache)
+    ids = model.tokenizer(placeholder, add_special_tokens=False)["input_ids"]
+    replaced = replace_text(model, cache, "tool one", ids)
+    assert_same_ledger(pruned.ledger, replaced.ledger)
+    one, other = (model.extend(edited, [7, 8])[1] for edited in (pruned, replaced))
+    assert relative_difference(one, other) < 1e-5
 
 
 @pytest.mark.parametrize(("keep_last", "pruned"), KEPT_LAST)
