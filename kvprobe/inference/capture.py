@@ -272,7 +272,17 @@ Edit = Callable[[Tensor], Tensor]
 @contextmanager
 def editing(lanes: Lanes, edits: Iterable[tuple[Port, Edit]]) -> Generator[None]:
     """While this lasts, edits replace what the plain model computes at their ports (see `plain_ports`)."""
-    hooks = [editing_hook(lanes.plain.get_submodule(path), end, edit) for (path, end), edit in edits]
+    stream: list[int] = []
+
+    def note(block: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        stream[:] = (args[0] if args else kwargs["hidden_states"]).shape[:2]
+
+    def by_row(edit: Edit, tensor: Tensor) -> Tensor:
+        """The edit of what some modules see without rows (OPT, Llama 4)."""
+        return edit(tensor) if tensor.dim() == 3 else edit(tensor.view(*stream, -1)).view_as(tensor)
+
+    hooks: list[Hook] = [(block, "input", note) for block in lanes.blocks]
+    hooks += [editing_hook(lanes.plain.get_submodule(path), end, partial(by_row, edit)) for (path, end), edit in edits]
     with claimed(lanes.plain), hooked(hooks):
         yield
 

@@ -76,24 +76,25 @@ def _added(
 
 
 def _seen(lanes: UnprovedLanes, modules: Collection[nn.Module], paths: dict[nn.Module, str]) -> _Seen:
-    """What these modules read and compute of the stream's size, in the order in which they are called."""
-    seen: _Seen = {}
+    """What these modules read and compute of the stream's size, in the order in which they are called; without those
+    that are called twice, such as a dropout after both blocks of a layer."""
+    seen: dict[Port, list[Tensor]] = {}
     hooks: list[Hook] = []
     for module in modules:
         for end in ENDS:
             hooks.append((module, end, _noting(seen, (paths[module], end), lanes.geometry.d_model)))
     with hooked(hooks), torch.no_grad():
         lanes.native(few_tokens(lanes.plain))
-    return seen
+    return {port: tensors[0] for port, tensors in seen.items() if len(tensors) == 1}
 
 
-def _noting(seen: _Seen, port: Port, d_model: int) -> Callable[..., None]:
+def _noting(seen: dict[Port, list[Tensor]], port: Port, d_model: int) -> Callable[..., None]:
     def note(module: nn.Module, args: Sequence[object], found: object) -> None:
         if port[1] == "input":
             found = args or cast(Mapping[str, object], found).get("hidden_states")
         tensor = cast(Sequence[object], found)[0] if isinstance(found, tuple) else found
         if isinstance(tensor, Tensor) and tensor.dim() == 3 and tensor.shape[2] == d_model:
-            seen[port] = tensor
+            seen.setdefault(port, []).append(tensor)
 
     return note
 

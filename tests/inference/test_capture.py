@@ -7,10 +7,10 @@ import torch
 from kvprobe.inference.capture import Captured, _observing, capture, plain_ports
 from kvprobe.inference.forward import extend, prefill
 from kvprobe.inference.generate import generate
-from kvprobe.inference.model import Model
+from kvprobe.inference.model import Model, load
 from kvprobe.models.lens import HOOKS, PER_HEAD, Family
 from kvprobe.policies import H2O
-from tests.models import ARCHITECTURES
+from tests.models import ARCHITECTURES, every
 from tests.random_caches import assert_bit_identical, assert_close, random_tokens, relative_difference
 from tests.refusals import refused
 
@@ -47,6 +47,14 @@ def test_what_the_plain_lane_captures_equals_what_the_hooked_lane_captures(
         assert_close(hooked[site], plain[site])
     assert torch.equal(plain.present, hooked.present)
     assert_close(hooked.logits, plain.logits, 1e-4)
+
+
+@pytest.mark.parametrize(("kind", "family"), [("opt", "resid_mid"), ("llama4_text", "mlp_out")])
+def test_what_a_module_sees_without_rows_is_captured_by_row(kind: str, family: Family):
+    lanes = load(every.tiny(kind)).lanes
+    plain, hooked = (capture(lanes, ROWS, [family], lane=lane) for lane in ("plain", "hooked"))
+    for site in plain.tensors:
+        assert_close(plain[site][plain.present], hooked[site][hooked.present])
 
 
 @pytest.mark.parametrize("lane", ["plain", "hooked"])

@@ -219,6 +219,17 @@ def test_what_each_layer_adds_is_restored_as_by_hooks_of_one_s_own(kind: str):
     assert layers.noised[-1] == pytest.approx(layers.damage, abs=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["emu3", "llama4_text"])
+def test_one_module_for_both_blocks_of_a_layer_is_no_port_and_one_without_rows_is(kind: str):
+    """Emu3 calls one dropout after attention and MLP; the MLP of Llama 4 returns tokens of all rows in one axis."""
+    model = built(kind)
+    clean, damaged = two(model)
+    layers = layer_map(model, clean, damaged, suffix_of(clean), progress=False, bands=[range(4)])
+    assert layers.damage > 1e-3
+    assert layers.restored[-1] == pytest.approx(0, abs=1e-5)
+    assert layers.noised[-1] == pytest.approx(layers.damage, abs=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["falcon_h1", "gemma3n_text"])
 def test_blocks_whose_attention_and_mlp_are_not_found_are_not_mapped(kind: str):
     model = built(kind)
