@@ -55,23 +55,26 @@ def reference_of(model: Model, cache: AnyCache) -> KVCache:
     """
     ledger = cache.ledger
     ledger.refuse_fitted("A comparison with what the model reads")
-    rows = [_row(cache, row) for row in range(ledger.batch)]
-    return model.prefill(rows)
+    read = model.prefill([_row(cache, row) for row in range(ledger.batch)])
+    # Each token in its slot of the cache, also where padding stands between.
+    slots = ((~ledger.padding).cumsum(1) - 1).clamp(min=0).to(model.lanes.device)
+    return read.take(slots, ledger.padding.to(slots.device))
 
 
 def effect_of(model: Model, cache: AnyCache, reference: AnyCache, row: int) -> OutputEffect | None:
     """Read the last token of a row again, after each of the caches, and go on greedily."""
     ledger = reference.ledger
-    if ledger.slots < 2 or bool(ledger.padding[row].any()) or bool(ledger.fitted[row, -1]):
+    held_slots = entries((~ledger.padding[row]).nonzero()[:, 0], int)
+    if len(held_slots) < 2 or bool(ledger.fitted[row, end := held_slots[-1]]):
         return None
-    last = Tokens.of([int(ledger.tokens[row, -1])], start=int(ledger.positions[row, -1]))
+    last = Tokens.of([int(ledger.tokens[row, end])], start=int(ledger.positions[row, end]))
     logits: list[Tensor] = []
     written: list[list[int]] = []
     for one in (reference, cache):
         held = (one.cache() if isinstance(one, StoredCache) else one).rows([row])
         held = replace(held, made_by=model.lanes.maker).to(model.lanes.device)
         layers = tuple({part: tensor.to(model.lanes.dtype) for part, tensor in layer.items()} for layer in held.layers)
-        before = replace(held, layers=layers).rewind(slots=held.slots - 1)
+        before = replace(held, layers=layers).rewind(slots=-1)
         if not all(bool(tensor.isfinite().all()) for tensor in before.tensors):
             return OutputEffect(None, False, 0, 0)
         try:

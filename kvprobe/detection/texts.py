@@ -12,6 +12,8 @@ from kvprobe.cache.ledger import NO_TOKEN, Ledger
 from kvprobe.errors import UserError
 
 _SHOWN, _MOST = 8, 20_000
+_EMPTY = (-1, -1)
+"""Token and position of padding."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ def compared_slots(one: Ledger, other: Ledger) -> tuple[int, list[TextDifference
     behind them.
 
     Raises:
-        UserError: the caches have different numbers of rows, or no first slot in common.
+        UserError: the caches have different numbers of rows, or padding between other slots.
     """
     if one.batch != other.batch:
         raise UserError(
@@ -45,6 +47,11 @@ def compared_slots(one: Ledger, other: Ledger) -> tuple[int, list[TextDifference
     common, differences = min(one.slots, other.slots), list[TextDifference]()
     for row in range(one.batch):
         first, second = _filled(one, row), _filled(other, row)
+        if any((_EMPTY in pair) and pair[0] != pair[1] for pair in zip(first, second, strict=False)):
+            raise UserError(
+                f"Row {row} has padding between other slots in one cache than in the other; take it out of both, with "
+                "cache.evict(slots=cache.ledger.padding)."
+            )
         length = next(
             (place for place, pair in enumerate(zip(first, second, strict=False)) if not _same(*pair)),
             min(len(first), len(second)),
@@ -91,10 +98,11 @@ def _same(one: tuple[int, int], other: tuple[int, int]) -> bool:
 
 
 def _filled(ledger: Ledger, row: int) -> list[tuple[int, int]]:
-    """Token and position of the key of each slot."""
+    """Token and position of the key of each slot, up to the last that holds a token."""
     held = ~ledger.padding[row]
     count = int(held.nonzero()[-1]) + 1 if bool(held.any()) else 0
-    return list(zip(ledger.tokens[row, :count].tolist(), ledger.origins[row, :count].tolist(), strict=True))
+    columns = (column[row].where(held, -1)[:count].tolist() for column in (ledger.tokens, ledger.origins))
+    return list(zip(*columns, strict=True))
 
 
 def _difference(

@@ -141,6 +141,23 @@ def test_benign_pairs_are_alike(tiny: Model, right: KVCache, chunked: KVCache):
         assert found.kind == "numerics"
 
 
+@pytest.mark.parametrize("longer", [1, 5])
+def test_padding_makes_no_difference_at_the_end_or_between_slots(tiny: Model, right: KVCache, longer: int):
+    padded = KVCache.join([right, tiny.prefill([*IDS[::-1], *IDS[:longer]])])
+    ragged = tiny.extend(padded, [IDS[:2], IDS[:2]])[0].rows([0])
+    for cache, reference in ((padded.rows([0]), right), (right, padded.rows([0])), (ragged, tiny)):
+        found = diff(cache, reference, model=tiny)
+        assert not found.differs, str(found)
+        assert found.effect is not None
+        assert found.effect.kl == pytest.approx(0, abs=1e-6)
+    worse = diff(ragged.corrupt(Scaled(8.0, scope=Scope(segments="text", parts="v"))), tiny)
+    assert worse.first is not None
+    assert (worse.kind, worse.first.slot) == ("scale error", len(IDS) + longer)
+    whole = tiny.extend(right, IDS[:2])[0]
+    refused(lambda: diff(ragged, whole), "padding between other slots")
+    assert not diff(ragged.evict(slots=ragged.ledger.padding), whole).differs
+
+
 def test_the_model_is_a_reference_and_says_what_it_would_write(tiny: Model, right: KVCache, context: FaultContext):
     same = diff(right, tiny)
     assert not same.differs
