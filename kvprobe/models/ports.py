@@ -59,20 +59,14 @@ def _added(
         mixes: whether the block attends, or keeps a state.
     """
     outputs = [port for port in seen if port[1] == "output"]
-    for port in outputs:
-        if _equal(lanes, before + seen[port], after):
-            family: Family = "attn_out" if mixes else "mlp_out"
-            yield family, port
-            return
-    for attn, mlp in combinations(outputs, 2):
-        if _equal(lanes, before + seen[attn] + seen[mlp], after):
-            yield "attn_out", attn
-            yield "mlp_out", mlp
-            middle = before + seen[attn]
-            between = [port for port in seen if port[1] == "input" and _equal(lanes, middle, seen[port])]
-            for port in between[:1]:
-                yield "resid_mid", port
-            return
+    one_or_two: list[tuple[Port, ...]] = [*((port,) for port in outputs), *combinations(outputs, 2)]
+    adding = _nearest(lanes, {ports: sum((seen[port] for port in ports), before) for ports in one_or_two}, after)
+    families: list[Family] = ["attn_out", "mlp_out"] if len(adding) == 2 or mixes else ["mlp_out"]
+    yield from zip(families, adding, strict=False)
+    if len(adding) == 2:
+        inputs = {(port,): tensor for port, tensor in seen.items() if port[1] == "input"}
+        for port in _nearest(lanes, inputs, before + seen[adding[0]]):
+            yield "resid_mid", port
 
 
 def _seen(lanes: UnprovedLanes, modules: Collection[nn.Module], paths: dict[nn.Module, str]) -> _Seen:
@@ -99,5 +93,16 @@ def _noting(seen: dict[Port, list[Tensor]], port: Port, d_model: int) -> Callabl
     return note
 
 
+def _nearest(lanes: UnprovedLanes, tensors: Mapping[tuple[Port, ...], Tensor], wanted: Tensor) -> tuple[Port, ...]:
+    """The ports of the tensor that is the wanted one; of several that of the nearest, and of those as near the first.
+    None where there is none."""
+    alike = {ports: tensor for ports, tensor in tensors.items() if _equal(lanes, tensor, wanted)}
+    return min(alike, key=lambda ports: difference(alike[ports], wanted), default=())
+
+
 def _equal(lanes: UnprovedLanes, one: Tensor | None, other: Tensor | None) -> bool:
-    return one is not None and other is not None and difference(one, other) <= lanes.tolerance()
+    """Whether two tensors differ by the rounding of a sum alone: that of the whole model is far more in half precision,
+    and may hide what a block adds."""
+    if one is None or other is None or one.shape != other.shape:
+        return False
+    return difference(one, other) <= min(lanes.tolerance(), max(1e-4, torch.finfo(other.dtype).eps / 2))
