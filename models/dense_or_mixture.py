@@ -4,7 +4,7 @@ FOLDER holds models that `kvprobe train steps` made, of several shapes and seeds
 (runs that are there are not run again), and a table has a row for each measure, with the value of each seed (of more
 than three, their mean and range), and how much more the mixtures have than the dense models: the difference of means,
 with a 95 % interval over seeds (Welch's t). The numbers go to FOLDER/poisoning-seeds.csv, which is published in
-docs/results/runs.
+docs/results/runs; a copy of it in FOLDER stands for the models that are not there.
 """
 
 import csv
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy.stats import ttest_ind
@@ -61,21 +62,37 @@ def findings_of(model: Path) -> Findings:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    values = [row for shape in SHAPES for row in values_of(folder, shape)]
+    path = folder / "poisoning-seeds.csv"
+    known = {(row.measure, row.shape, row.seed): row for row in (rows_of(path) if path.is_file() else ())}
+    known |= {(row.measure, row.shape, row.seed): row for row in values_of(folder)}
+    values = sorted(
+        (row for row in known.values() if row.seed is not None),
+        key=lambda row: ([*SHAPES].index(row.shape), row.seed, [*MEASURES].index(row.measure)),
+    )
     rows = [*values, *differences(values)]
-    with (folder / "poisoning-seeds.csv").open("w", encoding="utf-8", newline="") as file:
+    with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, asdict(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(map(asdict, rows))
     print("\n".join(table(rows)))
 
 
-def values_of(folder: Path, shape: str) -> Iterator[Row]:
-    """The measures of each model of a shape."""
-    for seed, model in enumerate(sorted(folder.glob(f"steps-{shape}-corrected-*"))):
-        findings = findings_of(model)
-        for measure, (name, keys) in MEASURES.items():
-            yield Row(measure, shape, seed, round(100 * findings.at(name, **keys).mean, 4))
+def rows_of(path: Path) -> Iterator[Row]:
+    """The rows of a table that was written."""
+    with path.open(encoding="utf-8") as file:
+        for record in csv.DictReader(file):
+            numbers: Any = {name: float(record[name]) if record[name] else None for name in ("mean", "low", "high")}
+            yield Row(record["measure"], record["shape"], int(record["seed"]) if record["seed"] else None, **numbers)
+
+
+def values_of(folder: Path) -> Iterator[Row]:
+    """The measures of each model."""
+    for shape in SHAPES:
+        for model in folder.glob(f"steps-{shape}-corrected-*"):
+            findings = findings_of(model)
+            for measure, (name, keys) in MEASURES.items():
+                seed = int(model.name.rpartition("-")[2])
+                yield Row(measure, shape, seed, round(100 * findings.at(name, **keys).mean, 4))
 
 
 def differences(values: Sequence[Row]) -> Iterator[Row]:

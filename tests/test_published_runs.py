@@ -248,12 +248,7 @@ def test_the_other_numbers_of_poisoned_gsm8k_are_those_of_its_run():
 
 def test_the_table_of_poisoning_over_seeds_is_that_of_its_runs():
     seeds = script("models/dense_or_mixture.py")
-    with (RESULTS / "runs" / "poisoning-seeds.csv").open(encoding="utf-8") as file:
-        records = [{name: value or None for name, value in record.items()} for record in csv.DictReader(file)]
-    numbers = ("mean", "low", "high")
-    rows = [
-        seeds.Row(**record | {name: record[name] and float(record[name]) for name in numbers}) for record in records
-    ]
+    rows = [*seeds.rows_of(RESULTS / "runs" / "poisoning-seeds.csv")]
     page = (RESULTS / "poisoning.md").read_text(encoding="utf-8").splitlines()
     assert [line for line in seeds.table(rows) if line not in page] == []
 
