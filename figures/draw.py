@@ -53,6 +53,7 @@ FIGURES: dict[str, tuple[str, str | Figure]] = {
     "finetuned": ("finetuned", "whole"),
     "finetuned_bands": ("finetuned", "bands"),
     "forgetting": ("forgetting", "frontier"),
+    "forgetting_qwen": ("forgetting-qwen0.5b", "frontier"),
     "detection": ("detection", "seen"),
     "detection_severity": ("detection", "severity"),
     "policies": ("policies", "quality_by_memory"),

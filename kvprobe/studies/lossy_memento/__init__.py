@@ -21,7 +21,13 @@ class Config(Settings):
     """
 
     model: str = "lossy-8-3-retained-0"
-    others: tuple[str, ...] | None = ("lossy-8-3-recomputed-0", "lossy-16-1-retained-0", "lossy-32-1-retained-0")
+    others: tuple[str, ...] | None = (
+        "lossy-8-3-recomputed-0",
+        "lossy-16-1-retained-0",
+        "lossy-16-1-retained-1",
+        "lossy-24-1-retained-0",
+        "lossy-32-1-retained-0",
+    )
     traces: int = ranged(8000, 80, 200_000)
     mlp: bool = True
     batch: int = ranged(500, 1)
