@@ -12,6 +12,7 @@ import pytest
 from kvprobe.cli.entry import app
 from kvprobe.detection.canary import EngineAnswer, ScriptSizes, canary
 from kvprobe.detection.canary.floor import FALSE_ALARMS, distance, distances
+from kvprobe.detection.canary.run import FLOOR_PROMPTS, POWER
 from kvprobe.detection.canary.target import Prompt, Token
 from kvprobe.errors import UserError
 from kvprobe.report.views.canary import canary_page
@@ -104,6 +105,7 @@ class Noisy:
     """A sound engine without a model, whose numerics differ from one request to the next, more so for some prompts."""
 
     seed: int
+    scale: float = 0.01
     name: str = "noise"
 
     def __post_init__(self) -> None:
@@ -122,7 +124,7 @@ class Noisy:
         tokens, tops = (), []
         for _ in range(new):
             own = np.random.default_rng(crc32(" ".join(map(str, prompt + tokens)).encode()))
-            scale = 0.01 * np.exp(0.4 * own.normal())
+            scale = self.scale * np.exp(0.4 * own.normal())
             logs = -3 * np.arange(20) / 5 + own.normal(size=20) + scale * self.rng.normal(size=20)
             tops.append({f"t{place}": float(logs[place]) for place in own.permutation(20)})
             tokens += (f"t{int(logs.argmax())}",)
@@ -134,6 +136,12 @@ def test_at_most_the_stated_share_of_sound_runs_fails():
     failed = sum(bool(canary(Noisy(seed), sizes=ScriptSizes(idle=0.0), seed=seed).failed) for seed in range(runs))
     assert failed <= 3  # more has a probability of 0.3 % at the stated rate
     assert FALSE_ALARMS == 0.01
+
+
+def test_more_benign_differences_are_measured_before_an_engine_is_refused_for_its_noise():
+    runs = [canary(Noisy(seed, 0.06), sizes=ScriptSizes(idle=0.0), seed=seed) for seed in range(6)]
+    assert any(len(run.wrong_blocks) > FLOOR_PROMPTS for run in runs)
+    assert all(run.power >= POWER and not run.failed for run in runs)
 
 
 MADE = """

@@ -1,7 +1,7 @@
 """Running a canary: floors first, then each property, then a verdict, and the smallest script that fails."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import Any, Literal
@@ -19,7 +19,9 @@ CanaryState = Literal["sound", "not reported", "not repeated", "failed", "not ex
 """Not reported: answers are alike, but the engine does not say whether they came from its cache. Not repeated:
 something lay beyond the threshold once, less than most wrong blocks do, and nothing did on new prompts."""
 FLOOR_PROMPTS = 16
-"""From which the floors are measured."""
+"""From which the floors are measured at a time."""
+MOST_FLOOR_PROMPTS = 48
+"""So many are measured before an engine is refused for its noise: with more, less is added for want of knowing it."""
 REPEATS = 2
 """How often a script is run again, on new prompts, to see whether a small failure comes back."""
 POWER = 0.9
@@ -93,7 +95,7 @@ class Canary:
 
     Attributes:
         threshold: the distance, in nats, from which an answer is wrong: if something is beyond it again on new prompts,
-            or this one is farther off than the median of `wrong_blocks`.
+            or this one is twice as far, and farther off than the median of `wrong_blocks`.
         floors: distances of benign differences by kind, in nats.
         wrong_blocks: how far answers move if the block that is asked for is another, each in nats.
     """
@@ -171,19 +173,20 @@ class _Session:
             one.name: [(length, self._compare(self._script(one, length))) for length in one.lengths(self._sizes)]
             for one in offered
         }
-        judged = sum(map(len, floors.values()))
-        judged += sum(len(one.gaps) for runs in played.values() for _, compared in runs for one in compared)
-        limit = threshold(floors, FLOOR_PROMPTS, judged)
-        if np.mean(np.array(wrong) > limit) < POWER:
-            raise UserError(
-                f"Benign differences of {self._target.name} would hide a wrong block: they reach {limit:.3g} nats, and "
-                f"a wrong block moves the answer by {np.median(wrong):.3g}; give a model that can recite a "
-                "list, or a less noisy engine."
-            )
+        judged = sum(len(one.gaps) for runs in played.values() for _, compared in runs for one in compared)
+        while np.mean(np.array(wrong) > (limit := _limit(floors, len(wrong), judged))) < POWER:
+            if len(wrong) >= MOST_FLOOR_PROMPTS:
+                raise UserError(
+                    f"Benign differences of {self._target.name} would hide a wrong block: they reach {limit:.3g} nats, "
+                    f"and a wrong block moves the answer by {np.median(wrong):.3g}; give other words (another seed), a "
+                    "model that can recite a list, or a less noisy engine."
+                )
+            more, wrong_too = self._floors()
+            floors, wrong = {kind: floors[kind] + more[kind] for kind in floors}, wrong + wrong_too
         known = [one.reused for runs in played.values() for _, compared in runs for one in compared]
         if all(reused == 0 for reused in known):
             raise UserError(f"{self._target.name} never reused a token, so its cache was not tested; turn reuse on.")
-        certain = float(np.median(wrong))
+        certain = max(float(np.median(wrong)), 2 * limit)
         findings = [
             PropertyFinding(
                 kind,
@@ -334,6 +337,11 @@ class _Session:
             if (without := fails(length, fewer)) is not None:
                 smallest, steps = without, fewer
         return smallest
+
+
+def _limit(floors: Mapping[str, Sequence[float]], prompts: int, judged: int) -> float:
+    """The threshold of a run in which the floors are judged, and so many distances beside."""
+    return threshold(floors, prompts, judged + sum(map(len, floors.values())))
 
 
 def _state(
