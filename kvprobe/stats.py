@@ -201,10 +201,12 @@ def ratio(
 ) -> Estimate:
     """The sum of one quantity over clusters divided by the sum of another; NaN where the latter is zero.
 
-    Where both are positive in all clusters, the upper end is also that of the logarithm, if it is higher: the tail of
-    such a ratio is longer than its clusters show.
+    Where each has one sign in all clusters, the end farther from zero is also that of the logarithm, if this is
+    farther: the tail of such a ratio is longer than its clusters show.
     """
     top, bottom = np.asarray(top, float), np.asarray(bottom, float)
+    if (bottom < 0).all():
+        return ratio(-top, -bottom, within, comparisons)
     if (top < 0).all() and (bottom > 0).all():
         return -ratio(-top, bottom, (-within[1], -within[0]), comparisons)
     linear = _quotient(top, bottom, within, comparisons)

@@ -124,6 +124,11 @@ class Difference(Mean):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldOutDifference(Difference, HeldOut):
+    """A difference of which at least one side is what a probe reads that was trained on other clusters."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ratio(Estimand):
     """The sum over clusters of one column divided by that of another; a row that lacks either does not count.
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvprobe.experiments.estimands import HEADLINE, Difference, Estimand, HeldOut, Mean, Ratio, measure
+from kvprobe.experiments.estimands import HEADLINE, Difference, Estimand, HeldOut, HeldOutDifference, Mean, Ratio, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
@@ -106,7 +106,7 @@ def of_probes(config: Config) -> Iterator[Estimand]:
     def leak(name: str, part: str, arm: str, when: str) -> Estimand:
         there = {**linear, "part": part}
         less = {**there, "when": LATER, "arm": RESTART}
-        return Difference(name=name, where={**there, "when": when, "arm": arm}, less=less, **claimed)
+        return HeldOutDifference(name=name, where={**there, "when": when, "arm": arm}, less=less, **claimed)
 
     read: dict[str, Any] = {"of": "right", "cluster": "text", "within": SHARE}
     yield HeldOut(name="read", by=(*MODEL, "when", "arm", "part", "reader"), where={"main": True}, **read)
@@ -114,7 +114,8 @@ def of_probes(config: Config) -> Iterator[Estimand]:
     yield HeldOut(name="floor", by=(*MODEL, "part", "reader"), where=floor, together=(), **read)
     yield leak("leak", STATE, ERASED, LATER)
     state = {"main": True, "part": STATE, "when": LATER, "arm": ERASED}
-    yield Difference(name="learned", where={**state, "reader": LINEAR}, less={**state, "reader": UNTRAINED}, **claimed)
+    untrained = {**state, "reader": UNTRAINED}
+    yield HeldOutDifference(name="learned", where={**state, "reader": LINEAR}, less=untrained, **claimed)
     yield leak("time", STATE, BOTH, AT_ONCE)
     yield leak("carried_by_writes", "values written later", TIMELESS, LATER)
     yield leak("carried_by_slots", "V of later slots", TIMELESS, LATER)

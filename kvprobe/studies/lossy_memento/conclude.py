@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvprobe.experiments.estimands import HEADLINE, Difference, Estimand, Mean, measure
+from kvprobe.experiments.estimands import HEADLINE, Difference, Estimand, HeldOutDifference, Mean, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
@@ -77,7 +77,7 @@ def of_read() -> Iterator[Estimand]:
     claimed: dict[str, Any] = {"cluster": "trace", **HEADLINE}
     held, keys = {"arm": RETAINED}, ("reader", *MODELS)
     yield Mean(name="read", of="right", by=(*keys, "arm"), cluster="trace", within=SHARE)
-    yield Difference(
+    yield HeldOutDifference(
         name="leak",
         of="right",
         by=MODELS,
