@@ -6,7 +6,18 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvprobe.experiments.estimands import Difference, Estimand, Mean, Pooled, Ratio, Share, Total, measure
+from kvprobe.experiments.estimands import (
+    Difference,
+    Estimand,
+    HeldOut,
+    HeldOutDifference,
+    Mean,
+    Pooled,
+    Ratio,
+    Share,
+    Total,
+    measure,
+)
 from kvprobe.stats import DIFFERENCE, Estimate, binomial, estimate, ratio
 from kvprobe.tidy import Rows, beside
 from tests.refusals import refused
@@ -32,6 +43,24 @@ def rows(items: int = 12, repeats: int = 2, seed: int = 0) -> pd.DataFrame:
     table = pd.DataFrame(records)
     table.loc[(table["sample"] == 3) & (table["fault"] == "noise"), "x"] = np.nan
     return table.sample(frac=1, random_state=seed, ignore_index=True)
+
+
+def test_a_difference_of_what_probes_read_is_as_wide_as_what_they_read():
+    table = rows(20)
+    table["x"] = table["x"].where(table["fault"] == "noise", 0.0)
+    where, less = {"fault": "noise"}, {"fault": "zeros"}
+    found = measure(
+        table,
+        [
+            HeldOutDifference(name="pair", of="x", where=where, less=less),
+            HeldOut(name="read", of="x", where=where),
+            Difference(name="narrow", of="x", where=where, less=less),
+        ],
+    )
+    pair, read, narrow = (found.at(name).ends for name in ("pair", "read", "narrow"))
+    assert pair == pytest.approx(read)
+    assert pair[0] < narrow[0]
+    assert narrow[1] < pair[1]
 
 
 def test_rows_that_lack_one_of_two_columns_do_not_bias_their_ratio():

@@ -5,7 +5,16 @@ from typing import Any
 
 import pandas as pd
 
-from kvprobe.experiments.estimands import HEADLINE, Difference, Estimand, HeldOut, HeldOutDifference, Mean, Ratio, measure
+from kvprobe.experiments.estimands import (
+    HEADLINE,
+    Difference,
+    Estimand,
+    HeldOut,
+    HeldOutDifference,
+    Mean,
+    Ratio,
+    measure,
+)
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
