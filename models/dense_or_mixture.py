@@ -130,7 +130,7 @@ def cell(rows: Sequence[Row]) -> str:
     """Each seed's value, of many the mean and the range; or a difference with its interval."""
     first, *others = rows
     if first.seed is None:
-        interval = "" if first.low is None else f" ({first.low:.1f} to {first.high:.1f})"
+        interval = "" if first.low is None else f" ({first.low:z.1f} to {first.high:z.1f})"
         return f"{first.mean:+z.1f}{interval}"
     values = [row.mean for row in rows]
     if len(others) < 3:
