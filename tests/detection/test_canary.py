@@ -11,8 +11,9 @@ import pytest
 
 from kvprobe.cli.entry import app
 from kvprobe.detection.canary import EngineAnswer, ScriptSizes, canary
+from kvprobe.detection.canary import run as canary_run
 from kvprobe.detection.canary.floor import FALSE_ALARMS, distance, distances
-from kvprobe.detection.canary.run import FLOOR_PROMPTS, POWER
+from kvprobe.detection.canary.run import CERTAIN, FLOOR_PROMPTS, POWER
 from kvprobe.detection.canary.target import Prompt, Token
 from kvprobe.errors import UserError
 from kvprobe.report.views.canary import canary_page
@@ -142,6 +143,20 @@ def test_more_benign_differences_are_measured_before_an_engine_is_refused_for_it
     runs = [canary(Noisy(seed, 0.06), sizes=ScriptSizes(idle=0.0), seed=seed) for seed in range(6)]
     assert any(len(run.wrong_blocks) > FLOOR_PROMPTS for run in runs)
     assert all(run.power >= POWER and not run.failed for run in runs)
+
+
+def test_where_noise_nearly_hides_a_wrong_block_one_excess_must_come_back(monkeypatch: pytest.MonkeyPatch):
+    certain: list[float] = []
+    state = canary_run._state
+
+    def noting(gaps: Sequence[float], limit: float, least: float, again: Callable[[], float]) -> object:
+        certain.append(least / limit)
+        return state(gaps, limit, least, again)
+
+    monkeypatch.setattr(canary_run, "_state", noting)
+    noisy = canary(Noisy(0, 0.06), sizes=ScriptSizes(idle=0.0))
+    assert np.median(noisy.wrong_blocks) < CERTAIN * noisy.threshold
+    assert certain == pytest.approx([CERTAIN] * len(certain))
 
 
 MADE = """

@@ -17,13 +17,16 @@ from kvprobe.errors import UserError
 
 CanaryState = Literal["sound", "not reported", "not repeated", "failed", "not exercised", "not offered"]
 """Not reported: answers are alike, but the engine does not say whether they came from its cache. Not repeated:
-something lay beyond the threshold once, less than most wrong blocks do, and nothing did on new prompts."""
+something lay beyond the threshold once, less than twice as far or less than most wrong blocks do, and nothing did on
+new prompts."""
 FLOOR_PROMPTS = 16
 """From which the floors are measured at a time."""
 MOST_FLOOR_PROMPTS = 48
 """So many are measured before an engine is refused for its noise: with more, less is added for want of knowing it."""
 REPEATS = 2
 """How often a script is run again, on new prompts, to see whether a small failure comes back."""
+CERTAIN = 2
+"""Times the threshold: no nearer excess fails without coming back, however near wrong blocks are."""
 POWER = 0.9
 """The share of wrong blocks that must be felt; with less, the run shows nothing."""
 WITHOUT_REUSE = {
@@ -186,7 +189,7 @@ class _Session:
         known = [one.reused for runs in played.values() for _, compared in runs for one in compared]
         if all(reused == 0 for reused in known):
             raise UserError(f"{self._target.name} never reused a token, so its cache was not tested; turn reuse on.")
-        certain = max(float(np.median(wrong)), 2 * limit)
+        certain = max(float(np.median(wrong)), CERTAIN * limit)
         findings = [
             PropertyFinding(
                 kind,
