@@ -17,6 +17,7 @@ from kvprobe.inference.model import Model
 from kvprobe.models.hf_cache import CacheLayer, past_key_values
 from kvprobe.probing.readers import Known, scored
 from kvprobe.shipped import shipped_entries
+from kvprobe.stats import SHARE, means
 from kvprobe.studies.leakage_scaling import Config, Reader
 from kvprobe.studies.leakage_scaling.collect import CODES, GRAMMAR, SHARED, UNTRAINED, worlds_of
 from kvprobe.studies.leakage_scaling.conclude import conclude
@@ -269,6 +270,13 @@ def test_intervals_of_curves_and_of_what_they_tend_to_cover():
         limits.append(limit.low <= 0.9 <= limit.high)
     assert np.mean(covered) > 0.92
     assert np.mean(limits) > 0.92
+
+
+def test_a_point_whose_clusters_all_read_everything_may_do_so_by_chance():
+    (point,) = points([np.ones((2, 15))], SHARE)
+    _, low, _ = means(np.ones(15), np.arange(15), SHARE)
+    assert (point.low, point.high) == (pytest.approx(float(low)), 1)
+    assert point.low < 0.9
 
 
 def test_a_flat_curve_has_a_limit_and_one_that_rises_has_none_that_is_known():

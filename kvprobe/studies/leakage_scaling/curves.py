@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float
 from scipy.special import chdtri, stdtrit
 
-from kvprobe.stats import FEWEST, UNBOUNDED, Estimate
+from kvprobe.stats import FEWEST, UNBOUNDED, Estimate, means
 
 Point = Float[np.ndarray, "draws clusters"]
 SLOPES = np.linspace(0.1, 1.5, 29)
@@ -34,14 +34,21 @@ def of_draws(curve: Sequence[Point]) -> Float[np.ndarray, "points"]:
 
 
 def points(curve: Sequence[Point], within: tuple[float, float] = UNBOUNDED, comparisons: int = 1) -> list[Estimate]:
-    """The mean of each point with its interval; only the range of clusters where there are fewer than `FEWEST`."""
+    """The mean of each point with its interval; only the range of clusters where there are fewer than `FEWEST`.
+
+    Clusters that are all alike at an end of the range can be so by chance: see `kvprobe.stats.interval`.
+    """
     estimates = []
     for point, drawn in zip(curve, of_draws(curve), strict=True):
         by_cluster, clusters = point.mean(0), point.shape[1]
         mean, low, high = float(by_cluster.mean()), np.nan, np.nan
         if clusters >= FEWEST:
             half = _quantile(clusters, comparisons) * (by_cluster.var(ddof=1) / clusters + drawn) ** 0.5
-            low, high = np.clip([mean - half, mean + half], *within).tolist()
+            ends = [mean - half, mean + half]
+            if np.ptp(by_cluster) == 0:
+                _, least, most = means(by_cluster, np.arange(clusters), within, comparisons)
+                ends = [min(ends[0], least), max(ends[1], most)]
+            low, high = np.clip(ends, *within).tolist()
         estimates.append(Estimate(mean, low, high, clusters, float(by_cluster.min()), float(by_cluster.max())))
     return estimates
 
