@@ -16,6 +16,9 @@ from torch import Tensor
 from kvprobe.cache.differences import vectors_apart
 from kvprobe.cache.entries import entries
 from kvprobe.cache.floors import NoiseFloor
+from kvprobe.cache.layer import shape_of
+from kvprobe.cache.parts import described
+from kvprobe.errors import UserError
 
 SLOT_LIMIT, BLOCK_LIMIT = 30.0, 5.0
 """How many times the noise of its layer and head a slot may be off, and the median of the slots of a block, at least:
@@ -75,16 +78,25 @@ def distances_between(
 
     Args:
         compared: the slots of a layer that are compared, from the first one on; the head axis is 1 where all agree.
+
+    Raises:
+        UserError: a layer of the one holds other parts than that of the other, or of another size.
     """
 
     def of_layer(number: int) -> tuple[Mapping[str, Tensor], Tensor]:
-        chosen, held = compared(number), layers[number]
+        chosen, held, reference = compared(number), layers[number], references[number]
+        if (shape := shape_of(held)) != (expected := shape_of(reference)):
+            holds, expects = (described((one,)) or "nothing" for one in (shape, expected))
+            raise UserError(
+                f"Layer {number} of the first cache holds {holds}, that of the second {expects}; compare caches of one "
+                "model."
+            )
         rows, count = range(chosen.shape[0]), chosen.shape[2]
         found = {
             part: torch.stack(
                 [vectors_apart(held[part][row, :, :count], right[row, :, :count], chosen[row]) for row in rows]
             )
-            for part, right in references[number].items()
+            for part, right in reference.items()
         }
         return found, chosen.any(1).cpu()
 

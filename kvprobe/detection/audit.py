@@ -234,6 +234,10 @@ def _refuse_foreign(model: Model, cache: AnyCache) -> None:
     tokens = cache.ledger.tokens[~cache.ledger.padding]
     if not len(tokens):
         raise UserError("The cache holds no token; audit one after a text was read.")
+    if not any(bool(judged_slots(cache.ledger, row).any()) for row in range(cache.ledger.batch)):
+        raise UserError(
+            "Each slot is hidden in some layer, so nothing can be judged; audit the cache before slots are."
+        )
     vocabulary = embedded_tokens(model.lanes.plain)
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
         raise UserError(

@@ -125,7 +125,7 @@ class Damaged:
             elsewhere = max(0.0, float((every[0] - every[1]).square().sum()) - inside)
             if not (moved > 4 * float(allowed) or bool(self.places[part].any())):
                 continue
-            left = max(0.0, float((held - guess).square().sum()) - float(allowed)) + elsewhere
+            left = max(0.0, _square(held - guess) - float(allowed)) + elsewhere
             shares.append(left / max(inside + elsewhere, moved, 1e-30))
         return sum(shares) / len(shares) if shares else 1.0
 
@@ -165,8 +165,13 @@ def _share(
 ) -> float:
     held, right, guess = held.double(), right.double(), guess.double()  # a flipped bit may make numbers of 1e38
     allowed = float(2 * (noise * right.norm(dim=-1)).square().sum())
-    left, whole = float((held - guess).square().sum()), float((held - right).square().sum())
-    return max(0.0, left - allowed) / max(whole, 1e-30)
+    whole = float((held - right).square().sum())
+    return max(0.0, _square(held - guess) - allowed) / max(whole, 1e-30)
+
+
+def _square(left: Tensor) -> float:
+    """Of all numbers; infinite where one is not finite, which explains nothing."""
+    return float(left.square().sum().nan_to_num(torch.inf, torch.inf))
 
 
 def slots_in_words(slots: Int[Tensor, "chosen"] | range) -> str:

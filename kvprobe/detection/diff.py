@@ -157,7 +157,8 @@ def diff(
         block: slots in a block; what a file says, or 16, by default.
 
     Raises:
-        UserError: the caches are of other shapes, or have different numbers of rows; or a model cannot read the tokens.
+        UserError: the caches are of other shapes, have different numbers of rows, or no live slot; or a model cannot
+            read the tokens.
     """
     read_again = not isinstance(reference, KVCache | StoredCache)
     if not isinstance(reference, KVCache | StoredCache):
@@ -165,7 +166,7 @@ def diff(
 
         model, reference = reference, reference_of(reference, cache)
     _refuse_other_shape(cache, reference)
-    block = block or _block_of(cache) or _block_of(reference) or BLOCK
+    block = min(block or _block_of(cache) or _block_of(reference) or BLOCK, 2**53)  # of a tensor's shape
     count, texts = compared_slots(cache.ledger, reference.ledger)
     if not read_again:  # the model sees every slot
         texts += other_views(cache.ledger, reference.ledger, count)
@@ -173,6 +174,10 @@ def diff(
     distances = distances_between(
         cache.layers, reference.layers, lambda layer: compared(cache.ledger, reference.ledger, layer, count)
     )
+    if not texts and not any(bool(where.any()) for where in distances.compared):
+        raise UserError(
+            "No slot is live in both caches, so nothing can be compared; compare them before slots are hidden."
+        )
     damage = damage_of(distances, floor, block)
     rotaries = model.lanes.rotaries if model is not None else None
     causes = list(causes_of(cache, reference, damage, count, block, rotaries))

@@ -41,13 +41,14 @@ def explanations(damaged: Damaged) -> list[Explanation]:
 
 
 def _not_finite(damaged: Damaged) -> Iterator[Explanation]:
-    bad = {part: int((~damaged.vectors(part)[0].isfinite()).sum()) for part in damaged.parts}
-    if not any(bad.values()):
-        return
-    if sum(bad.values()) <= 4:
-        yield from flips(damaged)
-    count = ", ".join(f"{number} of {part}" for part, number in bad.items() if number)
-    yield Explanation("not finite", 0.0, f"NaN or infinity: {count}.", cost=0.02)
+    for side, where in enumerate(("", " in the reference")):
+        bad = {part: int((~damaged.vectors(part)[side].isfinite()).sum()) for part in damaged.parts}
+        if not any(bad.values()):
+            continue
+        if not side and sum(bad.values()) <= 4:
+            yield from flips(damaged)
+        count = ", ".join(f"{number} of {part}" for part, number in bad.items() if number)
+        yield Explanation("not finite", 0.0, f"NaN or infinity{where}: {count}.", cost=0.02)
 
 
 def _zeroed(damaged: Damaged) -> Iterator[Explanation]:
@@ -93,9 +94,10 @@ def _scaled(damaged: Damaged) -> Iterator[Explanation]:
 
 def _ratio(held: Tensor, right: Tensor, axis: int | None = None) -> Tensor:
     """The factor by which the second is nearest to the first."""
+    held, right = held.double(), right.double()  # a flipped bit may make numbers of 1e38
     if axis is None:
-        return (held * right).sum() / right.square().sum().clamp(min=1e-30)
-    return (held * right).sum(axis, keepdim=True) / right.square().sum(axis, keepdim=True).clamp(min=1e-30)
+        return ((held * right).sum() / right.square().sum().clamp(min=1e-30)).float()
+    return ((held * right).sum(axis, keepdim=True) / right.square().sum(axis, keepdim=True).clamp(min=1e-30)).float()
 
 
 def _by_head(damaged: Damaged, part: str) -> Tensor | None:
@@ -230,7 +232,7 @@ def _plausible(damaged: Damaged, part: str) -> bool:
     """Whether damaged vectors deviate from the mean of sound ones, channel by channel, about as far as these do."""
     for head in damaged.heads(part).tolist():
         every = damaged.right[part][head].float()
-        centre, spread = every.mean(0), every.var(0).clamp(min=1e-12)
+        centre, spread = every.mean(0), every.var(0, correction=0).clamp(min=1e-12)
         usual, found = (
             ((some - centre).square() / spread).mean(1)
             for some in (every, damaged.held[part][head][damaged.places[part][head]].float())

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvprobe.arguments import checked_arguments
+from kvprobe.arguments import AtLeastOne, checked_arguments
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.file import MOST_LAYERS, opened
 from kvprobe.cache.layer import Layer, refuse_misfit
@@ -107,7 +107,7 @@ def save_plain(
     *,
     engine: str = "kvprobe",
     model: str = "",
-    block: int | None = None,
+    block: AtLeastOne | None = None,
 ) -> None:
     """Write a cache of one text as a plain dump.
 
@@ -122,7 +122,7 @@ def save_plain(
     ledger = cache.ledger
     ledger.refuse_fitted("A plain dump")
     ledger.refuse_mixed("A plain dump")
-    if ledger.batch != 1 or not bool(ledger.live.all()):
+    if ledger.batch != 1 or not ledger.slots or not bool(ledger.live.all()):
         raise UserError("A plain dump is of one text whose slots are all live; choose a row, and evict hidden slots.")
     if ledger.rotated:
         raise UserError(
@@ -138,6 +138,7 @@ def save_plain(
     known = {"block": cache.block, "lacks": cache.lacks} if isinstance(cache, StoredCache) else {}
     known |= {"block": block} if block else {}
     header = replace(PlainHeader(FORMAT, len(cache.layers), engine=engine, model=model), **known)
+    filled(PlainHeader, asdict(header), "The dump", _LIMITS)  # what cannot be opened again is not written
     path = expanded(path)
     if path.suffix != ".json":
         raise UserError(f"{path} is to be the JSON of a plain dump; let its name end in .json.")

@@ -240,3 +240,8 @@ def test_rounding_to_8_bits_is_at_most_a_half_step():
     numbers = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     steps = numbers.unflatten(1, (2, 32)).abs().amax(-1).repeat_interleave(32, 1) / 127
     assert bool(((in_q8(numbers) - numbers).abs() <= steps * 0.501).all())
+
+
+def test_a_cache_of_which_nothing_is_judged_is_not_called_clean(tiny: Model, clean: Clean, cache: KVCache):
+    hidden = cache.corrupt(NotANumber(scope=Scope(layers=(1,), slots=range(8, 16)))).mask(slots=range(cache.slots))
+    refused(lambda: audit(tiny, hidden, clean), "nothing can be judged")

@@ -1,6 +1,7 @@
 """The canary: a sound engine passes, each planted bug fails the property that it breaks, and noise raises no alarm."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -189,6 +190,8 @@ def test_distances_end_where_the_answers_part_and_are_infinite_without_numbers()
     first = EngineAnswer((1, 2, 3), tops)
     assert distances(first, first) == [0, 0, 0]
     assert len(distances(first, EngineAnswer((1, 3, 3), first.tops))) == 2
+    assert distances(first, EngineAnswer((1, 3, 3), first.tops[:1])) == [math.inf]
+    assert distances(first, EngineAnswer((5,), [])) == [math.inf]
     assert distance({1: float("nan")}, {1: 0.0}) == distance({}, {1: 0.0}) == float("inf")
     assert distance({1: -1.0, 2: -3.0}, {1: -1.0, 3: -4.0}) == pytest.approx((1 / 3) ** 0.5)
 

@@ -80,3 +80,20 @@ def test_the_command_ends_with_1_and_refuses_what_holds_no_dumps(
     kv.save_plain(tiny.prefill(IDS), empty / "lone.json")
     with pytest.raises(UserError, match="first 16 tokens in common"):
         canary_of_dumps(empty)
+
+
+def test_dumps_of_several_texts_and_of_hidden_slots_are_not_called_sound(tiny: Model, tmp_path: Path):
+    """Of these nothing, or only what the first texts have in common, would be compared."""
+    first, zeros = Tokens.of(IDS[:48]), Zeros(scope=Scope(layers=(1,), slots=range(16, 32)))
+    tiny.prefill([first, Tokens.of(IDS[::-1][:48])]).save(tmp_path / "0-cold")
+    tiny.prefill([first, first]).corrupt(zeros).save(tmp_path / "1-again")
+    with pytest.raises(UserError, match="2 texts"):
+        canary_of_dumps(tmp_path)
+    cold = tiny.prefill([first])
+    cold.save(tmp_path / "0-cold")
+    cold.corrupt(zeros).mask(slots=range(48)).save(tmp_path / "1-again")
+    with pytest.raises(UserError, match="first 16 tokens in common"):
+        canary_of_dumps(tmp_path)
+    cold.corrupt(zeros).mask(slots=range(8)).save(tmp_path / "1-again")
+    found = canary_of_dumps(tmp_path)
+    assert (found.dumps[1].shared, len(found.failed)) == (40, 1)

@@ -316,3 +316,60 @@ def test_slots_hidden_or_moved_in_one_cache_alone_are_differences(tiny: Model, r
     gapped = right.evict(slots=[3, 4])
     assert diff(gapped.reindex(), gapped).kind == "other positions"
     assert not diff(right.mask(slots=[3, 4]), tiny).differs
+
+
+def changed(cache: KVCache, layer: int, **parts: torch.Tensor) -> KVCache:
+    return replace(cache, layers=tuple({**of, **parts} if at == layer else of for at, of in enumerate(cache.layers)))
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_numbers_of_the_reference_that_are_not_finite_are_named(right: KVCache, number: float):
+    keys = right.layers[LAYER]["K"].clone()
+    keys[:, :, 40] = number
+    found = diff(right, changed(right, LAYER, K=keys))
+    assert found.kind == "not finite"
+    assert "in the reference" in found.causes[0].evidence
+    json.dumps(found.as_mapping(), allow_nan=False)
+
+
+@pytest.mark.parametrize("number", [1e38, 3e38])
+def test_numbers_whose_squares_overflow_are_explained_by_no_nan(right: KVCache, number: float):
+    keys = right.layers[LAYER]["K"].clone()
+    keys[:, :, 40] = number
+    found = diff(changed(right, LAYER, K=keys), right)
+    assert found.kind == "unknown"
+    assert "nan" not in str(found)
+    json.dumps(found.as_mapping(), allow_nan=False)
+
+
+def test_layers_between_the_first_and_the_last_are_to_be_alike_too(right: KVCache):
+    """One that the reference lacks would otherwise be compared with nothing, and its damage not seen."""
+    other = {"fewer heads": right.layers[LAYER]["K"][:, :1], "fewer numbers": right.layers[LAYER]["K"][..., :8]}
+    for part in other.values():
+        smaller = changed(right, LAYER, K=part, V=part)
+        for pair in ((smaller, right), (right, smaller)):
+            refused(lambda pair=pair: diff(*pair), "Layer 1 of the first cache")
+    layers = tuple({} if at == LAYER else of for at, of in enumerate(right.layers))
+    lacking = StoredCache(layers, right.ledger, "a dump")
+    refused(lambda: diff(right, lacking), "that of the second nothing")
+    refused(lambda: diff(lacking, right), "holds nothing")
+
+
+def test_caches_of_which_nothing_can_be_compared_are_not_called_alike(tiny: Model, right: KVCache):
+    hidden = right.mask(slots=range(right.slots))
+    struck = changed(hidden, LAYER, K=torch.zeros_like(hidden.layers[LAYER]["K"]))
+    refused(lambda: diff(struck, hidden), "No slot is live in both")
+    refused(lambda: diff(struck, tiny), "No slot is live in both")
+    empty = right.rewind(slots=0)
+    refused(lambda: diff(empty, empty), "No slot is live in both")
+
+
+def test_a_slot_alone_is_explained_without_a_warning(right: KVCache, recwarn: pytest.WarningsRecorder):
+    one = right.rewind(slots=1)
+    found = diff(changed(one, LAYER, K=torch.full_like(one.layers[LAYER]["K"], 9.0)), one)
+    assert found.differs
+    assert not recwarn.list
+
+
+def test_a_block_may_be_longer_than_any_cache(right: KVCache):
+    assert not diff(right, right, block=10**30).differs

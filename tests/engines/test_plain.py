@@ -158,4 +158,7 @@ def test_what_the_layout_has_no_place_for_is_not_written(tmp_path: Path, cache: 
     refused(lambda: kv.save_plain(cache.mask("T2"), path), "evict")
     refused(lambda: kv.save_plain(cache.reindex(), path), "reindex")
     refused(lambda: kv.save_plain(cache, tmp_path / "a"), ".json")
+    refused(lambda: kv.save_plain(cache.rewind(slots=0), path), "one text")
+    refused(lambda: kv.save_plain(cache, path, block=0), "at least 1")
+    refused(lambda: kv.save_plain(cache, path, engine="a\nb"), "printed")
     assert not [*tmp_path.iterdir()]

@@ -110,6 +110,9 @@ def canary_of_dumps(folder: Path, model: Model | None = None) -> DumpsCanary:
         UserError: there are no dumps in the folder, or nothing can be compared.
     """
     dumps = {path.name: open_cache(path, model) for path in _dumps(folder)}
+    for name, cache in dumps.items():
+        if cache.ledger.batch != 1:
+            raise UserError(f"{name} holds {cache.ledger.batch} texts; dump each to a file of its own.")
     compared = list[ComparedDump]()
     for name, cache in dumps.items():
         right = {dump.name: dumps[dump.name] for dump in compared if not dump.wrong}
@@ -135,7 +138,7 @@ def _dumps(folder: Path) -> list[Path]:
 def _held(name: str, cache: StoredCache, right: Mapping[str, StoredCache], model: Model | None) -> ComparedDump:
     """A dump, held against the model or the right one with which it has most slots in common."""
     if model is not None:
-        return ComparedDump(name, model.name, cache.ledger.slots, diff(cache, model))
+        return ComparedDump(name, model.name, int(cache.ledger.live_somewhere.sum()), diff(cache, model))
     shared = {other: _shared(cache, dump) for other, dump in right.items()}
     nearest = max(shared, key=lambda other: shared[other], default="")
     if not nearest or shared[nearest] < FEWEST:
@@ -144,10 +147,12 @@ def _held(name: str, cache: StoredCache, right: Mapping[str, StoredCache], model
 
 
 def _shared(one: StoredCache, other: StoredCache) -> int:
-    """Slots from the first on that hold the same tokens at the same positions; fitted ones hold none."""
+    """Slots from the first on that hold the same tokens at the same positions, less those that are hidden; fitted ones
+    hold none."""
     count = min(one.ledger.slots, other.ledger.slots)
     same = (one.ledger.tokens[0, :count] == other.ledger.tokens[0, :count]) & (
         one.ledger.origins[0, :count] == other.ledger.origins[0, :count]
     )
     same = same & ~one.ledger.fitted[0, :count]
-    return count if bool(same.all()) else int((~same).nonzero()[0, 0])
+    live = one.ledger.live_somewhere[0, :count] & other.ledger.live_somewhere[0, :count]
+    return int((same.long().cumprod(0).bool() & live).sum())

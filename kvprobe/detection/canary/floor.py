@@ -31,13 +31,10 @@ def distances(first: EngineAnswer, second: EngineAnswer) -> list[float]:
     Tokens after that are said to different texts.
     """
     same = [one == other for one, other in zip(first.tokens, second.tokens, strict=False)]
-    if False in same:
-        comparable = same.index(False) + 1
-    elif len(first.tops) == len(second.tops) > 0:
-        comparable = len(first.tops)
-    else:  # one ends where the other goes on
+    comparable = same.index(False) + 1 if False in same else max(1, len(first.tops), len(second.tops))
+    if min(len(first.tops), len(second.tops)) < comparable:  # one ends where the other goes on
         return [inf]
-    return [distance(*tops) for tops in zip(first.tops[:comparable], second.tops[:comparable], strict=False)]
+    return [distance(*tops) for tops in zip(first.tops[:comparable], second.tops[:comparable], strict=True)]
 
 
 def distance(first: Mapping[Token, float], second: Mapping[Token, float]) -> float:
