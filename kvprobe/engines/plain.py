@@ -35,6 +35,8 @@ FORMAT = "plain-kv-1"
 AXES = ("blocks", "slots", "heads", "numbers")
 """What the axes of a tensor count: slots are those of a block, where there are blocks."""
 MOST_SLOTS = 2**24
+MOST = 2**31
+"""Above all tokens and positions."""
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
 _LIMITS = Limits(text=1000, entries=0, one_line=True)
 
@@ -172,8 +174,9 @@ def _whole_numbers(file: safe_open, path: Path, name: str) -> Int[Tensor, "entri
             f"entry, of which there are 1 to {MOST_SLOTS:,}."
         )
     numbers = tensor.long()
-    if bool((numbers < 0).any()):
-        raise UserError(f"{name} in {path} holds {int(numbers.min())}; expected whole numbers of at least 0.")
+    for number in (int(numbers.min()), int(numbers.max())):
+        if not 0 <= number < MOST:
+            raise UserError(f"{name} in {path} holds {number}; expected whole numbers from 0 to {MOST - 1:,}.")
     return numbers
 
 

@@ -36,8 +36,9 @@ def refuse_unreadable(
         for extreme in (min(row.ids), max(row.ids)):
             if not 0 <= extreme < entries:
                 raise UserError(f"Row {number} has the token id {extreme}; this model has ids 0 to {entries - 1}.")
-        if min(row.positions) < 0:
-            raise UserError(f"Row {number} has the position {min(row.positions)}; positions start at 0.")
+        for extreme in (min(row.positions), max(row.positions)):
+            if not 0 <= extreme < 2**31:
+                raise UserError(f"Row {number} has the position {extreme}; positions start at 0 and stay below 2³¹.")
     shape, rows, queries = lanes.geometry, len(tokens), max(map(len, tokens))
     slots = queries + (0 if past is None else past.slots)
     queries = min(queries, chunk or queries)

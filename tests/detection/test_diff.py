@@ -373,3 +373,11 @@ def test_a_slot_alone_is_explained_without_a_warning(right: KVCache, recwarn: py
 
 def test_a_block_may_be_longer_than_any_cache(right: KVCache):
     assert not diff(right, right, block=10**30).differs
+
+
+@pytest.mark.parametrize("position", [2**31, 2**62, 2**63 - 1])
+def test_positions_that_no_model_reads_are_refused(tiny: Model, right: KVCache, position: int):
+    origins = right.ledger.origins.clone()
+    origins[0, -1] = position
+    far = replace(right, ledger=replace(right.ledger, positions=origins, origins=origins))
+    refused(lambda: diff(far, tiny), f"the position {position}")

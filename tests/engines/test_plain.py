@@ -107,6 +107,10 @@ TENSORS: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
     "tokens that are not whole": ({"tokens": torch.zeros(SLOTS)}, "whole numbers"),
     "tokens of two rows": ({"tokens": torch.zeros(1, SLOTS).long()}, "whole numbers"),
     "a token below zero": ({"tokens": -torch.arange(SLOTS)}, "-6"),
+    "a position beyond all models": (
+        {"positions": torch.tensor([*range(SLOTS - 1), 2**63 - 1])},
+        "9223372036854775807",
+    ),
     "fewer positions": ({"positions": torch.arange(3)}, "3 positions"),
     "a table without blocks": ({"blocks": torch.arange(3)}, "no axis of blocks"),
     "half of a layer": ({"V.1": None}, "Layer 1"),
