@@ -97,7 +97,7 @@ def refuse_unreadable(case: HiddenSecret, secrets: Sequence[str], reader: Secret
 
     Raises:
         UserError: too few secrets or no digits for a reader beside the ridge; or no code, or nothing after it, for
-            readers from other conversations.
+            readers from other conversations; or too few of these.
     """
     if reader != RIDGE and (len(secrets) < FEWEST_READ or not len(digits_of(secrets))):
         raise UserError(
@@ -108,6 +108,12 @@ def refuse_unreadable(case: HiddenSecret, secrets: Sequence[str], reader: Secret
         raise UserError(
             "Other conversations (--conversations) hold a code of digits alone, and are read in the segment after it; "
             "give a case of this kind, or leave them out."
+        )
+    others = min(conversations, 10 ** len(case.secret) - len(secrets))
+    if conversations and others < FEWEST_READ:
+        raise UserError(
+            f"Readers learn from {FEWEST_READ} other conversations or more, each with a code of its own, and there "
+            f"would be {others}; give longer codes or more conversations (--conversations), or leave them out."
         )
 
 

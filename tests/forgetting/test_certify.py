@@ -290,6 +290,11 @@ def test_readers_that_could_not_learn_are_refused_in_place_of_left_out(model: Mo
     last = HiddenSecret(CHAT, ("T2",), "time")
     with pytest.raises(UserError, match="the segment after it"):
         certify(model, last, "mask", others=NAMES, conversations=40)
+    with pytest.raises(UserError, match="there would be 29;"):
+        certified(model, "mask", conversations=29)
+    one = Transcript.from_messages([{"role": "user", "content": "Code 7."}, *CHAT_LATER], names=["T1", "T2"])
+    with pytest.raises(UserError, match="there would be 1;"):
+        certify(model, HiddenSecret(one, ("T1",), "7"), "mask", conversations=40)
 
 
 def test_secrets_of_which_some_have_more_digits_have_no_places():
