@@ -8,6 +8,7 @@ are run first, if they have not been: by name alone, since that takes hours. `ma
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ REMOVED = {
 
 @dataclass(frozen=True)
 class Found:
-    """What a run found, and of which study and model it is."""
+    """What a run found, and of which study and models it is."""
 
     study: Study[Any]
     model: str
@@ -138,7 +139,7 @@ def published(name: str) -> Found:
     """What was published of a run."""
     settings = yaml.safe_load((PUBLISHED / name / "config.yaml").read_text(encoding="utf-8"))
     metrics = json.loads((PUBLISHED / name / "metrics.json").read_text(encoding="utf-8"))
-    return Found(find(settings["study"]).declaration, settings["settings"]["model"], Conclusion.of(metrics).findings)
+    return _found(settings, metrics)
 
 
 def run_of(preset: str) -> Found:
@@ -146,7 +147,13 @@ def run_of(preset: str) -> Found:
     chosen = presets()[preset]
     study = find(chosen.study)
     run: Run = study.run(from_mapping(study.config, chosen.settings), RUNS)
-    return Found(study.declaration, str(run.config["settings"]["model"]), Conclusion.of(run.metrics).findings)
+    return _found(run.config, run.metrics)
+
+
+def _found(settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> Found:
+    study = find(settings["study"])
+    config = from_mapping(study.config, settings["settings"])
+    return Found(study.declaration, config.model + config.and_more, Conclusion.of(metrics).findings)
 
 
 def gsm8k() -> Any:

@@ -69,7 +69,7 @@ class _Page:
         self.config = from_mapping(self.study.config, self.run.config.get("settings") or {})
         self.study = self.study.instead(self.config) or self.study
         self.conclusion = Conclusion.of(self.run.metrics)
-        self.title = f"{self.study.title}: {self.config.model}"
+        self.title = f"{self.study.title}: {self.config.model}{self.config.and_more}"
 
     @property
     def findings(self) -> Findings:

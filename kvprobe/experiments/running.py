@@ -92,7 +92,7 @@ def run_study(
                 for name, table in ({"samples": rows} if isinstance(rows, pd.DataFrame) else rows).items():
                     run.save_table(name, table)
             conclusion = study.conclude(rows, config, model)
-            draw(study, conclusion.findings, model.name, run.path / "figures")
+            draw(study, conclusion.findings, model.name + config.and_more, run.path / "figures")
             if not (run.finished or resumed or cluster):
                 Duration(study.name, "", machine(), peak_bytes(), clock.timing).write(run.path)
             run.finish(conclusion.record())

@@ -85,6 +85,12 @@ class Settings:
         shares = shares_in(self.max_memory) or None
         return {name: getattr(self, name) for name in ("device", "dtype", *PLACED)} | {"max_memory": shares}
 
+    @property
+    def and_more(self) -> str:
+        """How many models are read beside `model`, as titles go on after its name; empty without any."""
+        beside = [name for more in ("others", "toys") for name in getattr(self, more, None) or ()]
+        return f" and {len(beside)} more" if beside else ""
+
     def validate(self) -> None:
         """Refuse values that do not fit each other; a study's config has its own rules here."""
 

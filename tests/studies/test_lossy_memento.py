@@ -134,6 +134,10 @@ def test_other_models_are_refused():
     refused(lambda: Config(others=("lossy-8-3-retained-0",)), "the model itself")
 
 
+def test_a_title_says_how_many_models_are_read_beside_the_first():
+    assert (SMALL.and_more, Config().and_more) == ("", " and 5 more")
+
+
 Number = Callable[[np.ndarray], np.ndarray]
 PAIR = (("retained", 8, 3, 0), ("recomputed", 8, 3, 0))
 
