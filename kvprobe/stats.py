@@ -202,7 +202,9 @@ def ratio(
     """The sum of one quantity over clusters divided by the sum of another; NaN where the latter is zero.
 
     Where each has one sign in all clusters, the end farther from zero is also that of the logarithm, if this is
-    farther: the tail of such a ratio is longer than its clusters show.
+    farther: the tail of such a ratio is longer than its clusters show. Where one cluster is most of a sum, it would be
+    beyond anything seen; so it goes no farther than the largest ratio of a cluster, whose distance in logarithms grows
+    by the number of comparisons as Student's t does.
     """
     top, bottom = np.asarray(top, float), np.asarray(bottom, float)
     if (bottom < 0).all():
@@ -214,7 +216,9 @@ def ratio(
         return linear
     without = np.log((top.sum() - top) / (bottom.sum() - bottom))
     _, high = interval(np.log(linear.mean), without, comparisons=comparisons, weights=bottom)
-    return replace(linear, high=min(max(linear.high, float(np.exp(high))), within[1]))
+    several, one = (stdtrit(len(top) - 1, 1 - 0.025 / many) for many in (comparisons, 1))
+    seen = np.log(linear.mean) + several / one * np.log((top / bottom).max() / linear.mean)
+    return replace(linear, high=min(max(linear.high, float(np.exp(min(high, seen)))), within[1]))
 
 
 def estimate(

@@ -154,6 +154,20 @@ def test_ratios_of_lognormals_are_covered(clusters: int, top: int, below: int):
     assert 0.93 <= np.mean(held) <= 0.99
 
 
+@pytest.mark.parametrize("comparisons", [1, 24])
+def test_a_ratio_of_which_one_cluster_is_most_reaches_no_farther_than_clusters_do(comparisons: int):
+    """By the logarithm alone some would reach millions of times as far."""
+    rng = np.random.default_rng(1)
+    missed, reach = [], []
+    for _ in range(600):
+        bottom, factor = rng.lognormal(sigma=1.5, size=8), rng.lognormal(size=8)
+        found = ratio(bottom * factor, bottom, comparisons=comparisons)
+        missed.append(found.high < np.exp(0.5))
+        reach.append(found.high / factor.max())
+    assert np.mean(missed) <= (0.06 if comparisons == 1 else 0.005)
+    assert max(reach) < (20 if comparisons == 1 else 300)
+
+
 @pytest.mark.parametrize("clusters", [8, 16])
 def test_ratios_to_which_clusters_contribute_unequally_are_covered(clusters: int):
     """With one degree of freedom fewer than clusters, about 91 % would be."""
