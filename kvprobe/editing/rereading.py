@@ -39,24 +39,26 @@ def replace_text(
     """
     refuse_quantised(cache)
     one_row(cache)
+    cache = _without_padding(cache)
     ledger = cache.ledger
     chosen = ledger.in_segments([segment]) & ~ledger.delimiters
     places = chosen[0].nonzero()[:, 0].tolist()
     if not places or places[-1] - places[0] + 1 != len(places):
         raise UserError(f"The text of segment {segment!r} is empty or interrupted; replace one that stands together.")
     start, stop = places[0], places[-1] + 1
-    first, last = int(ledger.positions[0, start]), int(ledger.positions[0, stop - 1])
+    _refuse_gaps(cache, [stop - 1])
     head = cache.rewind(slots=start)
+    # Where gaps were closed, slots that are hidden take no positions.
+    after = torch.cat([ledger.positions[0, stop:][ledger.live_somewhere[0, stop:]], ledger.following])[0]
+    first, end = int(head.ledger.following[0]), min(int(ledger.positions[0, stop - 1]) + 1, int(after))
     ids = model.tokens_after(cache, text)[0].ids
     if not ids:
         raise UserError("There is no text to put in; to take a segment out, evict it.")
     edited = model.extend(head if start else None, Tokens.of(ids, segment, first))[0]
-    if stop < cache.slots:
-        shift = len(ids) - (last + 1 - first)
-        edited = follow(edited, _from(cache, stop, shift))
+    edited = follow(edited, _from(cache, stop, first + len(ids) - end))
     begin = start + len(ids)
-    end = edited.slots if window == "all" else min(begin + window, edited.slots)
-    return _reread(model, edited, range(begin, end), missing=True)
+    reread = edited.slots if window == "all" else min(begin + window, edited.slots)
+    return _reread(model, edited, range(begin, reread), missing=True)
 
 
 @checked_arguments
@@ -71,8 +73,8 @@ def recompute(model: Model, cache: KVCache, *segments: str, slots: Slots | None 
     """
     refuse_quantised(cache)
     one_row(cache)
-    chosen = cache.chosen(segments, slots)[0].nonzero()[:, 0].tolist()
-    return _reread(model, cache, chosen, missing=False)
+    chosen = cache.chosen(segments, slots)[~cache.ledger.padding].nonzero()[:, 0].tolist()
+    return _reread(model, _without_padding(cache), chosen, missing=False)
 
 
 @checked_arguments
@@ -119,8 +121,13 @@ def _reread(model: Model, cache: KVCache, places: Sequence[int], *, missing: boo
             tuple(entries(ledger.delimiters[0, start:stop], bool)),
         )
         read = model.extend(cache.rewind(slots=start) if start else None, again)[0]
-        cache = follow(read, _from(cache, stop, 0)) if stop < cache.slots else _followed_by(read, cache)
+        cache = follow(read, _from(cache, stop, 0))
     return cache
+
+
+def _without_padding(cache: KVCache) -> KVCache:
+    """The cache whose slots are counted as `KVCache.rewind` counts them."""
+    return cache.take(*cache.ledger.order(~cache.ledger.padding))
 
 
 def _from(cache: KVCache, slot: int, shift: int) -> KVCache:
@@ -130,10 +137,6 @@ def _from(cache: KVCache, slot: int, shift: int) -> KVCache:
     tail = cache.take(*cache.ledger.order(rest))
     ledger = replace(tail.ledger, positions=tail.ledger.positions + shift, following=tail.ledger.following + shift)
     return replace(tail, ledger=ledger)
-
-
-def _followed_by(read: KVCache, cache: KVCache) -> KVCache:
-    return replace(read, ledger=replace(read.ledger, following=cache.ledger.following))
 
 
 def _refuse_gaps(cache: KVCache, places: Sequence[int]) -> None:
