@@ -39,7 +39,10 @@ def zero(
     Raises:
         UserError: no layer stores this part, or there is no such segment, slot, layer or head.
     """
-    blank = ({name: torch.zeros_like(tensor) if name == part else tensor for name, tensor in layer.items()} for layer in cache.layers)
+    blank = (
+        {name: torch.zeros_like(tensor) if name == part else tensor for name, tensor in layer.items()}
+        for layer in cache.layers
+    )
     donor = KVCache(tuple(blank), cache.ledger, cache.made_by)
     return cache.patch(donor, *segments, slots=slots, layers=layers, heads=heads, part=part)
 

@@ -86,6 +86,52 @@ def test_text_replaced_and_all_read_again_is_a_fresh_prefill(kind: str):
     assert close(same, past, model)
 
 
+def with_padding(model: Model) -> KVCache:
+    """A + B + C as the row of a batch in which another row was longer."""
+    longer = [Tokens.of([1, 2, 3, 4, 5, 6], "a"), Tokens.of([7], "b", 6), Tokens.of([8], "c", 7)]
+    past = None
+    for row, own in zip(longer, (A, B, C), strict=True):
+        past = model.extend(past, [row, own])[0]
+    assert past is not None
+    return past.rows([1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slots_of_a_row_with_padding_are_read_again_from_what_stands_before_them(kind: str):
+    model, past = held(kind)
+    padded = with_padding(model)
+    assert padded.slots > past.slots
+    for edited in (
+        recompute(model, padded, "b"),
+        recompute(model, padded, slots=padded.ledger.in_segments(["a", "c"])),
+        replace_text(model, padded, "b", list(B.ids), window="all"),
+    ):
+        assert close(edited, past, model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("segment", [A, B, C])
+def test_text_in_place_of_hidden_text_takes_positions_of_its_own(kind: str, segment: Tokens):
+    model, past = held(kind)
+    [name] = {*segment.segments}
+    for hidden in (past.mask(name), past.mask(name).reindex()):
+        assert close(replace_text(model, hidden, name, list(segment.ids), window="all"), past, model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_follows_replaced_text_stands_as_far_behind_it_as_before(kind: str):
+    model, past = held(kind)
+    for gone, name, run in (("c", "b", B), ("b", "a", A)):
+        left = past.evict(gone)
+        if "decay" in past.layers[0]:
+            refused(
+                lambda left=left, name=name: replace_text(model, left, name, [2]), "decays where slots were evicted"
+            )
+        else:
+            assert close(replace_text(model, left, name, list(run.ids)), left, model)
+            assert int(replace_text(model, left, name, [2]).ledger.following[0]) == 11 - len(run)
+
+
 @pytest.mark.parametrize(("kind", "part"), [("llama", "V"), ("deepseek_v3", "latent"), ("qwen3_next", "value")])
 def test_zero_and_steer_change_the_chosen_part_of_the_chosen_slots_and_are_undone(kind: str, part):
     model, past = held(kind)
@@ -94,6 +140,9 @@ def test_zero_and_steer_change_the_chosen_part_of_the_chosen_slots_and_are_undon
     assert not empty.layers[layer][part][:, :, 4:7].any()
     assert torch.equal(empty.layers[layer][part][:, :, 7:], past.layers[layer][part][:, :, 7:])
     assert close(empty.patch(past, "b"), past, model)
+    held_parts = {name: tensor * torch.nan if name == part else tensor for name, tensor in past.layers[layer].items()}
+    spoilt = replace(past, layers=(*past.layers[:layer], held_parts, *past.layers[layer + 1 :]))
+    assert not zero(spoilt, "b", part=part).layers[layer][part][:, :, 4:7].any()
     size = past.layers[layer][part].shape
     direction = torch.arange(1.0, size[3] + 1).expand(1, 1, -1)
     moved = steer(past, direction, "b", layers=[layer], part=part, scale=0.5)
