@@ -89,6 +89,7 @@ def attention_error(model: Model, cache: KVCache, edited: KVCache, text: Readabl
     Raises:
         UserError: several rows, other positions, or layers that store something else than K and V.
     """
+    one_row(edited)
     if not torch.equal(cache.ledger.following, edited.ledger.following):
         raise UserError("The edited cache ends at another position, where queries would be others; do not reindex it.")
     return Readings.of(model, cache, model.tokens_after(cache, text)).errors(edited)

@@ -37,8 +37,9 @@ def zero(
         part: V, in the layers that store it; the latent, of which keys come too; or what is written to a state.
 
     Raises:
-        UserError: no layer stores this part, or there is no such segment, slot, layer or head.
+        UserError: a layer does not store this part, or there is no such segment, slot, layer or head.
     """
+    layers = _storing(cache, part, layers)
     blank = (
         {name: torch.zeros_like(tensor) if name == part else tensor for name, tensor in layer.items()}
         for layer in cache.layers
@@ -69,10 +70,7 @@ def steer(
     Raises:
         UserError: a layer does not store this part, or the directions do not fit it.
     """
-    storing = [number for number, layer in enumerate(cache.layers) if part in layer]
-    wanted = storing if layers is None else indices("layer", layers, cache.n_layers)
-    if not wanted or set(wanted) - set(storing):
-        raise UserError(f"{part} is stored by layers {storing or 'none'} of this cache; steer a part of those.")
+    wanted = _storing(cache, part, layers)
     if directions.shape[0] != len(wanted):
         raise UserError(f"There are {directions.shape[0]} directions for {len(wanted)} layers; give one for each.")
     steered = [dict(layer) for layer in cache.layers]
@@ -87,3 +85,12 @@ def steer(
         steered[number][part] = moved.to(held.dtype)
     donor = KVCache(tuple(steered), cache.ledger, cache.made_by)
     return cache.patch(donor, *segments, slots=slots, part=part)
+
+
+def _storing(cache: KVCache, part: str, layers: Sequence[int] | None) -> list[int]:
+    """The chosen layers, all of which store a part; all that do by default."""
+    storing = [number for number, layer in enumerate(cache.layers) if part in layer]
+    wanted = storing if layers is None else indices("layer", layers, cache.n_layers)
+    if not wanted or set(wanted) - set(storing):
+        raise UserError(f"{part} is stored by layers {storing or 'none'} of this cache; choose of those.")
+    return wanted

@@ -81,7 +81,7 @@ def recompute(model: Model, cache: KVCache, *segments: str, slots: Slots | None 
 def erratum(model: Model, cache: KVCache, text: str) -> KVCache:
     """The cache followed by a user's turn that corrects what was said, as segment `erratum`.
 
-    Nothing before it changes. `cache.rewind("erratum")` is the inverse.
+    Nothing before it changes. `cache.rewind("erratum")` is the inverse; of several, it takes all back.
 
     Raises:
         UserError: the model has no chat template.
@@ -99,7 +99,8 @@ def _reread(model: Model, cache: KVCache, places: Sequence[int], *, missing: boo
     """The cache with these slots read again, run by run.
 
     Args:
-        missing: whether text that had been before them is gone; it is in any case where slots before them are hidden.
+        missing: whether text that had been before them is gone; it is in any case where slots before them are hidden,
+            or positions empty.
     """
     whole, some = cache.ledger.live[:, 0].all(1).all(0), cache.ledger.live_somewhere[0]
     if mixed := [place for place in places if some[place] and not whole[place]]:
@@ -110,7 +111,7 @@ def _reread(model: Model, cache: KVCache, places: Sequence[int], *, missing: boo
         slots = [place for _, place in run]
         start, stop = slots[0], slots[-1] + 1
         ledger = cache.ledger
-        left_out = missing or not bool(some[:start].all())
+        left_out = missing or not bool(some[:start].all()) or int(ledger.positions[0, start]) != start
         names = [ledger.names[number] for number in entries(ledger.segments[0, start:stop], int)]
         again = Tokens(
             tuple(entries(ledger.tokens[0, start:stop], int)),

@@ -109,6 +109,13 @@ def test_slots_of_a_row_with_padding_are_read_again_from_what_stands_before_them
         assert close(edited, past, model)
 
 
+def test_slots_read_again_without_text_that_was_evicted_or_hidden_count_as_recomputed():
+    model, past = held("llama")
+    hidden, gone = (recompute(model, left, "b").ledger.recomputed[0] for left in (past.mask("a"), past.evict("a")))
+    assert hidden[4:].tolist() == gone.tolist() == [True] * 3 + [False] * 3
+    assert not recompute(model, with_padding(model), "b").ledger.recomputed.any()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("segment", [A, B, C])
 def test_text_in_place_of_hidden_text_takes_positions_of_its_own(kind: str, segment: Tokens):
@@ -199,4 +206,5 @@ def test_what_cannot_be_edited_is_refused_in_a_sentence():
     refused(lambda: splice(past.evict("a", "b", "c"), past.select("b")), "holds no slots")
     refused(lambda: concatenate([]), "no caches")
     refused(lambda: zero(held("deepseek_v3")[1], "b"), "V")
+    refused(lambda: zero(past, "b", layers=[0]), "V is stored by layers [3]")
     refused(lambda: steer(past, torch.ones(1, 1, 3), "b", layers=[0], part="value"), "numbers")

@@ -124,6 +124,7 @@ def test_what_needs_tokens_refuses_fitted_slots(tmp_path: Path):
     refused(lambda: match_attention(model, past.mask("b"), "b", keep=2), "hidden")
     refused(lambda: match_attention(model, past.fork(2), "b", keep=2), "2 rows")
     refused(lambda: attention_error(model, past, edited.reindex(), [7]), "another position")
+    refused(lambda: attention_error(model, past, edited.fork(2), [7]), "2 rows")
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next", "lfm2"])
