@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvprobe.brief import Brief, Table
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.parts import recurrent
+from kvprobe.cache.parts import WRITES, recurrent
 from kvprobe.inference.model import Model
 from kvprobe.inference.states import inputs_of, state_of
 from kvprobe.names import number_ranges
@@ -77,12 +77,13 @@ def seen(model: Model, cache: KVCache, slots: Slots, number: int, layer: int) ->
         number: of the cache among those of `slots`.
     """
     parts = cache.layers[layer]
-    if recurrent(parts):
-        kept = {STATE: state_of(model, cache, layer)[0].flatten(1)[:, None]}
-        return kept | ({INPUTS: inputs_of(model, cache, layer)[0].flatten(1)[:, None]} if "conv" in parts else {})
-    live = slots.live[layer if len(slots.live) > 1 else 0][..., None]
+    live = slots.live[layer if len(slots.live) > 1 else 0][..., None].cpu()
     chosen = list(slots.index[number])
-    return {name: tensor[0][:, chosen].float().cpu() * live.cpu() for name, tensor in parts.items()}
+    kept = {name: one[0][:, chosen].float().cpu() * live for name, one in parts.items() if name not in WRITES}
+    if recurrent(parts):
+        kept[STATE] = state_of(model, cache, layer)[0].flatten(1)[:, None]
+        kept[INPUTS] = inputs_of(model, cache, layer)[0].flatten(1)[:, None]
+    return kept
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.parts import recurrent
+from kvprobe.cache.parts import WRITES, recurrent
 from kvprobe.forgetting.hidden_secret import HiddenSecret
 from kvprobe.forgetting.trace import INPUTS, STATE, SecretTrace, Slots, in_layers, seen
 from kvprobe.inference.model import Model
@@ -117,11 +117,14 @@ def _tokens(
     parts: Mapping[str, Float[Tensor, "samples heads slots numbers"]], places: Sequence[int]
 ) -> Float[Tensor, "samples places width"]:
     """The parts of a layer side by side. A state is the first of the slots, in its principal coordinates."""
+    beside: list[Tensor] = []
     if STATE in parts:
-        folded = torch.cat([parts[name].flatten(1) for name in (STATE, INPUTS) if name in parts], 1)
-        return pad(principal(folded).float()[:, None, -STATES:], (0, 0, 0, len(places) - 1))
-    joint = torch.cat([held[:, :, list(places)].transpose(1, 2).flatten(2) for held in parts.values()], -1)
-    return joint - joint.mean(0)
+        folded = torch.cat([parts[name].flatten(1) for name in (STATE, INPUTS)], 1)
+        beside.append(pad(principal(folded).float()[:, None, -STATES:], (0, 0, 0, len(places) - 1)))
+    for name in [name for name in parts if name not in (STATE, INPUTS)]:
+        held = parts[name][:, :, list(places)].transpose(1, 2).flatten(2)
+        beside.append(held - held.mean(0))
+    return torch.cat(beside, -1)
 
 
 class ViewOfOthers:
@@ -147,21 +150,24 @@ class ViewOfOthers:
                 if anew is not None:
                     less = numbers.mean(0) - anew[name].mean(0)
                     self._means.setdefault((layer, f"{name}{LESS}"), []).append(less)
-            if layer in self._layers and STATE not in held:
-                last = torch.cat([*held.values()], -1)[-SLOTS:]
-                if anew is not None and len(anew[next(iter(anew))]) == len(held[next(iter(held))]):
-                    last = last - torch.cat([*anew.values()], -1)[-SLOTS:]
+            if layer in self._layers and (names := [name for name in held if name != STATE]):
+                last = torch.cat([held[name] for name in names], -1)[-SLOTS:]
+                if anew is not None and len(anew[names[0]]) == len(held[names[0]]):
+                    last = last - torch.cat([anew[name] for name in names], -1)[-SLOTS:]
                 self._tokens.setdefault(layer, []).append(pad(last, (0, 0, SLOTS - len(last), 0)))
 
     def _of_layer(self, cache: KVCache, case: HiddenSecret, layer: int) -> dict[str, Float[Tensor, "slots _"]]:
         parts, ledger = cache.layers[layer], cache.ledger
-        if recurrent(parts):
-            return {STATE: state_of(self._model, cache, layer)[0].flatten()[None]}
+        state = {STATE: state_of(self._model, cache, layer)[0].flatten()[None]} if recurrent(parts) else {}
         order = case.chat.segments
         first = max(order.index(name) for name in case.hide)
         wanted = case.hide if self._itself else order[first + 1 : first + 2]
         chosen = ledger.in_segments([name for name in wanted if name in ledger.names])[0] & ledger.live_somewhere[0]
-        return {name: held[0][:, chosen].float().transpose(0, 1).flatten(1).cpu() for name, held in parts.items()}
+        return state | {
+            name: held[0][:, chosen].float().transpose(0, 1).flatten(1).cpu()
+            for name, held in parts.items()
+            if name not in WRITES
+        }
 
     def view(self) -> View:
         """Of all conversations."""

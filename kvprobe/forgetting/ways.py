@@ -60,9 +60,10 @@ def forgotten(model: Model, way: Way, case: HiddenSecret, secret: str) -> KVCach
     """The cache that stays of the conversation with this secret, its keys rotated to where they are seen.
 
     Raises:
-        UserError: the way gives no cache of one row.
+        UserError: the way gives no cache of one row, or one that holds NaN, of which nothing could be said to differ.
     """
     cache = way(model, case.said(secret), case.hide)
     if not isinstance(cache, KVCache) or cache.batch != 1:
         raise UserError("A way to forget takes (model, chat, hide) and returns a KVCache of one row.")
+    cache.refuse_nonfinite()
     return model.as_seen(cache)

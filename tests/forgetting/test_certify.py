@@ -153,9 +153,9 @@ def test_a_state_that_was_not_folded_anew_keeps_it():
     assert certified(model, "restart in place", secrets=16).clean
 
 
-def load_hybrid() -> Model:
+def load_hybrid(kind: str = "qwen3_next") -> Model:
     tokenizer = tiny_tokenizer()
-    return load(tiny("qwen3_next", vocab_size=len(tokenizer)), tokenizer=tokenizer)
+    return load(tiny(kind, vocab_size=len(tokenizer)), tokenizer=tokenizer)
 
 
 def test_what_only_the_own_cache_says_is_used_and_a_common_lean_is_not():
@@ -373,6 +373,24 @@ def test_inputs_that_a_convolution_keeps_are_looked_at():
     layer = next(number for number, parts in enumerate(model.geometry.parts) if "conv" in parts)
     way = by_parity(with_number(layer, "conv", -1, 1.0), same, "restart")
     assert {part for _, part, *_ in certified(model, way, secrets=16, searched=0).trace.places} >= {INPUTS}
+
+
+def test_what_attention_stores_beside_a_state_is_looked_at_and_read():
+    model = load_hybrid("falcon_h1")
+    way = by_parity(with_number(1, "V", -2, 1.0), same, "restart")
+    found = certified(model, way, secrets=48, searched=0, reader="attention")
+    assert {place[:2] for place in found.trace.places} == {(1, "V")}
+    assert all(reading.place.startswith(("V of layer 1", "1 of")) for reading in found.known)
+    ridge, attention = certified(
+        model, "evict", secrets=30, searched=0, conversations=30, reader="attention"
+    ).from_others
+    assert attention.place.startswith("the last 12 slots of layers 0–3")
+
+
+def test_a_cache_that_holds_nan_is_refused_and_not_called_clean(model: Model):
+    way = by_parity(with_number(1, "V", -2, torch.nan), same, "restart")
+    with pytest.raises(UserError, match="holds NaN"):
+        certified(model, way, secrets=16, searched=0)
 
 
 def test_a_mask_of_the_last_turn_hides_it_and_removes_nothing(model: Model):

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.parts import recurrent
+from kvprobe.cache.parts import WRITES, recurrent
 from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.forgetting.readers import FOLDS, SecretReading, read_by_probes
@@ -161,12 +161,10 @@ def visible(model: Model, cache: KVCache) -> Iterator[tuple[tuple[int, str], Flo
     for layer, parts in enumerate(cache.layers):
         if recurrent(parts):
             yield (layer, STATE), state_of(model, cache, layer).flatten(1)
-            if "conv" in parts:
-                yield (layer, INPUTS), inputs_of(model, cache, layer).flatten(1)
-            continue
+            yield (layer, INPUTS), inputs_of(model, cache, layer).flatten(1)
         live = cache.ledger.live[layer if len(cache.ledger.live) > 1 else 0][0].any(0)
-        for name, held in parts.items():
-            yield (layer, name), held[:, :, live].float().cpu().flatten(1)
+        for name in [name for name in parts if name not in WRITES]:
+            yield (layer, name), parts[name][:, :, live].float().cpu().flatten(1)
 
 
 def _left(model: Model, left: KVCache, again: Sequence[KVCache], drawn: Drawn, folds: Tensor) -> dict[str, float]:
