@@ -381,9 +381,7 @@ def test_what_attention_stores_beside_a_state_is_looked_at_and_read():
     found = certified(model, way, secrets=48, searched=0, reader="attention")
     assert {place[:2] for place in found.trace.places} == {(1, "V")}
     assert all(reading.place.startswith(("V of layer 1", "1 of")) for reading in found.known)
-    ridge, attention = certified(
-        model, "evict", secrets=30, searched=0, conversations=30, reader="attention"
-    ).from_others
+    *_, attention = certified(model, "evict", secrets=30, searched=0, conversations=30, reader="attention").from_others
     assert attention.place.startswith("the last 12 slots of layers 0–3")
 
 
