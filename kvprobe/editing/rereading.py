@@ -35,7 +35,8 @@ def replace_text(
         window: how many of the slots after it are computed again, as in arXiv 2609.17983.
 
     Raises:
-        UserError: several rows, quantised slots, no such segment, or one whose text is interrupted.
+        UserError: several rows, quantised slots, no such segment, or one whose text is interrupted; a recurrent
+            layer that decays over slots evicted right after it.
     """
     refuse_quantised(cache)
     one_row(cache)
