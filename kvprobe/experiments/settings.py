@@ -86,10 +86,14 @@ class Settings:
         return {name: getattr(self, name) for name in ("device", "dtype", *PLACED)} | {"max_memory": shares}
 
     @property
+    def beside(self) -> tuple[str, ...]:
+        """Models that are read beside `model`; a study that reads any has its own."""
+        return ()
+
+    @property
     def and_more(self) -> str:
-        """How many models are read beside `model`, as titles go on after its name; empty without any."""
-        beside = [name for more in ("others", "toys") for name in getattr(self, more, None) or ()]
-        return f" and {len(beside)} more" if beside else ""
+        """How many these are, as titles go on after the name of `model`; empty without any."""
+        return f" and {len(self.beside)} more" if self.beside else ""
 
     def validate(self) -> None:
         """Refuse values that do not fit each other; a study's config has its own rules here."""

@@ -46,6 +46,10 @@ class Config(Settings):
     mlp: bool = True
     batch: int = ranged(500, 1)
 
+    @property
+    def beside(self) -> tuple[str, ...]:
+        return (*(self.others or ()), *(self.toys or ()))
+
     def validate(self) -> None:
         if self.model in (self.others or ()):
             raise UserError(f"Setting 'others' has {self.model!r}, the model itself; name others, or none.")

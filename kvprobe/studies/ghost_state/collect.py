@@ -59,7 +59,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     that the inner fold chose; `heads`, the same of each head's state; `reach`, how far what must not know the hidden
     turn varies with it, see `_reach`; and `turns`, see `kvprobe.studies.ghost_state.turns`.
     """
-    names = list(dict.fromkeys([config.model, *(config.others or ()), *(config.toys or ())]))
+    names = list(dict.fromkeys([config.model, *config.beside]))
     rows = Parts(model, config, run).table(measure, names, "model", doing="Reading models", unit="model")
     tables = {name: chosen(rows, {"table": name}) for name in (ANSWERS, PROBES, HEADS, REACH, TURNS)}
     return {name: table.dropna(axis=1, how="all") for name, table in tables.items() if len(table)}

@@ -27,8 +27,7 @@ from kvprobe.wording import percent, points, signed
 
 def inputs(config: Config) -> Mapping[str, str]:
     """Fingerprints of the other models, which may be folders that are trained on."""
-    names = (*(config.others or ()), *(config.toys or ()))
-    return {name: load(name, **config.loading).fingerprint for name in names}
+    return {name: load(name, **config.loading).fingerprint for name in config.beside}
 
 
 def bits(value: Estimate) -> str:

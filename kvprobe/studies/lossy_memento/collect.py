@@ -32,7 +32,7 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     Raises:
         UserError: two models are of one training, so that their numbers would be mixed.
     """
-    given = list(dict.fromkeys([config.model, *(config.others or ())]))
+    given = list(dict.fromkeys([config.model, *config.beside]))
     names: dict[Trained, str] = {}
     for name in given:
         if (first := names.setdefault(trained(loaded(model, config, name)), name)) != name:

@@ -15,7 +15,7 @@ from kvprobe.wording import percent, points, signed
 
 def inputs(config: Config) -> Mapping[str, str]:
     """Fingerprints of the other models, which may be folders that are trained on."""
-    return {name: load(name, **config.loading).fingerprint for name in config.others or ()}
+    return {name: load(name, **config.loading).fingerprint for name in config.beside}
 
 
 def bits(value: Estimate) -> str:
