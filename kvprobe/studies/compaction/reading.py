@@ -21,7 +21,7 @@ from kvprobe.models.lens import Family
 from kvprobe.probing.arms import arm_read_outs
 from kvprobe.probing.variants import Logits, Variants
 from kvprobe.studies.compaction import Config
-from kvprobe.studies.compaction.arms import ARMS, HIDDEN_SEGMENTS, MASK, RECOMPUTED, RESTART
+from kvprobe.studies.compaction.arms import ARMS, HIDDEN_SEGMENTS, MASK, RECOMPUTED, RESTART, RETAINED
 from kvprobe.studies.compaction.replies import answers_after, reply_logits
 from kvprobe.studies.compaction.shares import attention_shares
 from kvprobe.tasks.compaction import KINDS, Compaction, asked, compacted_conversation, unrelated
@@ -66,8 +66,8 @@ def read_context(
     variants = Variants.of(chats, model.tokenizer)
     layout = variants.layout
     third, ask = layout.span("T3").start, layout.span("ask").start
-    tensors, cache = leak_and_use(model, variants, config.batch)
-    rows = conditions(model, cache, layout[:third], filler)
+    tensors, cache, restarted = leak_and_use(model, variants, config.batch)
+    rows = conditions(model, cache, restarted, layout[:third], filler)
     tensors |= continuation(model, rows, layout[third : layout.part("reply").start], config.continuation)
     tensors["attention"] = attention(model, rows.rows([CONDITIONS.index(name) for name in SEEN]), layout[third:ask])
     tensors["labels"] = torch.tensor([[int(digit) for digit in code] for code in codes])
@@ -75,22 +75,23 @@ def read_context(
     return tensors, texts
 
 
-def leak_and_use(model: Model, variants: Variants, batch: int) -> tuple[dict[str, Tensor], KVCache]:
-    """What T3's slots hold of the code under each arm, and what the model answers about it; and the cache of the first
-    code's conversation up to T3."""
+def leak_and_use(model: Model, variants: Variants, batch: int) -> tuple[dict[str, Tensor], KVCache, dict[str, KVCache]]:
+    """What T3's slots hold of the code under each arm, and what the model answers about it; and the caches up to T3:
+    that of the first code's conversation, and those of the recomputed arms by name."""
     layout = variants.layout
     start, third, answer = layout.part("code").start, layout.span("T3").start, layout.part("answer")
     slots = range(layout.span("ask").start - third)
     prefix = model.prefill(layout[:start])
     first, _ = model.extend(prefix, [layout[start:third]])
     shared: dict[str, Tensor] = {}
-    restarted: dict[str, tuple[KVCache, Tensor]] = {}
+    restarted = {arm.name: model.apply(arm.policy, first) for arm in RECOMPUTED}
+    read_on: dict[str, tuple[KVCache, Tensor]] = {}
     for arm in RECOMPUTED:
-        cache = model.apply(arm.policy, first)
+        cache = restarted[arm.name]
         asking = onwards(cache, [layout[third : answer.start]])
         again = model.capture(asking, FAMILIES, slots=slots, past=cache, keep_cache=True)
         assert again.cache is not None
-        restarted[arm.name] = again.cache, again.logits
+        read_on[arm.name] = again.cache, again.logits
         shared |= arm_read_outs(arm.name, again)
 
     def read(rows: Sequence[Tokens]) -> tuple[dict[str, Tensor], list[Logits]]:
@@ -99,8 +100,8 @@ def leak_and_use(model: Model, variants: Variants, batch: int) -> tuple[dict[str
         asking, code_tokens = [row[third : answer.stop - 1] for row in rows], answer.stop - answer.start
         tensors, logits = dict[str, Tensor](), [model.extend(cache, asking, logits=code_tokens)[1]]
         for arm in ARMS:
-            if arm.name in restarted:
-                past, before = restarted[arm.name]
+            if arm.name in read_on:
+                past, before = read_on[arm.name]
                 logits.append(forced_logits(model, past, before, onwards(past, [row[answer] for row in rows])))
                 continue
             acted = model.apply(arm.policy, cache)
@@ -109,14 +110,17 @@ def leak_and_use(model: Model, variants: Variants, batch: int) -> tuple[dict[str
             logits.append(turn.logits)
         return tensors, logits
 
-    return variants.read(batch, read) | shared, first
+    return variants.read(batch, read) | shared, first, restarted
 
 
-def conditions(model: Model, cache: KVCache, tokens: Tokens, filler: Sequence[Context]) -> KVCache:
+def conditions(
+    model: Model, cache: KVCache, restarted: dict[str, KVCache], tokens: Tokens, filler: Sequence[Context]
+) -> KVCache:
     """The caches of all `CONDITIONS` after compaction, as rows of one batch."""
     other = model.prefill(unrelated(tokens, HIDDEN_SEGMENTS, filler, model.tokenizer))
-    compacted = [model.apply(arm.policy, cache) for arm in ARMS]
-    return KVCache.join([cache, *compacted, other, *(model.apply(arm.policy, other) for arm in (MASK, RESTART))])
+    compacted = restarted | {arm.name: model.apply(arm.policy, cache) for arm in RETAINED}
+    calibration = [other, *(model.apply(arm.policy, other) for arm in (MASK, RESTART))]
+    return KVCache.join([cache, *(compacted[arm.name] for arm in ARMS), *calibration])
 
 
 def continuation(model: Model, rows: KVCache, turn: Tokens, length: int) -> dict[str, Tensor]:
