@@ -15,6 +15,7 @@ from kvprobe.cli import app, entry, main, runs
 from kvprobe.cli.flags import whole
 from kvprobe.cli.instruments import prefix
 from kvprobe.cli.runs import list_names
+from kvprobe.errors import KvprobeWarning
 from kvprobe.inference.model import Model
 from kvprobe.listing import KINDS, overview
 from tests.commands import kvprobe, python
@@ -235,13 +236,13 @@ def test_too_little_memory_is_not_called_a_defect(
 
 
 @pytest.mark.parametrize(
-    ("path", "said"), [(entry.__file__, "kvprobe: mind the gap\n"), ("other.py", "as Python does\n")]
+    ("kind", "said"), [(KvprobeWarning, "kvprobe: mind the gap\n"), (UserWarning, "as Python does\n")]
 )
 def test_a_warning_of_kvprobe_is_a_sentence_too(
-    path: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: type[Warning], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def warned(*_: object, **__: object) -> None:
-        warnings.warn_explicit("mind the gap", UserWarning, path, 1, registry={})
+        warnings.warn("mind the gap", kind, stacklevel=2)
 
     monkeypatch.setattr(entry, "app", warned)
     monkeypatch.setattr(sys, "argv", ["kvprobe", "ls"])

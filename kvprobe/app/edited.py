@@ -18,7 +18,7 @@ from kvprobe.cache.differences import changed_slots
 from kvprobe.editing import splice, summarise
 from kvprobe.editing.splicing import refuse_quantised
 from kvprobe.editing.summaries import REQUEST, SUMMARY, Writer
-from kvprobe.errors import UserError
+from kvprobe.errors import KvprobeWarning, UserError
 from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.faults.scope import Scope
 from kvprobe.inference.rows import Readable
@@ -98,7 +98,9 @@ def edited(model: EditingModel, before: EditedCache, edit: Edit, chat: Transcrip
         warnings.simplefilter("always")
         after = _ACTS[edit.kind](model, before, edit, chat)
     left = set(after.places.tolist())
-    notes = tuple(dict.fromkeys([*before.notes, *(str(warning.message) for warning in caught)]))
+    notes = tuple(
+        dict.fromkeys([*before.notes, *(str(one.message) for one in caught if one.category is KvprobeWarning)])
+    )
     return replace(after, damaged=after.damaged & left, patched=after.patched & left, notes=notes)
 
 

@@ -4,7 +4,6 @@ Positions, segments, provenance and liveness are carried with the slots. Nothing
 eviction cannot silently move a token (the bug of every home-made eviction script).
 """
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,7 +15,7 @@ from kvprobe.brief import Brief
 from kvprobe.cache import shown
 from kvprobe.cache.entries import entries
 from kvprobe.checks import names_of
-from kvprobe.errors import UserError
+from kvprobe.errors import UserError, warn
 from kvprobe.fingerprint import Maker
 from kvprobe.names import unknown
 from kvprobe.text.tokens import ANSWER_HEADER, GENERATED
@@ -182,7 +181,7 @@ class Ledger(Brief):
         sink = self.origins == 0
         sink[:, :1] |= self.recomputed[:, :1]  # nothing was before it
         if bool((hidden & live & sink).any()) and bool((live & ~hidden).any()):
-            warnings.warn(SINK_HIDDEN, stacklevel=5)
+            warn(SINK_HIDDEN)
 
     @property
     def last_position(self) -> Int[Tensor, "batch"]:

@@ -6,7 +6,6 @@ import sys
 import tempfile
 import traceback
 import warnings
-from pathlib import Path
 from typing import Any
 
 from cyclopts import App, CycloptsError
@@ -16,7 +15,7 @@ from kvprobe.cli.caches import audit, canary, diff
 from kvprobe.cli.instruments import attend, budget, certify, compare, doctor, prefix, scan
 from kvprobe.cli.runs import add_run_commands, list_names, merge, new, publish, report, runs_app, status, view
 from kvprobe.cli.training import train_app
-from kvprobe.errors import UserError
+from kvprobe.errors import KvprobeWarning, UserError
 from kvprobe.files import refusal
 from kvprobe.names import one_line
 
@@ -92,9 +91,9 @@ def main() -> None:
 def _shown_with(others: Any) -> Any:
     """How warnings are shown: those of kvprobe in a sentence, without the line of code that gave them."""
 
-    def show(message: Warning | str, category: type[Warning], path: str, *place: Any) -> None:
-        if category is not UserWarning or not Path(path).is_relative_to(Path(__file__).parents[1]):
-            others(message, category, path, *place)
+    def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
+        if category is not KvprobeWarning:
+            others(message, category, *place)
             return
         from tqdm import tqdm
 

@@ -1,6 +1,5 @@
 """Reading tokens into a cache: the one place where a forward pass is given a ledger."""
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from kvprobe.cache.layer import Layer, slots_and_writes
 from kvprobe.cache.ledger import OWN, PADDING, Ledger
 from kvprobe.cache.parts import WRITES, described
 from kvprobe.cache.rotary import Rotaries, Rotation
-from kvprobe.errors import UserError
+from kvprobe.errors import UserError, warn
 from kvprobe.fingerprint import differing
 from kvprobe.inference.readable import refuse_unreadable
 from kvprobe.models.hf_cache import BothLayer, CacheLayer, layers_of, past_key_values
@@ -372,10 +371,9 @@ def warn_of_taken_positions(past: KVCache | None, new: Ledger) -> None:
     taken = new.positions[:, 0] <= last
     if bool(taken.any()):
         row = int(taken.int().argmax())
-        warnings.warn(
+        warn(
             f"The new tokens start at position {int(new.positions[row, 0])}, but the cache holds live slots up to "
-            f"{int(last[row])}: the naive position mode. Start them at `following`, or use KVCache.reindex('naive').",
-            stacklevel=5,
+            f"{int(last[row])}: the naive position mode. Start them at `following`, or use KVCache.reindex('naive')."
         )
 
 

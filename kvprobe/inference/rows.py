@@ -1,6 +1,5 @@
 """What users give a model to read, as runs of tokens, one per row."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, cast
@@ -11,7 +10,7 @@ from torch import Tensor
 from kvprobe.cache.entries import entries
 from kvprobe.cache.ledger import SINK_HIDDEN, Ledger
 from kvprobe.checks import is_mapping, is_text, is_whole, whole_numbers
-from kvprobe.errors import UserError
+from kvprobe.errors import UserError, warn
 from kvprobe.text.chat_template import Tokenizer
 from kvprobe.text.messages import Message, Part
 from kvprobe.text.tokens import ANSWER_HEADER, Tokens
@@ -68,7 +67,7 @@ def rows_of(text: object, tokenizer: Callable[[], Tokenizer], answered: bool) ->
     if isinstance(text, Transcript):
         tokens = text.tokens(tokenizer(), generation_prompt=answered)
         if any(tokens.recomputed[:1]):
-            warnings.warn(SINK_HIDDEN, stacklevel=5)
+            warn(SINK_HIDDEN)
         return [tokens]
     kind = type(text).__name__
     pieces: list[object] | None = [text] if is_mapping(text) else [*text] if isinstance(text, Sequence) else None
@@ -129,7 +128,7 @@ def text_ids(tokenizer: Tokenizer, text: str, *, within: bool = False) -> Sequen
         place = (
             "which stands within what was read" if within else "and the tokenizer writes it too, so it is read twice"
         )
-        warnings.warn(f"The text begins with the start token, {place}; take it out of the text.", stacklevel=5)
+        warn(f"The text begins with the start token, {place}; take it out of the text.")
     return bare if within else before + bare
 
 

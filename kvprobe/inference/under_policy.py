@@ -1,6 +1,5 @@
 """Policies at work on a model: reading while attention is observed, letting a policy act, recomputing slots."""
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -16,7 +15,7 @@ from kvprobe.cache.ledger import COLUMNS, PADDING, Ledger
 from kvprobe.cache.parts import heads_apart
 from kvprobe.cache.recurrence import timeless
 from kvprobe.cache.visibility import visible_by_layer
-from kvprobe.errors import UserError
+from kvprobe.errors import UserError, warn
 from kvprobe.inference.forward import extend, new_slots, one_row_each, prove_reading
 from kvprobe.inference.readable import refuse_unreadable
 from kvprobe.models.attending import Attending
@@ -186,10 +185,9 @@ def apply(
         if part.provenance == "recomputed":
             acted = recomputed(read, scene.cache.ledger, acted)
         if part.every is None and _same(scene, acted):
-            warnings.warn(
+            warn(
                 f"{part} acts once and has changed nothing: what it drops is not live in this cache, or all of it fits "
-                "into the budget.",
-                stacklevel=2,
+                "into the budget."
             )
         scene = acted
     return scene

@@ -1,6 +1,5 @@
 """The tokenizer that a GGUF file describes: each of its settings is used, or refused by name."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +8,7 @@ from tokenizers import decoders, normalizers, pre_tokenizers
 from transformers.integrations import gguf as reading
 from transformers.integrations.gguf import gguf_tokenizer_mapping as builders
 
-from kvprobe.errors import UserError
+from kvprobe.errors import UserError, warn
 from kvprobe.models.gguf_header import Header
 from kvprobe.names import one_line
 
@@ -88,11 +87,10 @@ def tokenizer_of(header: Header) -> Any:
             if split not in known:
                 raise ValueError(f"tokenizer.ggml.pre={split!r:.60} is not known")
             if split in (None, "default"):
-                warnings.warn(
+                warn(
                     f"{header.path.name} does not name the way in which it splits text (tokenizer.ggml.pre={split}); "
                     "it is split as for GPT-2, so that numbers may become other tokens than those that the model was "
-                    "trained with.",
-                    stacklevel=2,
+                    "trained with."
                 )
         elif kind != "llama" or settings.get("precompiled_charsmap"):
             raise ValueError(f"tokenizer.ggml.model={kind!r:.60} is not known")

@@ -4,7 +4,6 @@ import hashlib
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from logging import ERROR, getLogger
@@ -19,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvprobe.cache.device import pick_device
-from kvprobe.errors import UserError
+from kvprobe.errors import UserError, warn
 from kvprobe.files import expanded, read_json
 from kvprobe.models.adapters import add_changes, base_of, changes_of, is_adapter, read_settings, sharing
 from kvprobe.models.catalogue import (
@@ -252,10 +251,9 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
         raise UserError(unknown("dtype", dtype, get_args(Dtype)))
     chosen = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
     if device.type == "cpu" and chosen.itemsize == 2 and torch.backends.cpu.get_cpu_capability() == "AVX2":
-        warnings.warn(
+        warn(
             f"This CPU has no AVX-512, without which torch is slow in {chosen}: prompts and batches take several times "
-            "as long as in float32. Use dtype='float32' if memory allows.",
-            stacklevel=4,
+            "as long as in float32. Use dtype='float32' if memory allows."
         )
     return chosen
 

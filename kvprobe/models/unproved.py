@@ -1,6 +1,5 @@
 """Two lanes over one set of weights before the gate has proved them: for the gate alone."""
 
-import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -16,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.rotary import Rotary
-from kvprobe.errors import UserError
+from kvprobe.errors import UserError, warn
 from kvprobe.fingerprint import Maker, fingerprint, state_of
 from kvprobe.models.attending import KERNELS, Attending, Attention, attention_name, attention_replaced
 from kvprobe.models.geometry import Geometry, changing_frequencies
@@ -62,11 +61,10 @@ class UnprovedLanes:
         self.geometry = Geometry.of(plain)
         _ = self.attention_modules  # refuses a model without them now, not at first use
         if (limit := changing_frequencies(plain.config)) is not None:
-            warnings.warn(
+            warn(
                 f"{type(plain).__name__} rotates keys by other rotary frequencies from position {limit} on, so keys "
                 f"cached before do not fit queries after; kvprobe reads its first {limit} positions and refuses later "
-                "ones.",
-                stacklevel=3,
+                "ones."
             )
         self._unseen = 0
         self._maker = Maker(self)

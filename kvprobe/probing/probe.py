@@ -1,7 +1,6 @@
 """One call from a design to a claim: what can be read at a segment after others were hidden, above which floors, and
 whether the model uses it."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from kvprobe.arguments import AtLeastZero, Within, checked_arguments
 from kvprobe.checks import names_of
+from kvprobe.errors import warn
 from kvprobe.executors import Executor
 from kvprobe.inference.elsewhere import each, shares
 from kvprobe.inference.model import Model
@@ -104,7 +104,7 @@ def probe(
     probing = probe_features(features, floors, folds=folds, permutations=permutations, rng=rng)
     probing = replace(probing, warnings=(*doubts, *probing.warnings), measured=not doubts)
     for warning in probing.warnings:
-        warnings.warn(warning, stacklevel=3)
+        warn(warning)
     return replace(probing, use=use_table(design, arms.said) if asks else None)
 
 

@@ -1,7 +1,6 @@
 """A dictionary: a sparse autoencoder of sae-lens at a place of a model, which writes activations as sums of latents."""
 
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvprobe.arguments import checked_arguments
-from kvprobe.errors import UserError
+from kvprobe.errors import UserError, warn
 from kvprobe.files import expanded, filling
 from kvprobe.fingerprint import differing, digest
 from kvprobe.inference.capture import Captured
@@ -149,16 +148,14 @@ class Dictionary:
         _refuse_unsupported(config)
         trained_on = config.metadata[FINGERPRINT]
         if trained_on is not None and trained_on != model.fingerprint:
-            warnings.warn(
+            warn(
                 f"The SAE was trained on another model than {model.name}, or in another dtype (it differs in "
-                f"{differing(trained_on, model.fingerprint)}), so its card does not describe how well it does here.",
-                stacklevel=2,
+                f"{differing(trained_on, model.fingerprint)}), so its card does not describe how well it does here."
             )
         elif trained_on is None and not _same_name(named := str(config.metadata.model_name or ""), model):
-            warnings.warn(
+            warn(
                 f"The SAE's own metadata say that it was trained on {named!r}, and this model is {model.name}; on "
-                "another model its latents mean something else.",
-                stacklevel=2,
+                "another model its latents mean something else."
             )
         return dictionary
 
