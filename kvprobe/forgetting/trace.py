@@ -82,7 +82,7 @@ def seen(model: Model, cache: KVCache, slots: Slots, number: int, layer: int) ->
     kept = {name: one[0][:, chosen].float().cpu() * live for name, one in parts.items() if name not in WRITES}
     if recurrent(parts):
         kept[STATE] = state_of(model, cache, layer)[0].flatten(1)[:, None]
-        kept |= {INPUTS: inputs_of(model, cache, layer)[0].flatten(1)[:, None]} if "conv" in parts else {}
+        kept[INPUTS] = inputs_of(model, cache, layer)[0].flatten(1)[:, None]
     return kept
 
 

@@ -119,7 +119,7 @@ def _tokens(
     """The parts of a layer side by side. A state is the first of the slots, in its principal coordinates."""
     beside: list[Tensor] = []
     if STATE in parts:
-        folded = torch.cat([parts[name].flatten(1) for name in (STATE, INPUTS) if name in parts], 1)
+        folded = torch.cat([parts[name].flatten(1) for name in (STATE, INPUTS)], 1)
         beside.append(pad(principal(folded).float()[:, None, -STATES:], (0, 0, 0, len(places) - 1)))
     for name in [name for name in parts if name not in (STATE, INPUTS)]:
         held = parts[name][:, :, list(places)].transpose(1, 2).flatten(2)

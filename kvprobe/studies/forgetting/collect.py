@@ -161,8 +161,7 @@ def visible(model: Model, cache: KVCache) -> Iterator[tuple[tuple[int, str], Flo
     for layer, parts in enumerate(cache.layers):
         if recurrent(parts):
             yield (layer, STATE), state_of(model, cache, layer).flatten(1)
-            if "conv" in parts:
-                yield (layer, INPUTS), inputs_of(model, cache, layer).flatten(1)
+            yield (layer, INPUTS), inputs_of(model, cache, layer).flatten(1)
         live = cache.ledger.live[layer if len(cache.ledger.live) > 1 else 0][0].any(0)
         for name in [name for name in parts if name not in WRITES]:
             yield (layer, name), parts[name][:, :, live].float().cpu().flatten(1)
