@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,12 @@ def _version(package: str) -> str | None:
 def short_commit(commit: str) -> str:
     """A commit as reports name it, with `+edited` where the code had edits."""
     return commit[:12] + "+edited" * (EDITED in commit)
+
+
+def version_in_words(environment: Mapping[str, Any]) -> str:
+    """The version of kvprobe in an environment, and its commit if it ran from a checkout."""
+    commit = environment.get("commit")
+    return f"kvprobe {environment['versions'].get('kvprobe')}" + (f" ({short_commit(commit)})" if commit else "")
 
 
 def _commit(here: Path = _HERE) -> str | None:

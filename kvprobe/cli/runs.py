@@ -209,6 +209,7 @@ def report(
     other: Annotated[Path | None, Parameter(help="A second run of the same study: both side by side.")] = None,
     /,
     *,
+    again: Annotated[bool, Parameter(help="Conclude anew from its tables, by this version.", negative="")] = False,
     study: StudyFile = None,
 ) -> None:
     """Write a run's report.html again, or set two runs side by side."""
@@ -216,6 +217,15 @@ def report(
     from kvprobe.experiments.runs import Run
 
     finished = Run.load(run)
+    if again:
+        if other is not None:
+            raise UserError("--again concludes one run; name one.")
+        _ = finished.metrics  # refuses an unfinished run
+        of, path = study_of(finished, study), finished.path.resolve()
+        config = from_mapping(of.config, finished.config.get("settings") or {})
+        of.run(config, path.parent, path.name, again=True)
+        print(path / "report.html")
+        return
     if other is not None:
         second = Run.load(other)
         from kvprobe.experiments.beside import beside

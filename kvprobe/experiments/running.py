@@ -9,7 +9,7 @@ from typing import TypeVar
 import pandas as pd
 
 from kvprobe.durations import Duration, durations
-from kvprobe.environment import machine
+from kvprobe.environment import environment, machine, version_in_words
 from kvprobe.errors import UserError
 from kvprobe.executors import Cluster
 from kvprobe.experiments.page import write_page
@@ -37,6 +37,7 @@ def run_study(
     processes: int = 1,
     cluster: Cluster | None = None,
     share: tuple[int, int] = (1, 1),
+    again: bool = False,
 ) -> Run:
     """Run a study (or resume, or find it finished), write its report, and return the run.
 
@@ -49,6 +50,7 @@ def run_study(
         cluster: where parts are worked on instead, by workers that load the model that the config names.
         share: which of how many shares of each stage's cases is measured here, (1, 2) the first half. Others are
             measured elsewhere with the same command, and `kvprobe.experiments.merging.merge` joins them.
+        again: conclude a finished run from its tables again, as this version does.
 
     Raises:
         ShareMeasured: the share that was asked for is there, and what follows needs the others.
@@ -80,7 +82,7 @@ def run_study(
         check_processes(processes, model.lanes.device)
         run = replace(run, processes=processes, workers=workers, share=share)
         # What a user's study concludes may have changed since it was measured.
-        if not run.finished or not study.ships:
+        if again or not run.finished or not study.ships:
             resumed = (run.path / "parts").is_dir()
             try:
                 rows = run.tables() if run.finished else study.collect(model, config, run)
@@ -92,12 +94,20 @@ def run_study(
                 for name, table in ({"samples": rows} if isinstance(rows, pd.DataFrame) else rows).items():
                     run.save_table(name, table)
             conclusion = study.conclude(rows, config, model)
+            if run.finished and (other := other_version(run)):
+                conclusion = replace(conclusion, warnings=(*conclusion.warnings, other))
             draw(study, conclusion.findings, model.name + config.and_more, run.path / "figures")
             if not (run.finished or resumed or cluster):
                 Duration(study.name, "", machine(), peak_bytes(), clock.timing).write(run.path)
             run.finish(conclusion.record())
         write_page(study, run)
     return run
+
+
+def other_version(run: Run) -> str:
+    """Which version measured a run that this one concludes; nothing to say if it is the same."""
+    measured, concluded = map(version_in_words, (run.environment, environment()))
+    return "" if measured == concluded else f"Measured with {measured}, concluded again with {concluded}."
 
 
 @contextmanager

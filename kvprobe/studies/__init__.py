@@ -55,11 +55,12 @@ class Entry:
         processes: int = 1,
         cluster: "Cluster | None" = None,
         share: tuple[int, int] = (1, 1),
+        again: bool = False,
     ) -> "Run":
         """Run it with these settings (or resume) in a directory below `root`; see `experiments.running.run_study`."""
         from kvprobe.experiments.running import run_study
 
-        return run_study(self.declaration, config, root, name, model, processes, cluster, share)
+        return run_study(self.declaration, config, root, name, model, processes, cluster, share, again)
 
     def _own(self, module: str = "") -> Any:
         """A module of a study that ships with kvprobe."""
