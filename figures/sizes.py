@@ -1,45 +1,33 @@
 """Draw the figures of docs/results/sizes.md: the same questions, asked of models of three sizes.
 
-    python figures/sizes.py [FOLDER]
+    python figures/sizes.py
 
-Takes numbers from the finished runs of the presets below in FOLDER (runs by default), each under its preset's name:
-`kvprobe run PRESET --name PRESET`. Where there is none, those of docs/results/runs/sizes.csv stay; its rows of
-`compaction` are copied from docs/results/caching-key.md. Differences in figures/sizes_copied.csv are copied from
-docs/results/sizes.md, and drawn as long as no run gives them.
+Numbers are those of the published runs of the presets below (docs/results/runs).
 """
 
-import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
-import pandas as pd
 
-from kvprobe.experiments.runs import Run
-from kvprobe.experiments.settings import as_mapping, from_mapping
 from kvprobe.experiments.study import Conclusion
 from kvprobe.policies.catalogue import CATALOGUE
-from kvprobe.presets import presets
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.report.plots import save
 from kvprobe.report.plots.dots import Dots, Panel
 from kvprobe.report.plots.lines import Style
-from kvprobe.stats import Estimate
-from kvprobe.studies import find
 from kvprobe.studies.compaction.reading import PAIRS
 from kvprobe.tidy import Key
 
 GALLERY = Path(__file__).resolve().parent
-TABLE = GALLERY.parent / "docs" / "results" / "runs" / "sizes.csv"
-COPIED = GALLERY / "sizes_copied.csv"
+RUNS = GALLERY.parent / "docs" / "results" / "runs"
 STYLES = {
     "SmolLM2 135M": Style("#56b4e9"),
     "Qwen2.5-Coder 0.5B": Style("#0072b2", "s"),
     "Qwen2.5-Coder 1.5B": Style("#332288", "D"),
 }
-VALUES = tuple(asdict(Estimate(0.0)))
-"""Columns of the table that hold a number and its interval."""
 SUFFIXES = ("quick", "qwen0.5b", "qwen1.5b")
 """Of the presets of each of these models, unless SmolLM2 has one of its own."""
 
@@ -160,23 +148,6 @@ QUESTIONS = {
 
 def main() -> None:
     matplotlib.use("Agg")
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs")
-    table: pd.DataFrame = pd.concat([pd.read_csv(TABLE), *measured(folder)])
-    table = table.drop_duplicates(["panel", "series", "preset"], keep="last")
-    table = table.sort_values("model", key=lambda models: models.map(list(STYLES).index), kind="stable")
-    table = table.sort_values("panel", kind="stable")
-    table = table.loc[list(map(asked, table["panel"], table["series"], table["preset"]))]
-    table.to_csv(TABLE, index=False, float_format="%.4g")
-    table = pd.concat([pd.read_csv(COPIED), table]).drop_duplicates(["panel", "series", "preset"], keep="last")
-    findings = Findings(
-        Finding(
-            row["panel"],
-            {key: row[key] for key in ("series", "model")},
-            Estimate(*(row[name] for name in VALUES)),
-            comparisons=row["comparisons"],
-        )
-        for row in table.to_dict("records")
-    )
     for figure, questions in QUESTIONS.items():
         panels = tuple(
             Panel(
@@ -193,44 +164,25 @@ def main() -> None:
         )
         counted = "facts" if figure == "patching" else "conversations"
         drawn = Dots(figure, "", panels).draw(
-            findings, lambda key, value, counted=counted: f"{value} {counted}" if key == "n" else str(value), ""
+            Findings(answers(figure, questions)),
+            lambda key, value, counted=counted: f"{value} {counted}" if key == "n" else str(value),
+            "",
         )
         if drawn is not None:
             save(drawn, GALLERY / f"sizes_{figure}")
 
 
-def measured(folder: Path) -> Iterator[pd.DataFrame]:
-    """A table for each panel and model that was run."""
-    for figure, questions in QUESTIONS.items():
-        for number, question in enumerate(questions):
-            for model, preset in question.runs().items():
-                if (run := finished(folder, preset)) is not None:
-                    rows = pd.DataFrame(answers(run, question))
-                    yield rows.assign(panel=f"{figure} {number}", model=model, preset=preset)
-
-
-def asked(panel: str, series: str, preset: str) -> bool:
-    """Whether a row of the table belongs to a question that is still asked."""
-    figure, number = panel.split()
-    question = QUESTIONS[figure][int(number)]
-    return series in question.series and preset in question.runs().values()
-
-
-def finished(folder: Path, preset: str) -> Run | None:
-    """The finished run of a preset, if there is one."""
-    if not (folder / preset / "metrics.json").is_file():
-        return None
-    run, chosen = Run.load(folder / preset), presets()[preset]
-    if run.config["settings"] != as_mapping(from_mapping(find(chosen.study).config, chosen.settings)):
-        sys.exit(f"{run.path} has other settings than the preset {preset}; run the preset again, or move the run away.")
-    return run
-
-
-def answers(run: Run, question: Question) -> Iterator[dict[str, Key | float]]:
-    findings = Conclusion.of(run.metrics).findings
-    for series, (name, keys) in question.series.items():
-        if (finding := findings.find(name, **keys)) is not None:
-            yield {"series": series, **asdict(finding.value), "comparisons": finding.comparisons}
+def answers(figure: str, questions: Sequence[Question]) -> Iterator[Finding]:
+    """What each model's run says to each question, as findings of the panels."""
+    for number, question in enumerate(questions):
+        for model, preset in question.runs().items():
+            if not (RUNS / preset).is_dir():
+                continue
+            found = Conclusion.of(json.loads((RUNS / preset / "metrics.json").read_text(encoding="utf-8"))).findings
+            for series, (name, keys) in question.series.items():
+                if (answer := found.find(name, **keys)) is not None:
+                    shown = {"series": series, "model": model}
+                    yield Finding(f"{figure} {number}", shown, answer.value, comparisons=answer.comparisons)
 
 
 if __name__ == "__main__":
