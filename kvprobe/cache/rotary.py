@@ -64,7 +64,7 @@ class Rotation:
         """
 
         def angles(at: Tensor) -> Tensor:
-            return (at[:, None, :, None].float() * rotary.frequencies).double()
+            return (at[:, None, :, None].float() * rotary.frequencies.to(at.device)).double()
 
         angle = angles(positions) - angles(origins)
         return cls(angle.cos().float(), angle.sin().float(), rotary.layout, rotary.last)

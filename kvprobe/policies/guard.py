@@ -13,7 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvprobe.brief import Brief
+from kvprobe.cache.alike import refuse_other_model
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.parts import KV, described
 from kvprobe.cache.rotary import Rotary, Rotation
 from kvprobe.errors import UserError
 from kvprobe.files import expanded, replacing
@@ -57,15 +59,18 @@ class Sound(Brief):
         """Learnt from sound caches, of a conversation each: ranges from one half, the limit from the other.
 
         Raises:
-            UserError: there are too few conversations, or too few slots for so low a rate; or slots of several models.
+            UserError: there are too few conversations, or too few slots for so low a rate; or slots of several models,
+                numbers that are not finite, or layers that store something else than K and V.
         """
         if len(caches) < FEWEST or not 0 < rate < 1:
             raise UserError(
                 f"A guard is learnt from {FEWEST} conversations or more, at a rate between 0 and 1; got "
                 f"{len(caches)} at {rate:g}."
             )
-        for cache in caches:
-            cache.ledger.refuse_mixed("A guard")
+        for number, cache in enumerate(caches):
+            refuse_other_model(caches[0], cache, f"Cache {number} of those to learn from")
+            _refuse_unjudged(cache)
+            cache.refuse_nonfinite()
         pairs = [_middles_and_ranges(caches[::2], layer, rotary) for layer, rotary in enumerate(rotaries)]
         middles, ranges = zip(*pairs, strict=True)
         sound = cls(middles, ranges, math.inf, rate, tuple(rotaries), caches[0].made_by)
@@ -82,12 +87,11 @@ class Sound(Brief):
         """How many ranges the worst number of each slot is away from its middle, over layers, heads, K and V.
 
         Raises:
-            UserError: the cache, or a slot of it, is of another model.
+            UserError: the cache, or a slot of it, is of another model, or a layer stores something else than K and V.
         """
-        cache.ledger.refuse_mixed("A guard")
-        widths = {tuple(middle.shape[1:]) for middle in self.middles}
-        held = {(parts[0].heads, sum(part.numbers for part in parts)) for parts in cache.shape}
-        if (len(self.middles), widths) != (cache.n_layers, held):
+        _refuse_unjudged(cache)
+        widths = [tuple(middle.shape[1:]) for middle in self.middles]
+        if widths != [(parts[0].heads, sum(part.numbers for part in parts)) for parts in cache.shape]:
             raise UserError("The guard was learnt from caches of another shape; learn one for this model.")
         if self.made_by and cache.made_by and not cache.made_by.same(self.made_by):
             raise UserError("The guard was learnt from caches of another model; learn one for this model.")
@@ -138,6 +142,8 @@ class Sound(Brief):
             if metadata.get("format") != FORMAT:
                 raise UserError(f"{place} holds no guard; give a file that Sound.save wrote.")
             known = json.loads(metadata["known"])
+            if not math.isfinite(known["limit"]):
+                raise ValueError(f"its limit is {known['limit']}, which no number is beyond")
             layers = range(len(known["layouts"]))
             return Sound(
                 tuple(tensors[f"middles.{layer}"].float() for layer in layers),
@@ -191,6 +197,16 @@ class Guard(Policy):
         # An evicted slot may pad its row, and even with no weight NaN is NaN.
         keys, values = (tuple(tensor.masked_fill(padding, 0) for tensor in part) for part in (cache.keys, cache.values))
         return scene.with_cache(cache.with_parts({"K": keys, "V": values}))
+
+
+def _refuse_unjudged(cache: KVCache) -> None:
+    """Refuse slots of several models, and layers of whose numbers only some would be judged."""
+    cache.ledger.refuse_mixed("A guard")
+    if any({*layer} != {*KV} for layer in cache.layers):
+        raise UserError(
+            f"A guard judges K and V, and the layers of this cache are {described(cache.shape)}; give a model whose "
+            "layers all store K and V alone."
+        )
 
 
 def _numbers(cache: KVCache, layer: int, rotary: Rotary | None) -> Float[Tensor, "batch kv_heads slots width"]:

@@ -12,11 +12,12 @@ from safetensors.torch import save_file
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.rotary import Rotary, Rotation
 from kvprobe.inference.guarding import learn
-from kvprobe.inference.model import Model
+from kvprobe.inference.model import Model, load
 from kvprobe.policies import Guard
 from kvprobe.policies.guard import Sound
 from kvprobe.policies.written import as_policy
 from tests.models import any_model, llama
+from tests.models.every import tiny
 from tests.random_caches import assert_bit_identical, random_cache, random_tokens
 from tests.refusals import refused
 
@@ -115,3 +116,38 @@ def test_what_cannot_be_learnt_from_or_judged_is_refused():
     refused(lambda: Sound.of([cache.evict(slots=[0]) for cache in caches], rotaries, 0.2), "from position 0 on")
     other = random_cache(0, 1, 20, kv_heads=1)
     refused(lambda: Sound.of(caches, rotaries, 0.2).scores(other), "another shape")
+    refused(lambda: Sound.of([*caches[:2], other, caches[3]], rotaries, 0.2), "Cache 2", "same model")
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_nothing_is_learnt_from_numbers_that_are_not_finite(damaged: int, number: float):
+    caches = [random_cache(seed, 1, 20) for seed in range(4)]
+    caches[damaged] = times(caches[damaged], [5], number)
+    refused(lambda: Sound.of(caches, [None] * 3, 0.2), "slot 5", "NaN or infinity")
+
+
+@pytest.mark.parametrize("foreign", [2, 3])
+def test_nothing_is_learnt_from_two_models(model: Model, foreign: int):
+    other, tokens = llama(seed=1), [random_tokens(seed, {"T1": 20}) for seed in range(4)]
+    caches = [(other if number == foreign else model).prefill(row) for number, row in enumerate(tokens)]
+    refused(lambda: Sound.of(caches, model.lanes.rotaries, 0.2), f"Cache {foreign}", "another model")
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "falcon_h1", "nemotron_h"])
+def test_layers_that_store_more_or_less_than_keys_and_values_are_not_judged(kind: str, guard: Guard):
+    other = load(tiny(kind))
+    texts = [[random_tokens(seed, {"T1": 20})] for seed in range(4)]
+    for judge in (lambda: learn(other, texts, 0.2), lambda: guard.evicted(other.prefill(texts[0]))):
+        refused(judge, "judges K and V")
+
+
+def test_a_guard_without_a_limit_is_not_read(guard: Guard, tmp_path: Path):
+    assert isinstance(guard.sound, Sound)
+    replace(guard.sound, limit=math.inf).save(tmp_path / "guard.safetensors")
+    refused(lambda: Guard(str(tmp_path / "guard.safetensors")), "limit is inf")
+
+
+def test_frequencies_from_a_file_turn_keys_on_another_device():
+    at = torch.arange(3, device="meta")[None]
+    assert Rotation.between(Rotary(torch.tensor([1.0, 0.1])), at, at).cos.device.type == "meta"
