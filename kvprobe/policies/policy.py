@@ -134,7 +134,7 @@ class Policy(ABC):
         if name := self.in_slots:
             object.__setattr__(self, name, as_budget(type(self).__name__, name, getattr(self, name)))
         repeated = [part for part in self.parts if part.every is not None]
-        drawing = [part for part in repeated if part.draws_by_origin]
+        drawing = [part for part in repeated if part.draws_by_position]
         closing = [part for part in repeated if part.mode != "gapped"]
         if drawing and closing:
             raise UserError(
@@ -143,8 +143,8 @@ class Policy(ABC):
             )
 
     @property
-    def draws_by_origin(self) -> bool:
-        """Whether random numbers are drawn for the origins of slots, which must then differ."""
+    def draws_by_position(self) -> bool:
+        """Whether random numbers are drawn for the positions of slots, which must then differ."""
         return False
 
     @property

@@ -23,9 +23,9 @@ class RandomEviction(Scored):
 
     With `sinks`, the first live slots always stay, so that a policy that beats this one does more than keep those.
 
-    Each slot has one random number, drawn from `seed`, its row's sample and its origin, and the highest numbers stay.
+    Each slot has one random number, drawn from `seed`, its row's sample and its position, and the highest numbers stay.
     At every step this is a uniform draw from all slots so far, whichever rows are in the batch. Where positions are
-    closed up between acts, new slots would take the origins of old ones, and their numbers. So with another mode than
+    closed up between acts, new slots would take the positions of old ones, and their numbers. So with another mode than
     `gapped`, its own or that of a policy in the same chain, it acts once.
     """
 
@@ -41,7 +41,7 @@ class RandomEviction(Scored):
         return {"sinks": min(self.sinks, budget)}
 
     @property
-    def draws_by_origin(self) -> bool:
+    def draws_by_position(self) -> bool:
         return True
 
     @property
@@ -55,9 +55,10 @@ class RandomEviction(Scored):
         samples = scene.samples or tuple(range(batch))
         if len(samples) != batch:
             raise UserError(f"There are {batch} rows but {len(samples)} sample numbers; give one for each row.")
-        origins = ledger.origins.cpu().numpy()
+        # Not for origins: those of spliced slots, and of re-indexed ones and what comes after them, may be the same.
+        positions = ledger.positions.cpu().numpy()
         rows: list[Tensor] = []
-        for sample, row in zip(samples, origins, strict=True):
+        for sample, row in zip(samples, positions, strict=True):
             # Drawn in the order of positions, so that the numbers of old slots stay when new ones come.
             drawn = np.random.default_rng([self.seed, sample, _STREAM]).random((int(row.max(initial=0)) + 1, *across))
             rows.append(torch.as_tensor(drawn[row]))

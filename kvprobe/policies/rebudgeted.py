@@ -46,8 +46,8 @@ class Rebudgeted(Scored):
         return self.policy.observes
 
     @property
-    def draws_by_origin(self) -> bool:
-        return self.policy.draws_by_origin
+    def draws_by_position(self) -> bool:
+        return self.policy.draws_by_position
 
     @property
     def protected(self) -> int:

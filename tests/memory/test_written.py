@@ -71,7 +71,7 @@ quantised = st.builds(
 def joinable(parts: list[Policy]) -> bool:
     """Whether a chain of them is not refused: random numbers are drawn for positions, which nothing may close up."""
     again = [part for part in parts if part.every is not None]
-    return not (any(part.draws_by_origin for part in again) and any(part.mode != "gapped" for part in again))
+    return not (any(part.draws_by_position for part in again) and any(part.mode != "gapped" for part in again))
 
 
 chains = st.lists(even, min_size=2, max_size=3).filter(joinable).map(lambda parts: policies.Chain(tuple(parts)))

@@ -2,13 +2,17 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvprobe.editing import concatenate
 from kvprobe.policies import RandomEviction, Scene
+from tests.models import any_model
 from tests.policies.loops import best, few, live_at, places, seeds
 from tests.policies.scenes import empty_cache, random_scene, scenes, with_token
+from tests.random_caches import random_tokens
 
 
 def drawn(rows: int, slots: int, policy: RandomEviction, seed: int = 0) -> torch.Tensor:
@@ -98,3 +102,19 @@ def test_random_eviction_is_a_uniform_draw_from_all_slots_so_far_at_every_step()
 def test_random_evictions_of_several_budgets_are_nested(scene: Scene, budget: int, per_head: bool):
     small, large = (RandomEviction(count, 4, per_head=per_head).keep(scene) for count in (budget, budget + 2))
     assert not bool((small & ~large).any())
+
+
+@pytest.mark.parametrize("edit", ["splice", "reindex"])
+def test_slots_that_were_computed_at_one_position_are_drawn_apart(edit: str):
+    """Documents that were read by themselves, and tokens read after gaps were closed: half of 8 slots stay, and by
+    chance both of a pair in 3 of 14 draws."""
+    model = any_model()
+    if edit == "splice":
+        cache = concatenate([model.prefill(random_tokens(seed, {"T1": 4})) for seed in range(2)])
+    else:
+        late = model.prefill(random_tokens(0, {"T1": 8})).evict(slots=range(4)).reindex()
+        cache = model.extend(late, random_tokens(1, {"T2": 4}, start=4))[0]
+    assert cache.ledger.origins.tolist()[0][:4] == cache.ledger.origins.tolist()[0][4:]
+    kept = RandomEviction(4, seed=0).keep(Scene(cache.fork(2000)))[0, :, 0]
+    both = (kept[:, :4] & kept[:, 4:]).float()
+    assert abs(float(both.mean()) - 3 / 14) < 0.03
