@@ -27,6 +27,8 @@ from kvprobe.policies.policy import Policy, Scene
 from kvprobe.policies.written import as_policy
 from kvprobe.text.tokens import GENERATED, Decoder, Tokens
 
+COLDEST = 1e-30
+"""Least temperature: at lower ones logits overflow."""
 OnStep = Callable[[int, KVCache], KVCache | None]
 
 
@@ -132,6 +134,11 @@ def generate(
                 trace.append(Snapshot.of(step, scene, policy))
             if on_step is not None and (edited := on_step(step, cache)) is not None:
                 require_type("What on_step returns", edited, KVCache, "the edited KVCache, or None")
+                if edited.batch != cache.batch:
+                    raise UserError(
+                        f"What on_step returns is a batch of {edited.batch}, but {cache.batch} rows are being "
+                        "continued; return as many, in their order."
+                    )
                 cache, scene = edited, scene and scene.with_cache(edited)
             chosen = _choose(logits[:, -1], temperature, top_p, generators)
             scores = logits[:, -1].float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
@@ -212,8 +219,8 @@ def _with_ended_rows_padded(cache: KVCache, rows: Sequence[bool]) -> KVCache:
 
 
 def _check(temperature: float, top_p: float, generators: Sequence[torch.Generator] | None, rows: int) -> None:
-    if not 0 <= temperature < float("inf"):
-        raise UserError(f"temperature is {temperature}; it must be 0 (greedy) or more.")
+    if temperature != 0 and not COLDEST <= temperature < float("inf"):
+        raise UserError(f"temperature is {temperature}; it must be 0 (greedy) or at least {COLDEST:g}.")
     if not 0 < top_p <= 1:
         raise UserError(f"top_p is {top_p}; it must be above 0 and at most 1.")
     if temperature > 0 and len(generators or ()) != rows:

@@ -135,8 +135,9 @@ def scene_after(past: Scene | None, cache: KVCache, record: Attention | None) ->
     """The scene after more was read; what is known of a single row before holds for all that continue it."""
     if past is None:
         return Scene(cache, record)
-    prompts = past.prompts and past.prompts * (cache.batch // len(past.prompts))
-    return replace(past, cache=cache, attention=record, prompts=prompts)
+    known = {name: getattr(past, name) for name in ("samples", "prompts")}
+    for_each = {name: rows and rows * (cache.batch // len(rows)) for name, rows in known.items()}
+    return replace(past, cache=cache, attention=record, **for_each)
 
 
 def read_for(

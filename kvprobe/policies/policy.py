@@ -39,6 +39,9 @@ class Scene(Brief):
             the rows beside it. By default the row's own number.
         ended: rows that are complete; policies leave them as they are, so that they end as they would alone.
         prompts: live slots of each row before any policy acted, of which budgets may be shares; None before that.
+
+    Raises:
+        UserError: there is not one sample number for each row.
     """
 
     cache: KVCache
@@ -46,6 +49,12 @@ class Scene(Brief):
     samples: tuple[int, ...] | None = None
     ended: tuple[int, ...] = ()
     prompts: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.samples is not None and len(self.samples) != self.cache.batch:
+            raise UserError(
+                f"There are {self.cache.batch} rows but {len(self.samples)} sample numbers; give one for each row."
+            )
 
     @property
     def live(self) -> Live:

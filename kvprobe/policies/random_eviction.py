@@ -8,7 +8,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.arguments import AtLeastZero
-from kvprobe.errors import UserError
 from kvprobe.policies.policy import Scene
 from kvprobe.policies.ranking import rank
 from kvprobe.policies.scored import Scored
@@ -53,8 +52,6 @@ class RandomEviction(Scored):
         layers, batch, heads, _ = scene.live.shape
         across = (layers, heads) if self.per_head else (1, 1)
         samples = scene.samples or tuple(range(batch))
-        if len(samples) != batch:
-            raise UserError(f"There are {batch} rows but {len(samples)} sample numbers; give one for each row.")
         # Not for origins: those of spliced slots, and of re-indexed ones and what comes after them, may be the same.
         positions = ledger.positions.cpu().numpy()
         rows: list[Tensor] = []

@@ -1,3 +1,4 @@
+from functools import partial
 from typing import Any
 
 import pytest
@@ -255,6 +256,7 @@ def test_a_past_of_one_row_is_shared_by_all_prompts_and_unchanged(tiny: Model):
 BAD_SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("temperature is -0.1;", {"temperature": -0.1}),
     ("temperature is nan;", {"temperature": float("nan"), "generators": row_generators(0, 3)}),
+    ("temperature is 1e-50;", {"temperature": 1e-50, "generators": row_generators(0, 3)}),
     ("top_p is 0.0;", {"top_p": 0.0}),
     ("top_p is 1.1;", {"top_p": 1.1}),
     ("top_p is nan;", {"top_p": float("nan")}),
@@ -266,6 +268,25 @@ BAD_SETTINGS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("words", "bad"), BAD_SETTINGS, ids=[words for words, _ in BAD_SETTINGS])
 def test_a_setting_out_of_range_is_refused(tiny_llama: Model, words: str, bad: dict[str, Any]):
     refused(lambda: generate(tiny_llama.lanes, PROMPTS, **{"max_new_tokens": 2} | bad), words)
+
+
+@pytest.mark.parametrize("policy", [None, "SinkWindow(1, 4)"])
+def test_a_step_that_returns_other_rows_is_refused(tiny_llama: Model, policy: str | None):
+    refused(
+        lambda: tiny_llama.generate(PROMPTS, max_new_tokens=2, policy=policy, on_step=lambda _, cache: cache.rows([0])),
+        "a batch of 1",
+        "3 rows are being continued",
+    )
+
+
+@pytest.mark.parametrize("samples", [[4], [4, 5, 6, 7]])
+@pytest.mark.parametrize("policy", ["RandomEviction('50%', seed=0)", "SinkWindow(1, 4)"])
+def test_a_number_of_samples_that_is_not_that_of_the_rows_is_refused(
+    tiny_llama: Model, samples: list[int], policy: str
+):
+    assert len({len(row) for row in PROMPTS}) > 1, "so that shares are other budgets"
+    for read in (tiny_llama.prefill, partial(tiny_llama.generate, max_new_tokens=2)):
+        refused(lambda read=read: read(PROMPTS, policy=policy, samples=samples), "3 rows", "sample numbers")
 
 
 def test_the_text_of_several_rows_is_refused(tiny_llama: Model):
