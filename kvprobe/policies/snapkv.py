@@ -20,8 +20,8 @@ class SnapKV(Scored):
 
     Li et al. 2024, "SnapKV: LLM Knows What You are Looking for Before Generation" (arXiv 2404.14469). The attention of
     these queries is summed, averaged over the query heads of a KV head, and smoothed by a maximum over `kernel`
-    neighbouring slots, so that neighbours of a slot stay with it. It acts on the prompt only; generated tokens stay. Of
-    a budget that is a share of the prompt, the window may take half.
+    neighbouring slots of those that are live in the head, so that neighbours of a slot stay with it. It acts on the
+    prompt only; generated tokens stay. Of a budget that is a share of the prompt, the window may take half.
     """
 
     window: AtLeastOne = 16
@@ -51,5 +51,8 @@ class SnapKV(Scored):
         within = age(scene.live) < self.window
         # The window's own slots stay anyway, and dead slots are gone: neither may raise the score of its neighbours.
         paid = paid.masked_fill(within | ~scene.live, 0.0)
-        smooth = torch.nn.functional.max_pool1d(paid.flatten(0, 2), self.kernel, 1, self.kernel // 2)
-        return smooth.view_as(paid).masked_fill(within, torch.inf)
+        # Nor may they, or padding that other rows have brought, part slots that are neighbours without them.
+        together = (~scene.live).to(torch.uint8).argsort(dim=3, stable=True)
+        held = paid.gather(3, together)
+        smooth = torch.nn.functional.max_pool1d(held.flatten(0, 2), self.kernel, 1, self.kernel // 2).view_as(held)
+        return torch.empty_like(paid).scatter_(3, together, smooth).masked_fill(within, torch.inf)

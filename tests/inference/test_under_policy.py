@@ -236,6 +236,7 @@ BATCHED: list[Policy] = [
     H2O(5),
     TOVA(5),
     SnapKV(6, window=3, kernel=3),
+    SnapKV(8, window=2, kernel=7),
     RandomEviction(5, 1, per_head=True),
     HeadBudgets(H2O(4)),
     LayerBudgets(H2O(5)),
@@ -245,6 +246,10 @@ BATCHED: list[Policy] = [
     Quantise(4, group=1, tail=2, every=3),
     SlidingWindow(5, mode="contiguous", provenance="recomputed"),
 ]
+
+
+PASTS = [(0, 6), (1, 11)], [(2, 7), (3, 4)]
+"""Seeds and lengths of what two rows have read, and of what they read then."""
 
 
 def assert_rows_are_as_alone(model: Model, policy: Policy) -> None:
@@ -275,6 +280,21 @@ def assert_rows_are_as_alone(model: Model, policy: Policy) -> None:
 @pytest.mark.parametrize("policy", BATCHED, ids=str)
 def test_a_row_under_a_policy_equals_the_row_alone(tiny_gemma: Model, policy: Policy):
     assert_rows_are_as_alone(tiny_gemma, policy)
+
+
+@pytest.mark.parametrize("policy", BATCHED, ids=str)
+def test_a_row_that_goes_on_after_a_shorter_past_keeps_what_it_keeps_alone(tiny_llama: Model, policy: Policy):
+    """Between its past and what is read after it there is padding, as a longer row beside it has more slots."""
+    rows, asked = ([random_tokens(seed, {"T1": count}) for seed, count in counts] for counts in PASTS)
+    asked = [ask.shifted(len(row)) for ask, row in zip(asked, rows, strict=True)]
+    together = generate(tiny_llama.lanes, asked, prefill(tiny_llama.lanes, rows), policy=policy, max_new_tokens=1)
+    for row, (read, ask) in enumerate(zip(rows, asked, strict=True)):
+        past = prefill(tiny_llama.lanes, [read])
+        alone = generate(tiny_llama.lanes, [ask], past, policy=policy, max_new_tokens=1, samples=[row])
+        held, kept = ~together.cache.ledger.padding[row], alone.cache.ledger
+        assert torch.equal(together.cache.ledger.positions[row, held], kept.positions[0])
+        live = together.cache.ledger.live[:, row, :, held]
+        assert torch.equal(live, kept.live[:, 0].expand_as(live))
 
 
 def test_a_row_of_any_model_under_a_policy_equals_the_row_alone(tiny: Model):

@@ -106,7 +106,8 @@ def snapkv_worth(policy: SnapKV, scene: Scene, place: Place) -> Callable[[int], 
     def worth(slot: int) -> float:
         if slot in window:
             return float("inf")
-        return max(paid[other] for other in live if other not in window and abs(other - slot) <= reach)
+        at = live.index(slot)
+        return max(paid[other] for other in live[max(0, at - reach) : at + reach + 1] if other not in window)
 
     return worth
 
