@@ -12,6 +12,7 @@ from kvprobe.cache.alike import refuse_other_model
 from kvprobe.cache.cache import KVCache, combined
 from kvprobe.cache.layer import Layer
 from kvprobe.errors import UserError
+from kvprobe.text.tokens import refuse_reserved
 
 
 @checked_arguments
@@ -91,12 +92,13 @@ def concatenate(caches: Sequence[KVCache] | Mapping[str, KVCache], *, other_make
         other_maker: see `splice`.
 
     Raises:
-        UserError: there is none, or see `splice`.
+        UserError: there is none, a name that is not free for segments, or see `splice`.
     """
     parts = list(caches.values()) if isinstance(caches, Mapping) else list(caches)
     if not parts:
         raise UserError("There are no caches to concatenate; give at least one.")
     if isinstance(caches, Mapping):
+        refuse_reserved(caches)
         parts = [_named(part, name) for name, part in caches.items()]
     whole = parts[0]
     for part in parts[1:]:

@@ -9,7 +9,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.editing.splicing import one_row
 from kvprobe.errors import UserError
 from kvprobe.inference.rows import user_turn
-from kvprobe.text.tokens import Tokens
+from kvprobe.text.tokens import Tokens, refuse_reserved
 
 SUMMARY = "summary"
 """Segment of a request for a summary, and of what the model answers."""
@@ -62,7 +62,8 @@ def summarise(
         UserError: several rows, a segment of this name, no chat template, or a model that writes no summary.
     """
     one_row(cache)
-    if segment in cache.ledger.names:
+    refuse_reserved([segment])
+    if segment in cache.ledger.names and bool(cache.ledger.in_segments([segment]).any()):
         raise UserError(f"The cache has a segment {segment!r} already; give the summary another name.")
     (asked,) = model.prompts(cache, request)
     written = model.generate(cache, request, max_new_tokens=max_new_tokens)

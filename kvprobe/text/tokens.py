@@ -19,6 +19,12 @@ GENERATED = "generated"
 ANSWER_HEADER = "generation"
 """Segment of the header, and where it has one the lead, of the answer that the model is to give."""
 
+_RESERVED = {
+    PREAMBLE: "what the template writes first is",
+    GENERATED: "tokens of the model are",
+    ANSWER_HEADER: "the header of the answer is",
+}
+
 PART_OF_CHARACTER = "⋯"
 """Text of a token that holds only some bytes of a character, which a later token completes."""
 
@@ -180,6 +186,13 @@ class Tokens(Brief):
         """These tokens and all of a reply but its last token, after which nothing is read: the logits after the last
         `len(reply)` of them are those that each token of the reply met."""
         return self + Tokens.of(reply[:-1], segment, self.following)
+
+
+def refuse_reserved(names: Iterable[str]) -> None:
+    """Refuse names for segments that say who wrote them, by which the end of an answer is known to be unread."""
+    for name in names:
+        if name in _RESERVED:
+            raise UserError(f"A segment is called {name!r}, as {_RESERVED[name]}; give it another name.")
 
 
 def token_texts(ids: Sequence[int], tokenizer: "Decoder | None") -> tuple[str, ...]:

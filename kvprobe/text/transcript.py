@@ -13,7 +13,7 @@ from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.text.chat_template import Piece, Tokenizer, lay_out, template_arguments
 from kvprobe.text.messages import RESULTS, Message, message_of
-from kvprobe.text.tokens import GENERATED, PREAMBLE, Tokens, common_length
+from kvprobe.text.tokens import Tokens, common_length, refuse_reserved
 
 RestartMode = Literal["gapped", "contiguous", "rendered"]
 """Where tokens after hidden text stand: where they would have stood, or closed up; or all as the template writes the
@@ -81,12 +81,7 @@ class Transcript(Brief):
             raise UserError(
                 f"There are {len(messages)} messages but {len(names)} segment names; give one name for each message."
             )
-        for reserved, whose in (
-            (GENERATED, "tokens of the model are"),
-            (PREAMBLE, "what the template writes first is"),
-        ):
-            if reserved in names:
-                raise UserError(f"A segment is called {reserved!r}, as {whose}; give it another name.")
+        refuse_reserved(names)
         if not messages:
             raise UserError("A conversation has at least one message; give {'role': …, 'content': …}.")
         built = [

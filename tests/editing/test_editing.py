@@ -11,7 +11,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.editing import concatenate, erratum, recompute, replace_text, splice, steer, summarise, zero
 from kvprobe.inference.model import Model, load
 from kvprobe.text.tokens import Tokens
-from tests.models import llama, tiny_tokenizer
+from tests.models import any_model, llama, tiny_tokenizer
 from tests.models.every import tiny
 from tests.refusals import refused
 
@@ -193,7 +193,19 @@ def test_a_summary_is_what_the_model_answers_and_the_next_turn_follows_it_as_in_
     again = summarise(model, summed, segment="more", max_new_tokens=2)
     assert again.ledger.names[-2:] == ("summary", "more")
     refused(lambda: summarise(model, summed), "another name")
+    for gone in (summed.rewind("summary"), summed.evict("summary")):
+        assert summarise(model, gone, max_new_tokens=2).ledger.names[-1] == "summary", "no slot of the first is left"
     refused(lambda: summarise(model, past.fork(2)), "2 rows")
+
+
+@pytest.mark.parametrize("name", ["generated", "generation"])
+def test_no_edit_writes_what_a_later_question_takes_for_an_answer_without_an_end(name: str):
+    model = any_model()
+    said = [{"role": "user", "content": "the mill has 4"}, {"role": "assistant", "content": "so it is"}]
+    past = model.prefill(kv.Transcript.from_messages(said))
+    refused(lambda: summarise(model, past, segment=name), f"called {name!r}")
+    refused(lambda: concatenate({"first": past, name: past}), f"called {name!r}")
+    refused(lambda: kv.Transcript.from_messages(said, names=["said", name]), f"called {name!r}")
 
 
 def test_what_cannot_be_edited_is_refused_in_a_sentence():

@@ -231,7 +231,11 @@ def test_neighbouring_messages_may_share_a_segment(tokenizer: Any):
 
 
 def test_a_segment_that_the_generation_prompt_would_take_over_is_refused(tokenizer: Any):
-    chat = Transcript.from_messages(MESSAGES, names=["generation", "T1", "summary", "T2"])
+    names = ["generation", "T1", "summary", "T2"]
+    refused(lambda: Transcript.from_messages(MESSAGES, names=names), "called 'generation'")
+    chat = Transcript(
+        tuple(replace(message, segment="generation") for message in Transcript.from_messages(MESSAGES).messages)
+    )
     refused(lambda: chat.tokens(tokenizer, generation_prompt=True), "generation")
 
 
