@@ -22,11 +22,11 @@ class Answers:
 
     Attributes:
         log_probs: of each secret as the answer under the cache of each, in nats.
-        said: whether the cache's own secret is likeliest at every token.
+        said: whether each is likeliest at every token.
     """
 
     log_probs: Float[Tensor, "caches secrets"]
-    said: Bool[Tensor, "caches"]
+    said: Bool[Tensor, "caches secrets"]
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,9 @@ def answers(model: Model, caches: Iterable[KVCache], secrets: Sequence[str], ask
     Raises:
         UserError: the secrets take different numbers of tokens in the answer.
     """
-    begun = [model.tokenizer(lead + secret, add_special_tokens=False)["input_ids"] for secret in secrets]
-    shared = min(common_length(begun[0], other) for other in begun)
+    first, *begun = (model.tokenizer(lead + secret, add_special_tokens=False)["input_ids"] for secret in ("", *secrets))
+    # Of the lead alone: how secrets begin alike is theirs to say.
+    shared = min(common_length(first, other) for other in begun)
     endings = [tuple(ids[shared:]) for ids in begun]
     if len(set(map(len, endings))) > 1:
         raise UserError(
@@ -65,14 +66,14 @@ def answers(model: Model, caches: Iterable[KVCache], secrets: Sequence[str], ask
         )
     ids = torch.tensor(endings)
     log_probs, said = [], []
-    for number, cache in enumerate(caches):
+    for cache in caches:
         (prompt,) = model.prompts(cache, ask)
         question = prompt + Tokens.of(begun[0][:shared], "answer", prompt.following)
         rows = [Tokens.of(ending, "answer", question.following) for ending in endings]
         scores = asked_logits(model, cache, question, rows).float().log_softmax(-1).cpu()
         log_probs.append(scores.gather(2, ids[..., None])[..., 0].double().sum(1))
-        said.append(bool((scores[number].argmax(-1) == ids[number]).all()))
-    return Answers(torch.stack(log_probs), torch.tensor(said))
+        said.append((scores.argmax(-1) == ids).all(1))
+    return Answers(torch.stack(log_probs), torch.stack(said))
 
 
 def use_of(asked: Answers) -> Use:
@@ -85,7 +86,7 @@ def use_of(asked: Answers) -> Use:
     return Use(
         exchange(table),
         estimate((own > others + 1e-6).astype(float), within=SHARE),
-        estimate(asked.said.double().numpy(), within=SHARE),
+        estimate(asked.said.diagonal().double().numpy(), within=SHARE),
     )
 
 

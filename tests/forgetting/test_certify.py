@@ -22,11 +22,13 @@ from kvprobe.forgetting.readers import (
     readings_from_others,
 )
 from kvprobe.forgetting.trace import INPUTS, STATE, Slots, trace_of
-from kvprobe.forgetting.use import Answers, exchange, use_of
+from kvprobe.forgetting.use import Answers, answers, exchange, use_of
 from kvprobe.forgetting.views import View, rotated
 from kvprobe.forgetting.ways import WAYS, forgotten
+from kvprobe.inference.forced import given_answer
 from kvprobe.inference.model import Model, load
 from kvprobe.report.views.certificate import certificate_page
+from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
 from tests.models import llama, tiny_tokenizer
 from tests.models.every import tiny
@@ -158,11 +160,28 @@ def load_hybrid(kind: str = "qwen3_next") -> Model:
     return load(tiny(kind, vocab_size=len(tokenizer)), tokenizer=tokenizer)
 
 
+@pytest.mark.parametrize("lead", ["", "the code is "])
+@pytest.mark.parametrize("secrets", [("481", "593", "226"), ("AB-48", "AB-59", "AB-53")])
+def test_a_secret_is_answered_token_by_token_from_the_lead_on_though_all_begin_alike(
+    model: Model, lead: str, secrets: tuple[str, ...]
+):
+    caches = [model.prefill(CASE.said(secret)) for secret in secrets]
+    found = answers(model, caches, secrets, "Which?", lead)
+    led = len(model.tokenizer(lead)["input_ids"])
+    for cache, log_probs, said in zip(caches, found.log_probs.tolist(), found.said.tolist(), strict=True):
+        (asked,) = model.prompts(cache, "Which?")
+        for number, secret in enumerate(secrets):
+            ids = model.tokenizer(lead + secret)["input_ids"]
+            whole = given_answer(model, cache, asked + Tokens.of(ids[:led], "answer", asked.following), ids[led:])
+            assert log_probs[number] == pytest.approx(whole.log_prob, abs=1e-4)
+            assert said[number] == whole.likeliest
+
+
 def test_what_only_the_own_cache_says_is_used_and_a_common_lean_is_not():
     rng = np.random.default_rng(0)
     lean = 5 * rng.normal(size=(1, 16)) + 3 * rng.normal(size=(16, 1))
     noise = 0.1 * rng.normal(size=(16, 16))
-    said = torch.ones(16, dtype=torch.bool)
+    said = torch.ones(16, 16, dtype=torch.bool)
     none, some = (use_of(Answers(torch.from_numpy(lean + noise + size * np.eye(16)), said)) for size in (0.0, 2.0))
     assert abs(none.effect.mean) < 0.1
     assert not none.effect.above()

@@ -1,5 +1,6 @@
 """The forgetting study: a whole run of a tiny model, its ways against those of the library, and made-up tables."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +9,17 @@ import pandas as pd
 import pytest
 import torch
 
+from kvprobe.cache.cache import KVCache
 from kvprobe.editing import replace_text
 from kvprobe.errors import UserError
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.study import Conclusion
+from kvprobe.forgetting.use import Answers
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
 from kvprobe.studies.forgetting import KINDS, Config, Kind, run
 from kvprobe.studies.forgetting.cases import TURN, cases, draw
-from kvprobe.studies.forgetting.collect import holds, reference, ways
+from kvprobe.studies.forgetting.collect import _used, holds, reference, ways
 from kvprobe.studies.forgetting.conclude import concluded
 from kvprobe.studies.forgetting.study import STUDY
 from kvprobe.studies.forgetting.ways import (
@@ -109,6 +112,23 @@ def test_a_restart_from_the_kept_prefix_is_one_from_nothing(session: ForgettingS
     fresh = model.prefill(session.drawn.case.chat(words).without(TURN, mode="contiguous"))
     for mine, its in zip(session.after(RESTART).tensors, fresh.tensors, strict=True):
         torch.testing.assert_close(mine, its, rtol=0, atol=1e-5)
+
+
+def test_one_cache_for_all_secrets_is_used_as_a_copy_for_each(
+    session: ForgettingSession, monkeypatch: pytest.MonkeyPatch
+):
+    """After a restart, where a model that says one of two secrets says the secret in half of the cases."""
+    said = torch.tensor([[False, True]])
+
+    def answered(model: Model, caches: Sequence[KVCache], *asked: object) -> Answers:
+        return Answers(torch.tensor([[-2.0, -1.0]]).expand(len(caches), -1), said.expand(len(caches), -1))
+
+    monkeypatch.setattr("kvprobe.studies.forgetting.collect.answers", answered)
+    one = session.after(RESTART)
+    assert one.batch == 1
+    used = _used(session.model, one, session.drawn)
+    assert used == _used(session.model, one.fork(len(session.drawn.secrets)), session.drawn)
+    assert used["said"] == 0.5
 
 
 def test_operations_are_those_of_the_model(session: ForgettingSession):

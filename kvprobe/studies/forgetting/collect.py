@@ -206,9 +206,8 @@ def _used(model: Model, left: KVCache, drawn: Drawn) -> dict[str, float]:
     caches = [left.rows([row]) for row in drawn.asked] if left.batch > 1 else [left]
     texts = [case.answer(drawn.secrets[row]) for row in drawn.asked]
     asked = answers(model, caches, texts, case.ask, case.lead)
-    table = asked.log_probs.expand(len(texts), -1).numpy()
-    said = asked.said.double() if left.batch > 1 else asked.said.double() / len(texts)
-    return {"use": exchange(table).mean, "said": float(said.mean())}
+    log_probs, said = (table.expand(len(texts), -1) for table in (asked.log_probs, asked.said))
+    return {"use": exchange(log_probs.numpy()).mean, "said": float(said.diagonal().double().mean())}
 
 
 def _apart(batch: KVCache, alone: KVCache) -> float:
