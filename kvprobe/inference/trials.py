@@ -10,7 +10,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.faults import Draws, Fault, FaultContext, scaffold
@@ -155,7 +154,7 @@ def struck(model: Strikable, cache: KVCache, fault: Fault, *, seed: int = 0, num
         number: of the sample, which keeps its draws apart from those of others.
     """
     cache = model.as_seen(cache)
-    tokens = tokens_at(cache.ledger, 0, torch.arange(cache.slots))
+    tokens = tokens_at(cache.ledger, 0, (~cache.ledger.padding[0]).nonzero()[:, 0])
     context = model.fault_context(cache, [fault], donors(model, tokens, number, {fault.lender}))
     return cache.corrupt(fault, draws=[Draws(seed=seed, sample=number)], contexts=[context])
 

@@ -4,14 +4,19 @@ from dataclasses import replace
 
 import numpy as np
 import pandas as pd
+import pytest
+import torch
 
+from kvprobe.cache.cache import KVCache
 from kvprobe.faults import Distractor, Gaussian, Scope, Zeros
+from kvprobe.faults.catalogue import CATALOGUE
 from kvprobe.inference.model import Model
 from kvprobe.inference.sweep import Trial
-from kvprobe.inference.trials import AskedItem, Case, answer
+from kvprobe.inference.trials import AskedItem, Case, answer, struck
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.task import prompt
-from tests.models import llama, tiny_tokenizer
+from tests.models import any_model, llama, tiny_tokenizer
+from tests.random_caches import random_tokens
 
 
 def test_items_of_one_batch_are_answered_as_one_by_one():
@@ -34,3 +39,13 @@ def test_items_of_one_batch_are_answered_as_one_by_one():
     first = replace(asked[0][0], number=1)
     other = pd.DataFrame(answer(model, [(first, cases)], 7))
     assert not np.isclose(other["kl"][1:], together["kl"][1:4], rtol=1e-4).any()
+
+
+@pytest.mark.parametrize("name", ["distractor-matched", "stale-block"])
+def test_a_row_that_brings_padding_is_struck_as_alone(name: str):
+    """Its donors are as long as the row, not as the longest row beside it."""
+    model, fault = any_model(), CATALOGUE[name].make(scope=Scope(rate=0.5))
+    short, long = (model.prefill(random_tokens(seed, {"T1": count})) for seed, count in ((0, 9), (1, 40)))
+    alone, beside = (struck(model, cache, fault) for cache in (short, KVCache.join([short, long]).rows([0])))
+    for one, other in zip(alone.tensors, beside.tensors, strict=True):
+        torch.testing.assert_close(one, other[:, :, :9], rtol=0, atol=1e-5)
