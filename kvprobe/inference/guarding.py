@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from kvprobe.checks import is_text
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.inference.rows import Readable
 from kvprobe.policies.guard import Guard, Sound
@@ -13,4 +15,6 @@ def learn(model: Model, texts: Sequence[Readable], rate: float = 0.01) -> Guard:
     Raises:
         UserError: there are too few of them, or the model's keys cannot be rotated back.
     """
+    if is_text(texts):
+        raise UserError("A guard is learnt from several texts, and this is one; give a list of them.")
     return Guard(Sound.of([model.prefill(text) for text in texts], model.lanes.rotaries, rate))

@@ -117,6 +117,7 @@ def test_what_cannot_be_learnt_from_or_judged_is_refused():
     other = random_cache(0, 1, 20, kv_heads=1)
     refused(lambda: Sound.of(caches, rotaries, 0.2).scores(other), "another shape")
     refused(lambda: Sound.of([*caches[:2], other, caches[3]], rotaries, 0.2), "Cache 2", "same model")
+    refused(lambda: learn(any_model(), "the bus is late" * 20, 0.2), "this is one")
 
 
 @pytest.mark.parametrize("damaged", [0, 1])
