@@ -1,19 +1,27 @@
 """An inference server that is asked and answers in JSON over HTTP."""
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from http.client import HTTPException, HTTPResponse, InvalidURL
+from typing import Any, ClassVar, TypeVar, cast
 from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
+from kvprobe.arguments import check_fields
+from kvprobe.checks import require
 from kvprobe.errors import UserError
-from kvprobe.names import one_line
+from kvprobe.names import one_line, shown
 
 Value = TypeVar("Value")
 
 MOST_BYTES = 2**28
 """Of a reply; all log-probabilities of 32 tokens of a large vocabulary are a tenth of it each."""
+_PIECE = 2**16
+_MOST_LOG = 0.01
+"""Above all errors of the logarithm of a probability."""
 
 
 class RefusedError(UserError):
@@ -32,6 +40,16 @@ class JsonServer:
     url: str
     timeout: float = 120.0
     kind: ClassVar[str] = "an inference server"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        require("timeout", self.timeout, 0.001, 10**6)
+        try:
+            known = urlsplit(self.url).scheme in ("http", "https")
+        except ValueError:
+            known = False
+        if not known:
+            raise self._misnamed()
 
     def ask(self, place: str, body: Mapping[str, object] | None = None) -> Any:
         """What it answers, None where that is nothing. Without a body it is asked by GET.
@@ -54,21 +72,21 @@ class JsonServer:
             UserError: it cannot be reached, or does not answer with a text.
         """
         data = None if body is None else json.dumps(body).encode()
+        deadline = time.monotonic() + self.timeout
         try:
             request = Request(self.url.rstrip("/") + place, data, {"Content-Type": "application/json"})
-            with urlopen(request, timeout=self.timeout) as reply:
-                text = reply.read(MOST_BYTES + 1)
-            if len(text) > MOST_BYTES:
-                raise self._strange(ValueError(f"it is longer than {MOST_BYTES:,} bytes"))
-            return text.decode()
+            with build_opener(_NoRedirects).open(request, timeout=self.timeout) as reply:
+                return _whole(reply, deadline).decode()
         except HTTPError as error:
             raise RefusedError(f"The server at {self.url} refuses {place}: {_reason(error)}.") from error
+        except InvalidURL as error:
+            raise self._misnamed() from error
         except (URLError, OSError) as error:
             raise UserError(
                 f"No server answers at {self.url} ({one_line(error)}); start {self.kind} there, or give its URL."
             ) from error
-        except ValueError as error:
-            raise error if isinstance(error, UserError) else self._strange(error) from error
+        except (ValueError, HTTPException) as error:
+            raise self._strange(error) from error
 
     def read(self, what: Callable[[Any], Value], place: str, body: Mapping[str, object] | None = None) -> Value:
         """What a function takes from an answer.
@@ -87,10 +105,59 @@ class JsonServer:
             f"What {self.url} answers is not what {self.kind} answers ({one_line(error)}); give the URL of one of 2026."
         )
 
+    def _misnamed(self) -> UserError:
+        return UserError(f"{shown(self.url)} is no URL of {self.kind}; give one such as http://127.0.0.1:8080.")
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """Follows no redirect: what was asked by POST would be asked by GET there, without its content."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+def count_in(value: object) -> int:
+    """A number of an answer that counts something, or of a token.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise ValueError(f"{shown(value)} where it counts, or names a token")
+    return value
+
+
+def log_probability_in(value: object) -> float:
+    """The logarithm of a probability in an answer; NaN passes.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if type(value) not in (int, float) or (number := float(cast(float, value))) > _MOST_LOG:
+        raise ValueError(f"{shown(value)} where the logarithm of a probability is expected")
+    return number
+
+
+def _whole(reply: HTTPResponse, deadline: float) -> bytes:
+    """All of an answer; the time-out of a connection holds for each piece alone."""
+    pieces, size = list[bytes](), 0
+    while piece := reply.read1(_PIECE):
+        pieces.append(piece)
+        size += len(piece)
+        if size > MOST_BYTES:
+            raise ValueError(f"it is longer than {MOST_BYTES:,} bytes")
+        if time.monotonic() > deadline:
+            raise TimeoutError("timed out")
+    if reply.length:
+        raise ValueError(f"it ends {reply.length:,} bytes early")
+    return b"".join(pieces)
+
 
 def _reason(error: HTTPError) -> str:
     """What a server says about its refusal."""
+    if leads_to := error.headers.get("Location"):
+        return f"it redirects to {shown(leads_to)}"
     try:
-        return one_line(ValueError(json.loads(error.read(2**16))["error"]["message"]))
-    except (ValueError, LookupError, TypeError, OSError):
+        return one_line(ValueError(json.loads(error.read(_PIECE))["error"]["message"]))
+    except (ValueError, LookupError, TypeError, OSError, HTTPException):
         return f"status {error.code}"

@@ -13,10 +13,10 @@ from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from kvprobe.arguments import AtLeastOne, AtLeastZero, checked_arguments
-from kvprobe.engines.http import JsonServer
+from kvprobe.engines.http import JsonServer, count_in, log_probability_in
 from kvprobe.errors import UserError
 from kvprobe.names import one_line
 
@@ -84,7 +84,8 @@ class LlamaServer(JsonServer):
                 older half of all by default.
 
         Raises:
-            UserError: the server cannot be reached, or refuses.
+            UserError: the server cannot be reached, refuses, or does something else: it has no such slot, ends early
+                since the slot is full, or gives fewer log-probabilities.
         """
         asked: dict[str, object] = {
             "prompt": [*ids],
@@ -99,6 +100,11 @@ class LlamaServer(JsonServer):
         if forget is not None:
             asked["n_keep"], asked["n_discard"] = forget
         first = answer = self._completion(asked)
+        if len(first.tokens) != n_predict:
+            raise UserError(
+                f"The server gives {len(first.tokens)} of {n_predict} tokens, as it does where a slot is full; ask for "
+                "fewer, or start it with more context."
+            )
         unshown: list[int] = []
         # The server leaves out what it knows of a token that ends within a character; it is asked for another one.
         while n_probs and n_predict == 1 and not answer.log_probabilities and len(unshown) < _MOST_UNSHOWN:
@@ -111,17 +117,32 @@ class LlamaServer(JsonServer):
                 "it leaves out tokens that end within a character; ask for one token at a time."
             )
         known = answer.log_probabilities
+        fewest = min(map(len, known), default=0)
+        if n_probs and fewest < (wanted := cast(int, asked["n_probs"])) and fewest < self.vocabulary:
+            raise UserError(
+                f"The server gives log-probabilities of {fewest:,} tokens where those of {wanted:,} of its "
+                f"{self.vocabulary:,} were asked for; ask for fewer, or another server."
+            )
         if n_probs == "all":
             known = tuple(map(_summing_to_one, known))
         return replace(first, log_probabilities=known)
 
     def _completion(self, asked: Mapping[str, object]) -> Completion:
-        def read(reply: Any) -> Completion:
+        def read(reply: Any) -> tuple[Completion, int]:
             steps = reply.get("completion_probabilities", [])
-            likeliest = tuple({int(one["id"]): _log(one["logprob"]) for one in step["top_logprobs"]} for step in steps)
-            return Completion(tuple(map(int, reply["tokens"])), likeliest, int(reply["timings"]["cache_n"]))
+            likeliest = tuple(
+                {count_in(one["id"]): _log(one["logprob"]) for one in step["top_logprobs"]} for step in steps
+            )
+            reused = count_in(reply["timings"]["cache_n"])
+            return Completion(tuple(map(count_in, reply["tokens"])), likeliest, reused), count_in(reply["id_slot"])
 
-        return self.read(read, "/completion", asked)
+        answer, slot = self.read(read, "/completion", asked)
+        if asked["id_slot"] not in (-1, slot):  # it counts on from 0 where there are fewer
+            raise UserError(
+                f"The server has no slot {asked['id_slot']} and took slot {slot}; give one of those that it was "
+                "started with (--parallel)."
+            )
+        return answer
 
     def save(self, slot: AtLeastZero, name: str) -> int:
         """Write a slot to the file `name` in the server's folder, and return how many tokens it holds.
@@ -179,7 +200,7 @@ class LlamaServer(JsonServer):
             UserError: the server cannot be reached, or refuses.
         """
         body = {"content": text, "add_special": special}
-        return self.read(lambda reply: tuple(map(int, reply["tokens"])), "/tokenize", body)
+        return self.read(lambda reply: tuple(map(count_in, reply["tokens"])), "/tokenize", body)
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of tokens.
@@ -196,7 +217,7 @@ class LlamaServer(JsonServer):
         Raises:
             UserError: the server cannot be reached, or does not say.
         """
-        return self.read(lambda reply: int(reply["data"][0]["meta"]["n_vocab"]), "/v1/models")
+        return self.read(lambda reply: count_in(reply["data"][0]["meta"]["n_vocab"]), "/v1/models")
 
     def path(self, name: str) -> Path:
         """Where the server saves a slot.
@@ -213,7 +234,7 @@ class LlamaServer(JsonServer):
 
     def _slot(self, slot: int, action: str, name: str | None, count: str) -> int:
         body = {} if name is None else {"filename": name}
-        return self.read(lambda reply: int(reply[count]), f"/slots/{slot}?action={action}", body)
+        return self.read(lambda reply: count_in(reply[count]), f"/slots/{slot}?action={action}", body)
 
 
 @contextmanager
@@ -294,5 +315,7 @@ def _summing_to_one(logs: Mapping[int, float]) -> Mapping[int, float]:
 
 
 def _log(number: object) -> float:
-    value = float(number)  # type: ignore[arg-type]
+    value = log_probability_in(number)
+    if math.isnan(value):
+        raise ValueError("NaN where the logarithm of a probability is expected")
     return -math.inf if value < _LEAST else value

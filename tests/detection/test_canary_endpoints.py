@@ -15,7 +15,7 @@ import torch
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import Ledger
-from kvprobe.detection.canary import ScriptSizes, canary, llama_server, openai_endpoint, vllm_endpoint
+from kvprobe.detection.canary import EngineAnswer, ScriptSizes, canary, llama_server, openai_endpoint, vllm_endpoint
 from kvprobe.engines.plain import open_plain, save_plain
 from kvprobe.engines.server import LlamaServer, served
 from kvprobe.engines.slot import read_slot, stored, write_slot
@@ -174,6 +174,34 @@ def test_an_endpoint_of_openai_fails_by_what_its_cache_does(bug: str, failed: li
     assert result.failed[: len(failed)] == failed
     assert bool(result.failed) == bool(failed)
     assert {finding.name: finding.reused for finding in result.findings}["hit"]
+
+
+def test_what_is_no_answer_of_completions_is_refused_and_counts_are_optional():
+    replies = dict[str, Any]()
+
+    class Odd(Handler):
+        def _completion(self, asked: dict[str, Any]) -> object:
+            reply: Any = super()._completion(asked)
+            reply["choices"][0]["logprobs"] |= replies.get("logprobs", {})
+            return reply | {"usage": replies.get("usage", reply["usage"])}
+
+    def asked(**changes: Any) -> EngineAnswer:
+        replies.clear()
+        replies.update(changes)
+        (answer,) = target.ask([target.tokens("the mill", first=True)], 1, reuse=False)
+        return answer
+
+    with endpoint(PagedEngine(), Odd) as url:
+        target = openai_endpoint(url)
+        assert asked().reused == 0
+        for silent in (None, {}, {"prompt_tokens_details": None}, {"prompt_tokens_details": {"cached_tokens": None}}):
+            assert asked(usage=silent).reused is None
+        for count in (-1, "0", 0.5, True):
+            refused(lambda count=count: asked(usage={"prompt_tokens_details": {"cached_tokens": count}}), "counts")
+        for log in (0.7, "-1", None, True):
+            refused(lambda log=log: asked(logprobs={"top_logprobs": [{"token_id:5": log}]}), "logarithm")
+        for wrong in ({"tokens": ["token_id:x"]}, {"top_logprobs": None}, {"top_logprobs": []}, {"tokens": None}):
+            refused(lambda wrong=wrong: asked(logprobs=wrong), "is not what an endpoint with OpenAI's")
 
 
 @pytest.mark.parametrize(("bug", "failed"), [("", []), ("zeroed layer", ["slot file"])])

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from kvprobe.arguments import checked_arguments
 from kvprobe.detection.canary.target import CanaryTarget, EngineAnswer, Prompt, Token
-from kvprobe.engines.http import JsonServer, RefusedError
+from kvprobe.engines.http import JsonServer, RefusedError, count_in, log_probability_in
 from kvprobe.engines.server import LlamaServer
 from kvprobe.errors import UserError
 
@@ -20,7 +20,8 @@ _PIECES = re.compile(r"\s?\d|\s?[^\W\d]+|\s|\S")
 _SAVED, _DUMP = "kvprobe-canary.bin", "kvprobe-canary.json"
 _SETTINGS = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _SETTING = re.compile(r'(\w+)="([^"]*)"')
-_LOADED = re.compile(r"^vllm:external_prefix_cache_hits_total\{.*\} (\S+)$", re.MULTILINE)
+_SIZE = re.compile(r"[1-9]\d{0,8}", re.ASCII)
+_LOADED = re.compile(r"^vllm:external_prefix_cache_hits_total\{.*\} (\d+(?:\.\d+)?(?:e\+?\d+)?)$", re.MULTILINE)
 """Tokens that came from a connector, a line for each engine."""
 
 
@@ -134,7 +135,7 @@ class _OpenAI:
     def _tokenized(self, text: str, first: bool) -> Prompt:
         # vLLM reads `prompt` and `add_special_tokens`, llama-server the others.
         body = {"model": self.model, "prompt": text, "content": text, "add_special_tokens": first, "add_special": first}
-        return self.server.read(lambda reply: tuple(map(int, reply["tokens"])), "/tokenize", body)
+        return self.server.read(lambda reply: tuple(map(count_in, reply["tokens"])), "/tokenize", body)
 
     def tokens(self, text: str, first: bool = False) -> Prompt:
         """Numbers of tokens; where the endpoint has no `/tokenize`, words and digits, which stand for tokens."""
@@ -173,11 +174,12 @@ class _OpenAI:
 
     def _answer(self, reply: Any) -> EngineAnswer:
         said = reply["choices"][0]["logprobs"]
-        details = reply.get("usage", {}).get("prompt_tokens_details") or {}
+        details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
+        reused = details.get("cached_tokens")
         if "content" in said:  # llama-server's, in the form of a chat
 
             def token(one: Mapping[str, Any]) -> Token:
-                return int(one["id"]) if self._counts else str(one["token"])
+                return count_in(one["id"]) if self._counts else str(one["token"])
 
             steps = [
                 (token(step), {token(top): top["logprob"] for top in step["top_logprobs"]}) for step in said["content"]
@@ -187,8 +189,8 @@ class _OpenAI:
                 (_token(one), {_token(name): value for name, value in top.items()})
                 for one, top in zip(said["tokens"], said["top_logprobs"], strict=True)
             ]
-        tops = [{name: float(value) for name, value in top.items()} for _, top in steps]
-        return EngineAnswer(tuple(one for one, _ in steps), tops, details.get("cached_tokens"))
+        tops = [{name: log_probability_in(value) for name, value in top.items()} for _, top in steps]
+        return EngineAnswer(tuple(one for one, _ in steps), tops, None if reused is None else count_in(reused))
 
 
 class _OpenAIWithStore(_OpenAI):
@@ -212,7 +214,7 @@ class _Vllm(_OpenAI):
         except RefusedError:
             found = None
         settings = dict(_SETTING.findall(found[1])) if found else {}
-        if not {"block_size", "enable_prefix_caching"} <= set(settings) or not settings["block_size"].isdecimal():
+        if not {"block_size", "enable_prefix_caching"} <= set(settings) or not _SIZE.fullmatch(settings["block_size"]):
             raise UserError(
                 f"{url} reports no vllm:cache_config_info at /metrics, so how its cache is set up is not known; give a "
                 "vLLM server with kvprobe's connector and statistics, or --api openai for any other."
