@@ -56,12 +56,15 @@ def from_slot(path: Path, model: Model, text: Readable | None = None) -> KVCache
         text: that was read into it, which gives its slots their segments; what follows it counts as generated.
 
     Raises:
-        UserError: see `open_slot`; or keys or values are not those of this model; or the text is another.
+        UserError: see `open_slot`; or keys or values are not those of this model; or the text is another, or several.
     """
     held = open_slot(path, model)
     cache = replace(held.cache(), made_by=model.lanes.maker)
     if text is not None:
-        cache = told(cache, model.tokens(text)[0])
+        runs = model.tokens(text)
+        if len(runs) != 1:
+            raise UserError(f"A slot holds one text, and these are {len(runs)}; give the one that was read into it.")
+        cache = told(cache, runs[0])
     _refuse_another(cache, model, path)
     return cache.to(model.lanes.device)
 
@@ -135,6 +138,7 @@ def layout_for(kind: str, heads: Sequence[int], windows: Sequence[int | None], d
         tuple(heads),
         (everywhere, sliding) if len(slot.attention) == 2 else (tuple(range(len(heads))),),
         paired=d_head if kind in PAIRED else 0,
+        numbers=d_head,
     )
 
 
@@ -159,13 +163,15 @@ def told(cache: KVCache, text: Tokens) -> KVCache:
     wrong = next(
         (at for at, token in zip(positions, ids, strict=True) if at in known and text.ids[known[at]] != token), None
     )
+    whole = text + Tokens.of([0] * max(0, following - text.following), GENERATED, text.following)
+    place = dict(zip(whole.positions, range(len(whole)), strict=True))
+    if wrong is None:
+        wrong = next((at for at in positions if at not in place), None)
     if wrong is not None or text.following > following:
         raise UserError(
             f"The text is another than the slot holds, from position {text.following if wrong is None else wrong} on; "
             "give what the server had read when the slot was saved."
         )
-    whole = text + Tokens.of([0] * (following - text.following), GENERATED, text.following)
-    place = dict(zip(whole.positions, range(len(whole)), strict=True))
     run = replace(whole.at([place[position] for position in positions]), ids=ids, end=following)
     return replace(cache, ledger=replace(new_slots([run], ledger.tokens.device), live=ledger.live))
 

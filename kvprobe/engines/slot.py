@@ -56,6 +56,7 @@ class SlotLayout:
         paired: how many numbers of a key are rotated as neighbours, (0, 1), (2, 3) …, and were brought there from
             pairs that are half of these numbers apart; 0 for none.
         rope: numbers of the rotated key of latent attention, which come first; 0 where it is not latent.
+        numbers: of each head; 0 where that is not known.
     """
 
     layers: int
@@ -64,6 +65,7 @@ class SlotLayout:
     recurrent: tuple[int, ...] = ()
     paired: int = 0
     rope: int = 0
+    numbers: int = 0
 
     @classmethod
     def of(cls, slot: Slot) -> "SlotLayout":
@@ -102,9 +104,8 @@ class SlotLayout:
                     "not; give the model that made it."
                 )
             for number, rows in zip((*layers, *layers), (*memory.keys, *memory.values), strict=False):
-                if rows.numbers % self.heads[number] or rows.numbers // self.heads[number] < max(
-                    self.paired, self.rope
-                ):
+                numbers, rest = divmod(rows.numbers, self.heads[number])
+                if rest or numbers < max(self.paired, self.rope) or (self.numbers and numbers != self.numbers):
                     raise UserError(
                         f"Layer {number} of {slot.path.name} holds {rows.numbers} numbers, which are not of "
                         f"{self.heads[number]} heads of this model; give the model that made it."
@@ -145,8 +146,9 @@ def stored(slot: Slot, layout: SlotLayout | None = None) -> StoredCache:
 def write_slot(path: Path, cache: KVCache | StoredCache, like: Slot, layout: SlotLayout | None = None) -> Slot:
     """Write a cache as a slot of the kind of another one, which the server that saved that will restore.
 
-    Slots that are not live are left out. Numbers that are those of `like` at the same place are copied as they lie
-    there, so that a slot that nothing was done to is written bit for bit. States are those of `like`. The tokens are
+    Slots that are not live are left out, the others are in the order of their positions. Numbers that are those of
+    `like` at the same place are copied as they lie there, so that a slot in this order that nothing was done to is
+    written bit for bit. States are those of `like`, and are written where the cache goes on as that does. The tokens are
     those of the cache, and where it has none, those of `like`, so that the server finds them all when it is asked to go
     on with `Slot.tokens` and more.
 
@@ -156,7 +158,8 @@ def write_slot(path: Path, cache: KVCache | StoredCache, like: Slot, layout: Slo
 
     Raises:
         UserError: the cache has other layers, rows or rotations, or what the engine cannot express: slots that are
-            live in some heads or layers alone, slots of other models, or a last slot that is not live.
+            live in some heads or layers alone, slots of other models, a last slot that is not live, or states after
+            fewer or more tokens.
     """
     known = layout or SlotLayout.of(like)
     known.refuse_other(like)
@@ -170,13 +173,18 @@ def write_slot(path: Path, cache: KVCache | StoredCache, like: Slot, layout: Slo
     if ledger.rotated:
         raise UserError("The cache has keys at other positions than they are rotated to; give model.as_seen(cache).")
     tokens = _tokens(ledger, like)
+    if len(tokens) != len(like.tokens) and len(like.attention) < len(like.memories):
+        raise UserError(
+            f"The cache goes on after {len(tokens)} tokens, and the states in {like.path.name} are those after "
+            f"{len(like.tokens)}; give one that was saved there."
+        )
     with replacing(path) as partial, partial.open("wb") as file:
         words = [PACKED, PACKED_VERSION, len(tokens), *tokens, 0] if like.packed else [*tokens]
         file.write(MAGIC + struct.pack(f"<{2 + len(words)}I", VERSION, len(words), *words))
         number = 0
         for memory in like.memories:
             if isinstance(memory, States):
-                pieces = _states(like, memory, len(tokens) - 1)
+                pieces = _states(like, memory)
             else:
                 pieces = _attention(like, memory, known, known.memories[number], cache)
                 number += 1
@@ -267,7 +275,7 @@ def _attention(
     yield struct.pack("<I", memory.streams) + bytes(4 * memory.stream)
     yield struct.pack("<I", len(positions))
     yield np.array([[position, 1, memory.sequence] for position in positions], "<u4").tobytes()
-    yield struct.pack("<4I", memory.values[:1] != () and memory.values[0].transposed, len(layers), *memory.turned)
+    yield struct.pack("<4I", memory.transposed, len(layers), *memory.turned)
     written = ((_key_names(layout), memory.keys, memory.turned[0]), (("V",), memory.values, memory.turned[1]))
     for names, all_rows, turned in written:
         for number, rows in zip(layers, all_rows, strict=bool(all_rows)):
@@ -315,9 +323,10 @@ def _header(rows: StoredRows) -> bytes:
     return struct.pack("<iQ", rows.kind, nbytes)
 
 
-def _states(slot: Slot, memory: States, last: int) -> Iterator[bytes]:
-    """States as they were, after a last token at this position."""
-    yield struct.pack("<I", len(memory.positions)) + struct.pack("<2I", last, 0) * len(memory.positions)
+def _states(slot: Slot, memory: States) -> Iterator[bytes]:
+    """States as they were."""
+    yield struct.pack("<I", len(memory.positions))
+    yield b"".join(struct.pack("<2I", position, 0) for position in memory.positions)
     yield struct.pack("<2I", 0, memory.layers)
     for rows in (*memory.inputs, *memory.states):
         yield _header(rows) + slot.bytes_of(rows).tobytes()

@@ -9,7 +9,7 @@ and left out. Written from llama.cpp's `state_write` and `state_read` of October
 
 import mmap
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,8 @@ KINDS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationTyp
 _CHECKPOINTS, _CHECKPOINTS_VERSION = b"SCKP", 1
 _MOST_MEMORIES, _MOST_LAYERS, _MOST_STREAMS, _MOST_NUMBERS, _MOST_TURNED = 3, 4096, 256, 2**24, 2**12
 """More of them are taken for damage; numbers are those of a layer in one slot."""
+_MOST_FILLED = 64
+"""How many times what the file holds its layers may be, with slots that left their windows."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class SlotAttention:
         streams: of the cache that it was saved from.
         stream, sequence: which of them it is, and its number among the conversations there.
         positions: of its slots.
+        transposed: whether the server keeps V transposed; it reads such slots alone, even where they hold no V.
         keys, values: of each of its layers; no values where attention is latent.
         turned: over how many numbers of a head K, and V, were multiplied with a Hadamard matrix before they were
             quantised; 0 for not.
@@ -63,6 +66,7 @@ class SlotAttention:
     stream: int
     sequence: int
     positions: tuple[int, ...]
+    transposed: bool
     keys: tuple[StoredRows, ...]
     values: tuple[StoredRows, ...]
     turned: tuple[int, int]
@@ -177,7 +181,16 @@ class _SlotWalk:
                 raise ValueError(f"it holds positions beyond its {len(tokens)} tokens")
             if len(set(memory.positions)) < len(memory.positions):
                 raise ValueError("slots of it share a position")
+        self.refuse_few([memory for memory in memories if isinstance(memory, SlotAttention)])
         return Slot(self.path, tokens, packed, memories, checkpoints)
+
+    def refuse_few(self, memories: Sequence[SlotAttention]) -> None:
+        """Refuse memories that would fill far more than they hold, since each layer has all positions."""
+        positions = len({position for memory in memories for position in memory.positions})
+        numbers = [sum(rows.numbers for rows in (*memory.keys, *memory.values)) for memory in memories]
+        held = sum(len(memory.positions) * size for memory, size in zip(memories, numbers, strict=True))
+        if positions * sum(numbers) > _MOST_FILLED * held:
+            raise ValueError(f"layers of it hold few of its {positions:,} positions")
 
     def tokens(self) -> tuple[tuple[int, ...], bool]:
         """The tokens, and whether they are written as the server writes them."""
@@ -240,8 +253,12 @@ class _SlotWalk:
         keys = tuple(self.rows(slots) for _ in range(layers))
         read = self.columns if transposed else self.rows
         values = tuple(read(slots) for _ in range(layers)) if with_values else ()
+        if not all(rows.numbers for rows in (*keys, *values)):
+            raise _Misfit("a layer of it holds no numbers")
         positions, sequence = tuple(map(int, cells[:, 0])), int(cells[0, 2])
-        return SlotAttention(streams, stream, sequence, positions, keys, values, (turned[0], turned[1]))
+        return SlotAttention(
+            streams, stream, sequence, positions, bool(transposed), keys, values, (turned[0], turned[1])
+        )
 
     def rows(self, slots: int) -> StoredRows:
         kind, nbytes = self.kind(), self.number("<Q")

@@ -174,6 +174,9 @@ def test_segments_come_from_the_text(engines: dict[str, Engine]):
     assert torch.allclose(by_name, engine.goes_on(cache.mask("second")), rtol=0, atol=engine.close)
     other = Tokens.of([1, *IDS[1:]])
     refused(lambda: from_slot(path, engine.model, other), "another than the slot holds", "position 0")
+    refused(lambda: from_slot(path, engine.model, [text, text]), "one text, and these are 2")
+    with_gap = Tokens.of(IDS[:10]) + Tokens.of(IDS[15:25], start=15)
+    refused(lambda: from_slot(path, engine.model, with_gap), "another than the slot holds", "position 10")
 
 
 def test_what_cannot_be_proved_or_expressed_is_refused(engines: dict[str, Engine]):
@@ -182,6 +185,8 @@ def test_what_cannot_be_proved_or_expressed_is_refused(engines: dict[str, Engine
     refused(lambda: from_slot(path, other), "K of layer 0", "not what")
     refused(lambda: from_slot(path, engines["qwen3"].model), "K of layer 0")
     refused(lambda: from_slot(path, engines["gemma3"].model), "layer 0")
+    for heads_of_another_size in (llama(head_dim=4), qwen3(head_dim=4)):
+        refused(lambda model=heads_of_another_size: open_slot(path, model), "16 numbers", "not of 2 heads")
     refused(lambda: from_slot(engines["gemma3"].saved("g"), engine.model), "layers")
     cache = from_slot(path, engine.model)
     moved, out = cache.evict(slots=[2]).reindex(), engine.server.path("b")
