@@ -148,9 +148,9 @@ def write_slot(path: Path, cache: KVCache | StoredCache, like: Slot, layout: Slo
 
     Slots that are not live are left out, the others are in the order of their positions. Numbers that are those of
     `like` at the same place are copied as they lie there, so that a slot in this order that nothing was done to is
-    written bit for bit. States are those of `like`, and are written where the cache goes on as that does. The tokens are
-    those of the cache, and where it has none, those of `like`, so that the server finds them all when it is asked to go
-    on with `Slot.tokens` and more.
+    written bit for bit. States are those of `like`, and are written where the cache goes on as that does. The tokens
+    are those of the cache, and where it has none, those of `like`, so that the server finds them all when it is asked
+    to go on with `Slot.tokens` and more.
 
     Args:
         cache: of one row, its keys rotated to their positions; layers that keep states may store nothing.

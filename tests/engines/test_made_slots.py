@@ -1,7 +1,6 @@
 """Saved slots of memories that no tiny model has here: latent attention, states, windows, several streams."""
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
