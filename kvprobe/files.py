@@ -147,21 +147,21 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     return whole
 
 
-def read_json(path: Path, limit: int, advice: str = "it was altered or cut") -> dict[str, Any]:
+def read_json(path: Path, limit: int, advice: str = "it was altered or cut", *, unique: bool = False) -> dict[str, Any]:
     """The object in a JSON file of at most `limit` bytes.
 
     Args:
         advice: end of the error sentence, what to do.
+        unique: whether a key that is there twice is refused, or the last one counts.
 
     Raises:
         UserError: the file is too large, is not UTF-8 or JSON, or holds something else.
     """
-    with told(path):
-        if path.stat().st_size > limit:
-            raise UserError(f"{path} is larger than {limit / 2**20:g} MiB; {advice}.")
-        text = path.read_bytes()
+    text = _read_within(path, limit)
+    if len(text) > limit:
+        raise UserError(f"{path} is larger than {limit / 2**20:g} MiB; {advice}.")
     try:
-        content = json.loads(text.decode())
+        content = json.loads(text.decode(), object_pairs_hook=_each_once if unique else None)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not readable JSON ({one_line(error)}); {advice}.") from error
     if not isinstance(content, dict):
@@ -178,10 +178,9 @@ def read_yaml(path: Path, limit: int = MAX_BYTES) -> dict[str, Any]:
     path = expanded(path)
     if not path.is_file():
         raise UserError(f"There is no file {path}; give the path of a YAML file.")
-    with told(path):
-        if path.stat().st_size > limit:
-            raise UserError(f"{path} has {path.stat().st_size} bytes; a settings file has at most {limit}; shorten it.")
-        text = path.read_bytes()
+    text = _read_within(path, limit)
+    if len(text) > limit:
+        raise UserError(f"{path} has more than {limit} bytes, the most of a settings file; shorten it.")
     try:
         content = yaml.load(text.decode(), _Settings)
     # ValueError: a month that does not exist, bytes that are not UTF-8; TypeError: a key that is not hashable.
@@ -189,6 +188,29 @@ def read_yaml(path: Path, limit: int = MAX_BYTES) -> dict[str, Any]:
         raise UserError(f"{path} is not readable YAML ({one_line(error, 300)}); correct it.") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold a mapping of settings; it holds a {type(content).__name__}.")
+    return content
+
+
+def _read_within(path: Path, limit: int) -> bytes:
+    """A file, or a byte more of it than the limit."""
+    with told(path):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise UserError(f"{path} is a device or a pipe, which may have no end; give a file.")
+        with path.open("rb") as file:
+            return file.read(limit + 1)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys and values.
+
+    Raises:
+        ValueError: a key is there twice.
+    """
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"{shown(key)} is there twice")
+        content[key] = value
     return content
 
 
@@ -290,6 +312,14 @@ class _Settings(yaml.SafeLoader):
             raise yaml.YAMLError(f"a number or date in it is longer than {MAX_NUMBER} characters")
         self.depth -= 1
         return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = set[str]()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in names:
+                raise yaml.YAMLError(f"{shown(key.value)} is there twice")
+            names.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def _damaged(path: Path, error: Exception) -> UserError:

@@ -230,3 +230,17 @@ def test_the_claim_of_a_process_that_was_killed_ends(tmp_path: Path):
     os.waitpid(child, 0)
     with folder_claimed(tmp_path):
         pass
+
+
+def test_settings_that_say_something_twice_are_refused(tmp_path: Path):
+    (path := tmp_path / "a.yaml").write_text("study: leakage\nsettings:\n  samples: 96\n  samples: 12\n")
+    refused(lambda: read_yaml(path), "'samples' is there twice")
+    path.write_text("x" * 65537)
+    refused(lambda: read_yaml(path), "more than 65536 bytes")
+
+
+def test_a_device_or_pipe_is_not_read_to_its_end(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (Path("/dev/zero"), tmp_path / "pipe"):
+        refused(lambda path=path: read_json(path, 100), "a device or a pipe")
+        refused(lambda path=path: read_yaml(path), "There is no file")

@@ -75,7 +75,7 @@ def open_plain(path: str | Path) -> StoredCache:
         UserError: a file is missing, truncated, or does not hold what the layout asks for.
     """
     path = _json_of(expanded(path))
-    header = filled(PlainHeader, read_json(path, MAX_BYTES), str(path), _LIMITS)
+    header = filled(PlainHeader, read_json(path, MAX_BYTES, unique=True), str(path), _LIMITS)
     if header.layers not in range(1, MOST_LAYERS + 1):
         raise UserError(f"{path} names {header.layers} layers; expected 1 to {MOST_LAYERS}.")
     if header.block is not None and header.block < 1:
@@ -118,8 +118,8 @@ def save_plain(
         engine, model, block: see `PlainHeader`; the block is that of a stored cache, by default.
 
     Raises:
-        UserError: the cache has several rows, hidden or fitted slots, slots of other models, or keys that were given
-            other positions.
+        UserError: the cache has several rows, hidden or fitted slots, slots of other models, keys that were given
+            other positions, or does not go on right after its last slot.
     """
     ledger = cache.ledger
     ledger.refuse_fitted("A plain dump")
@@ -137,6 +137,11 @@ def save_plain(
         for part, tensor in layer.items()
     }
     tensors |= {"tokens": ledger.tokens[0].clone(), "positions": ledger.positions[0].clone()}
+    if (following := int(ledger.following[0])) != (after := int(ledger.positions.max()) + 1):
+        raise UserError(
+            f"The next token of this cache stands at position {following}, and what reads a plain dump goes on right "
+            f"after its last slot, at {after}; leave that slot in the cache, or use cache.save."
+        )
     known = {"block": cache.block, "lacks": cache.lacks} if isinstance(cache, StoredCache) else {}
     known |= {"block": block} if block else {}
     header = replace(PlainHeader(FORMAT, len(cache.layers), engine=engine, model=model), **known)
@@ -155,7 +160,7 @@ def _json_of(path: Path) -> Path:
             found = sorted(path.glob("*.json"))
             if len(found) != 1:
                 raise UserError(f"The folder {path} has {len(found)} JSON files; give the one of the dump.")
-            return found[0]
+            path = found[0]
         if not path.is_file():
             raise UserError(f"There is no file {path}; give the JSON of a plain dump, or its folder.")
     return path
@@ -237,10 +242,11 @@ def _checked(
         table = torch.arange(blocks)
     elif not paged:
         raise UserError(f"{path} holds a block table, but its JSON names no axis of blocks; name it, or leave it out.")
-    if len(table) > blocks or int(table.max()) >= blocks:
+    different = len(table.unique())
+    if different < len(table) or int(table.max()) >= blocks:
         raise UserError(
-            f"The block table in {path} has {len(table)} entries up to {int(table.max())}; expected at most one for "
-            f"each of the {blocks} blocks of the tensors, which are counted from 0."
+            f"The block table in {path} has {len(table)} entries, {different} of them different, up to "
+            f"{int(table.max())}; expected each of the {blocks} blocks of the tensors once at most, counted from 0."
         )
     if not (slots <= len(table) * block < slots + block if paged else slots == block):
         raise UserError(

@@ -135,13 +135,30 @@ def test_tensors_that_do_not_fit_are_refused(
 
 @pytest.mark.parametrize(
     ("table", "words"),
-    [([0, 1], "6 slots"), ([0, 1, 2, 3], "12 slots"), ([0, 1, 5], "up to 5"), ([0] * 6, "6 entries")],
+    [
+        ([0, 1], "6 slots"),
+        ([0, 1, 2, 3], "12 slots"),
+        ([0, 1, 5], "up to 5"),
+        ([0] * 6, "6 entries"),
+        ([4, 3, 4], "2 of them different"),
+    ],
     ids=str,
 )
 def test_a_block_table_that_does_not_fit_is_refused(table: list[int], words: str, cache: kv.KVCache, tmp_path: Path):
     tensors = paged(cache, ("blocks", "slots", "heads", "numbers"), [0, 1, 2]) | {"blocks": torch.tensor(table)}
     path = dump(tmp_path / "a.json", tensors, axes="blocks slots heads numbers")
     refused(lambda: open_plain(path), words)
+
+
+def test_a_header_that_says_something_twice_or_has_no_end_is_refused(cache: kv.KVCache, tmp_path: Path):
+    kv.save_plain(cache, path := tmp_path / "a.json")
+    path.write_text('{"format": "plain-kv-1", "layers": 1, "layers": 3}')
+    refused(lambda: open_plain(path), "'layers' is there twice")
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    for place in (path, tmp_path):
+        refused(lambda place=place: kv.open_cache(place), "There is no file")
+    refused(lambda: kv.open_cache(path.with_suffix(".safetensors")), "no cache that kvprobe reads")
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -161,6 +178,7 @@ def test_what_the_layout_has_no_place_for_is_not_written(tmp_path: Path, cache: 
     refused(lambda: kv.save_plain(random_cache(0), path), "one text")
     refused(lambda: kv.save_plain(cache.mask("T2"), path), "evict")
     refused(lambda: kv.save_plain(cache.reindex(), path), "reindex")
+    refused(lambda: kv.save_plain(cache.evict(slots=[SLOTS - 1]), path), "goes on right after its last slot")
     refused(lambda: kv.save_plain(cache, tmp_path / "a"), ".json")
     refused(lambda: kv.save_plain(cache.rewind(slots=0), path), "one text")
     refused(lambda: kv.save_plain(cache, path, block=0), "at least 1")
