@@ -180,7 +180,7 @@ def read_yaml(path: Path, limit: int = MAX_BYTES) -> dict[str, Any]:
         raise UserError(f"There is no file {path}; give the path of a YAML file.")
     text = _read_within(path, limit)
     if len(text) > limit:
-        raise UserError(f"{path} has more than {limit} bytes, the most of a settings file; shorten it.")
+        raise UserError(f"{path} has more bytes than a settings file, at most {limit}; shorten it.")
     try:
         content = yaml.load(text.decode(), _Settings)
     # ValueError: a month that does not exist, bytes that are not UTF-8; TypeError: a key that is not hashable.

@@ -236,7 +236,7 @@ def test_settings_that_say_something_twice_are_refused(tmp_path: Path):
     (path := tmp_path / "a.yaml").write_text("study: leakage\nsettings:\n  samples: 96\n  samples: 12\n")
     refused(lambda: read_yaml(path), "'samples' is there twice")
     path.write_text("x" * 65537)
-    refused(lambda: read_yaml(path), "more than 65536 bytes")
+    refused(lambda: read_yaml(path), "at most 65536")
 
 
 def test_a_device_or_pipe_is_not_read_to_its_end(tmp_path: Path):

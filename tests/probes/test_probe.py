@@ -154,7 +154,7 @@ BAD_CARDS = {
     "0 bytes|mapping": lambda path: path.write_text(""),
     "not readable YAML": lambda path: path.write_text("a: [1"),
     "must hold a mapping": lambda path: path.write_text("- 1"),
-    "has [0-9]+ bytes": lambda path: path.write_text("a: " + "x" * MAX_BYTES),
+    "has more bytes": lambda path: path.write_text("a: " + "x" * MAX_BYTES),
     "not readable YAML|UTF-8": lambda path: path.write_bytes(b"\xff\xfe\x00"),
     "not readable": lambda path: path.write_text("a: !!python/object/apply:os.system ['true']"),
     "nests deeper": lambda path: path.write_text("a: " + "[" * 5_000),
