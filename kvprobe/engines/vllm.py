@@ -21,14 +21,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.layer import named as part_of
 from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.stored import StoredCache
+from kvprobe.checks import is_mapping
 from kvprobe.engines.files import open_file
 from kvprobe.engines.formats import VLLM, installed
 from kvprobe.engines.plain import save_plain
 from kvprobe.errors import UserError
 from kvprobe.files import expanded
-from kvprobe.names import shown, unknown
+from kvprobe.names import one_line, shown, unknown
 
 try:
     _vllm: Any = import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
@@ -38,6 +40,8 @@ except ImportError:  # everything else here works without vLLM
 
 BASE = 128
 """Numbers of an entry are written digit by digit; digits up to this are exact in bfloat16."""
+_KEPT = "FullAttentionSpec"
+"""What vLLM calls layers of which it keeps the slots of all tokens."""
 _FILE = re.compile(r"[A-Za-z0-9][\w.-]{0,99}")
 
 
@@ -121,6 +125,10 @@ def loadable(stored: StoredCache, prompt: Sequence[int], block: int) -> int:
         UserError: vLLM cannot go on from it as it is.
     """
     ledger, slots = stored.ledger, stored.ledger.slots
+    if stored.lacks:
+        raise UserError(
+            f"The cache to be loaded is not whole ({one_line(ValueError(stored.lacks))}); give one that is."
+        )
     if ledger.batch != 1 or not bool(ledger.live.all()):
         raise UserError(
             "vLLM attends to every slot of a prompt, so that a cache with masked slots or several rows cannot be "
@@ -141,6 +149,11 @@ def loadable(stored: StoredCache, prompt: Sequence[int], block: int) -> int:
     if ledger.tokens[0].tolist() != list(prompt[:slots]):
         raise UserError("The cache to be loaded is of other tokens than the prompt; give the prompt that it is of.")
     return slots
+
+
+def _specs_of(spec: Any) -> list[Any]:
+    """How vLLM keeps the layers of a group: all alike, or each by its name."""
+    return list(getattr(spec, "kv_cache_specs", {"all": spec}).values())
 
 
 @dataclass(frozen=True)
@@ -193,17 +206,22 @@ class KvprobeConnector(_Connector):
         if not isinstance(folder, str) or not expanded(folder).is_dir():
             raise UserError(f"{shown(folder)} is no folder; name one in kv_connector_extra_config={{'folder': …}}.")
         self._folder = expanded(folder)
-        groups = len(kv_cache_config.kv_cache_groups)
+        groups = kv_cache_config.kv_cache_groups
+        specs = [spec for group in groups for spec in _specs_of(group.kv_cache_spec)]
+        kinds = sorted({type(spec).__name__ for spec in specs} - {_KEPT})
         unproved = {
             "several devices": vllm_config.parallel_config.world_size > 1,
             "speculative decoding": vllm_config.speculative_config is not None,
             "latent attention": vllm_config.model_config.use_mla,
-            f"{groups} groups of layers with blocks of their own (states, or windows)": groups != 1,
+            f"{len(groups)} groups of layers with blocks of their own (states, or windows)": len(groups) != 1,
+            # Blocks that left a window are given to other requests before a prompt is read.
+            f"{' and '.join(kinds)}, where {_KEPT} keeps every slot of a prompt": bool(kinds),
+            f"blocks of other sizes than {self._block} slots": any(spec.block_size != self._block for spec in specs),
         }
         for what in (what for what, here in unproved.items() if here):
             raise UserError(f"The connector does not read caches of vLLM with {what}; run the model without it.")
         self._requests: dict[str, _Request] = {}
-        self._to_load: set[str] = set()
+        self._to_load: dict[str, int] = {}
         self._pools: Mapping[str, Tensor] = {}
         self._places: dict[str, Places] = {}
 
@@ -224,7 +242,7 @@ class KvprobeConnector(_Connector):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note that blocks for a cache to be loaded are there."""
         if num_external_tokens > 0:
-            self._to_load.add(request.request_id)
+            self._to_load[request.request_id] = num_external_tokens
 
     def build_connector_meta(self, scheduler_output: Any) -> Transfers:
         """What the worker is to load before this step and to dump after it."""
@@ -234,27 +252,50 @@ class KvprobeConnector(_Connector):
         for new in step.scheduled_new_reqs:
             extra = getattr(new.sampling_params, "extra_args", None) or {}
             if wanted := self._wanted(extra.get("kv_transfer_params")):
-                if new.prompt_token_ids is None or new.mm_features:
-                    raise UserError("Only prompts of tokens are dumped and loaded; this one holds pictures or vectors.")
+                self._refuse_other(new, wanted)
                 self._requests[new.req_id] = _Request(new.prompt_token_ids, wanted, list(new.block_ids[0]))
-                self._add(transfers, new.req_id, new.num_computed_tokens + scheduled[new.req_id])
+                self._load(transfers, new.req_id)
+                self._dump(transfers, new.req_id, new.num_computed_tokens + scheduled[new.req_id])
         again = step.scheduled_cached_reqs
         for name, blocks, computed in zip(again.req_ids, again.new_block_ids, again.num_computed_tokens, strict=True):
             if name in self._requests:
                 more = [] if blocks is None else list(blocks[0])
-                known = self._requests[name].blocks
-                self._requests[name].blocks = more if name in again.resumed_req_ids else known + more
-                self._add(transfers, name, computed + scheduled[name])
+                if name in again.resumed_req_ids:
+                    self._requests[name].blocks = more
+                    self._load(transfers, name)
+                else:
+                    self._requests[name].blocks += more
+                self._dump(transfers, name, computed + scheduled[name])
         return transfers
 
-    def _add(self, transfers: Transfers, name: str, computed: int) -> None:
-        """What is to be done for a request in a step after which so many of its tokens are computed."""
+    def _refuse_other(self, new: Any, wanted: Mapping[str, str]) -> None:
+        """Refuse a request whose cache is not that of its tokens and the model, or whose dump another would replace."""
+        if new.prompt_token_ids is None or new.prompt_embeds is not None or new.mm_features:
+            raise UserError("Only prompts of tokens are dumped and loaded; this one holds pictures or vectors.")
+        if new.lora_request is not None:
+            raise UserError("Caches with an adapter are not those of the model; ask without it, or merge it.")
+        for name, other in self._requests.items():
+            same = name == new.req_id or list(other.tokens) == list(new.prompt_token_ids)
+            if "dump" in wanted and other.wanted.get("dump") == wanted["dump"] and not same:
+                raise UserError(f"Two prompts would be dumped to {wanted['dump']}; give each a file of its own.")
+
+    def _load(self, transfers: Transfers, name: str) -> None:
+        """Add what is to be loaded for a request that begins, or begins again."""
         request = self._requests[name]
-        if name in self._to_load:
-            self._to_load.remove(name)
-            slots = open_file(file := self._folder / request.wanted["load"]).ledger.slots
-            blocks = request.blocks[: slots // self._block]
-            transfers.loads.append(Transfer(str(file), request.tokens[:slots], blocks))
+        if "load" not in request.wanted:
+            return
+        taken = self._to_load.pop(name, 0)
+        slots = open_file(file := self._folder / request.wanted["load"]).ledger.slots
+        if taken != slots:
+            raise UserError(
+                f"vLLM takes {taken} of the {slots} slots of {file.name} and would compute the others; load a file that "
+                "does not change, with no setting that reads tokens of a cache again."
+            )
+        transfers.loads.append(Transfer(str(file), request.tokens[:slots], request.blocks[: slots // self._block]))
+
+    def _dump(self, transfers: Transfers, name: str, computed: int) -> None:
+        """Add the dump of a request of which so many tokens are computed after this step, if it is read to its end."""
+        request = self._requests[name]
         if "dump" in request.wanted and not request.dumped and computed >= len(request.tokens):
             request.dumped = True
             blocks = request.blocks[: -(-len(request.tokens) // self._block)]
@@ -272,8 +313,8 @@ class KvprobeConnector(_Connector):
                 raise UserError(f"{load.file} has {len(stored.layers)} layers; the model has {len(self._pools)}.")
             for layer, (name, pool) in zip(stored.layers, self._in_order(), strict=True):
                 places = self._places_of(name, pool)
-                put(pool, load.blocks, places.keys, layer["K"])
-                put(pool, load.blocks, places.values, layer["V"])
+                put(pool, load.blocks, places.keys, part_of(layer, "K"))
+                put(pool, load.blocks, places.values, part_of(layer, "V"))
 
     def wait_for_save(self) -> None:
         """Dump the caches of prompts that were read to their end in this step."""
@@ -302,13 +343,19 @@ class KvprobeConnector(_Connector):
     def _transfers(self) -> Transfers:
         return self._get_connector_metadata()
 
-    def _wanted(self, parameters: Mapping[str, Any] | None) -> Mapping[str, str]:
-        for key, file in (parameters or {}).items():
+    def _wanted(self, parameters: object) -> Mapping[str, str]:
+        if parameters is None:
+            return {}
+        if not is_mapping(parameters):
+            raise UserError(
+                f"kv_transfer_params is {shown(parameters)}; expected {{'dump': FILE}} or {{'load': FILE}}."
+            )
+        for key, file in parameters.items():
             if key not in ("dump", "load"):
                 raise UserError(unknown("key of kv_transfer_params", key, ("dump", "load")))
             if not isinstance(file, str) or not _FILE.fullmatch(file) or (key == "dump" and not file.endswith(".json")):
                 raise UserError(f"{shown(file)} is no name of a JSON file in the folder of the connector.")
-        return parameters or {}
+        return parameters
 
     def _layer(self, name: str) -> Any:
         return self._config.compilation_config.static_forward_context[name]

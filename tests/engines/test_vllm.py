@@ -2,6 +2,7 @@
 vLLM, `make engines` holds it to transformers."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,16 +101,27 @@ def test_a_cache_is_loaded_for_whole_blocks_of_its_own_prompt_alone():
     refused(lambda: loadable(stored(cache.evict(slots=[3])), prompt, BLOCK), "gapped")
     refused(lambda: loadable(stored(cache.evict(slots=[3]).reindex()), prompt, BLOCK), "gapped")
     refused(lambda: loadable(stored(random_cache(0, batch=2)), prompt, BLOCK), "several rows")
+    refused(lambda: loadable(replace(stored(cache), lacks="It holds no states."), prompt, BLOCK), "no states")
 
 
 def stored(cache: kv.KVCache) -> StoredCache:
     return StoredCache(cache.layers, cache.ledger, "a test")
 
 
+@dataclass
+class FullAttentionSpec:
+    """As much of vLLM's as is looked at."""
+
+    block_size: int = BLOCK
+
+
+class SlidingWindowSpec(FullAttentionSpec): ...
+
+
 class Engine:
     """As much of vLLM as calls a connector: three layers, whose kernel is `transposed`, and blocks in any order."""
 
-    def __init__(self, folder: Path, **other: Any) -> None:
+    def __init__(self, folder: Path, spec: object = None, **other: Any) -> None:
         self.pools = {f"model.layers.{number}.self_attn.attn": a_pool(blocks=9) for number in (2, 0, 1)}
         layer = SimpleNamespace(impl=self, num_kv_heads=HEADS, head_size=D_KEY, head_size_v=D_VALUE, attn_backend=self)
         settings = {
@@ -121,7 +133,9 @@ class Engine:
             "compilation_config": SimpleNamespace(static_forward_context=dict.fromkeys(self.pools, layer)),
         }
         self.connector: Any = _Testable(
-            SimpleNamespace(**settings | other), None, SimpleNamespace(kv_cache_groups=[None])
+            SimpleNamespace(**settings | other),
+            None,
+            SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec or FullAttentionSpec())]),
         )
         self.connector.register_kv_caches(self.pools)
 
@@ -165,11 +179,12 @@ class _Base:
 class _Testable(KvprobeConnector, _Base): ...
 
 
-def request(tokens: list[int], blocks: list[int], **parameters: str) -> Any:
+def request(tokens: list[int], blocks: list[int], name: str = "r", **parameters: str) -> Any:
     sampling = SimpleNamespace(extra_args={"kv_transfer_params": parameters})
     return SimpleNamespace(
-        req_id="r", prompt_token_ids=tokens, mm_features=[], sampling_params=sampling, num_computed_tokens=0,
-        block_ids=(blocks,), kv_transfer_params=parameters, skip_reading_prefix_cache=False, request_id="r",
+        req_id=name, prompt_token_ids=tokens, mm_features=[], sampling_params=sampling, num_computed_tokens=0,
+        block_ids=(blocks,), kv_transfer_params=parameters, skip_reading_prefix_cache=False, request_id=name,
+        prompt_embeds=None, lora_request=None,
     )  # fmt: skip
 
 
@@ -223,11 +238,14 @@ def test_a_cache_that_is_loaded_is_what_is_dumped_of_its_blocks(engine: Engine, 
         ({"dump": "/a.json"}, "JSON"),
         ({"load": ".json"}, "JSON"),
         ({"load": 3}, "JSON"),
+        (["a.json"], "expected {'dump': FILE}"),
     ],
     ids=str,
 )
-def test_a_request_that_names_no_file_of_the_folder_is_refused(parameters: dict[str, Any], words: str, engine: Engine):
-    refused(lambda: engine.step([request([1, 2], [1], **parameters)], computed={"r": 2}), words)
+def test_a_request_that_names_no_file_of_the_folder_is_refused(parameters: Any, words: str, engine: Engine):
+    asked = request([1, 2], [1])
+    asked.sampling_params.extra_args["kv_transfer_params"] = parameters
+    refused(lambda: engine.step([asked], computed={"r": 2}), words)
 
 
 def test_a_load_that_vllm_would_pass_over_or_keep_for_others_is_refused(engine: Engine):
@@ -242,3 +260,40 @@ def test_an_engine_that_was_not_proved_is_refused(tmp_path: Path):
     refused(lambda: Engine(tmp_path / "none"), "no folder")
     refused(lambda: Engine(tmp_path, parallel_config=SimpleNamespace(world_size=2)), "several devices")
     refused(lambda: Engine(tmp_path, model_config=SimpleNamespace(use_mla=True, model="m")), "latent")
+    refused(lambda: Engine(tmp_path, SlidingWindowSpec()), "SlidingWindowSpec, where FullAttentionSpec keeps")
+    refused(lambda: Engine(tmp_path, FullAttentionSpec(2 * BLOCK)), f"other sizes than {BLOCK} slots")
+    Engine(tmp_path, SimpleNamespace(kv_cache_specs={"0": FullAttentionSpec(), "1": FullAttentionSpec()}))
+    mixed = SimpleNamespace(kv_cache_specs={"0": FullAttentionSpec(), "1": SlidingWindowSpec()})
+    refused(lambda: Engine(tmp_path, mixed), "SlidingWindowSpec")
+
+
+def test_a_request_whose_cache_is_not_that_of_its_tokens_and_the_model_is_refused(engine: Engine):
+    for words, change in {"pictures": {"prompt_embeds": 0}, "an adapter": {"lora_request": "adapter"}}.items():
+        other = SimpleNamespace(**vars(request([1, 2], [1], dump="a.json")) | change)
+        refused(lambda other=other: engine.step([other], computed={"r": 2}), words)
+    twice = [request([1, 2], [1], dump="a.json"), request([1, 3], [2], "s", dump="a.json")]
+    refused(lambda: engine.step(twice, computed={"r": 2, "s": 2}), "Two prompts would be dumped to a.json")
+    alike = [request([1, 2], [1], dump="b.json"), request([1, 2], [2], "s", dump="b.json")]
+    assert len(engine.step(alike, computed={"r": 2, "s": 2}).dumps) == 2
+
+
+def test_a_cache_that_vllm_does_not_take_whole_is_not_computed_in_silence(engine: Engine, tmp_path: Path):
+    cache = random_cache(1, batch=1, slots=2 * BLOCK, kv_heads=HEADS, d_head=D_KEY)
+    kv.save_plain(cache, tmp_path / "edited.json")
+    asked = request([*cache.ledger.tokens[0].tolist(), 3], [4, 6, 1], load="edited.json")
+    refused(lambda: engine.step([asked], computed={"r": 2 * BLOCK + 1}), "0 of the 16 slots")
+    engine.connector.update_state_after_alloc(asked, None, BLOCK)
+    refused(lambda: engine.step([asked], computed={"r": BLOCK + 1}), "8 of the 16 slots")
+
+
+def test_a_request_that_is_preempted_loads_its_cache_again(engine: Engine, tmp_path: Path):
+    cache = random_cache(1, batch=1, slots=BLOCK, kv_heads=HEADS, d_head=D_KEY)
+    kv.save_plain(cache.with_parts({"V": [part[..., :D_VALUE] for part in cache.values]}), tmp_path / "edited.json")
+    asked = request([*cache.ledger.tokens[0].tolist(), 3], [4, 6], load="edited.json")
+    engine.connector.update_state_after_alloc(asked, None, BLOCK)
+    assert [load.blocks for load in engine.step([asked], computed={"r": 1}).loads] == [[4]]
+    assert not engine.step(again=[("r", None, BLOCK + 1)], computed={"r": 1}).loads
+    engine.connector.update_state_after_alloc(asked, None, BLOCK)
+    again = engine.step(again=[("r", ([7, 2],), BLOCK)], computed={"r": 2}, resumed=["r"])
+    assert [load.blocks for load in again.loads] == [[7]]
+    refused(lambda: engine.step(again=[("r", ([7, 2],), 0)], computed={"r": 10}, resumed=["r"]), "0 of the 8 slots")
