@@ -112,7 +112,7 @@ class JsonServer:
 class _NoRedirects(HTTPRedirectHandler):
     """Follows no redirect: what was asked by POST would be asked by GET there, without its content."""
 
-    def redirect_request(self, *_: object) -> None:
+    def redirect_request(self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
         return None
 
 

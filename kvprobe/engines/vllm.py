@@ -288,8 +288,8 @@ class KvprobeConnector(_Connector):
         slots = open_file(file := self._folder / request.wanted["load"]).ledger.slots
         if taken != slots:
             raise UserError(
-                f"vLLM takes {taken} of the {slots} slots of {file.name} and would compute the others; load a file that "
-                "does not change, with no setting that reads tokens of a cache again."
+                f"vLLM takes {taken} of the {slots} slots of {file.name} and would compute the others; load a file "
+                "that does not change, with no setting that reads tokens of a cache again."
             )
         transfers.loads.append(Transfer(str(file), request.tokens[:slots], request.blocks[: slots // self._block]))
 
