@@ -1,7 +1,7 @@
 """Pages of results hold the numbers of the runs that lie beside them.
 
-Every interval on a page is that of a finding of a run that the page names, or is in the list of those whose runs were
-not published, which may only shrink. For some tables it is held, too, that each cell has the finding of its row.
+Every interval on a page is that of a finding of a run that the page names. For some tables it is held, too, that each
+cell has the finding of its row.
 """
 
 import csv
@@ -17,19 +17,16 @@ from types import ModuleType
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-import yaml
 
 from kvprobe.experiments.study import Conclusion
 from kvprobe.presets import presets
-from kvprobe.report.findings import Finding, Findings, Key
+from kvprobe.report.findings import Finding, Findings
 from kvprobe.report.reported import reported
 from kvprobe.studies import find
 from kvprobe.studies.bands import PARTS
 from kvprobe.wording import percent, plain
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
-NOT_PUBLISHED = Path(__file__).parent / "intervals_without_runs.yaml"
-"""Of each page the intervals whose runs do not lie beside it, by the preset that each comes from, with its finding."""
 LINKED = ("claims", "index")
 """Pages whose intervals are those of the pages that they link; those of claims, line by line."""
 NUMBER = r"[−+]?\d[\d,]*(?:\.\d+)?"
@@ -120,18 +117,9 @@ def is_among(interval: str, findings: np.ndarray) -> bool:
     return bool((np.abs(findings - values) <= half).all(1).any())
 
 
-def listed() -> dict[str, dict[str, dict[str, dict[str, Key] | None]]]:
-    return yaml.safe_load(NOT_PUBLISHED.read_text(encoding="utf-8"))
-
-
 @pytest.mark.parametrize("page", sorted({page.stem for page in RESULTS.glob("*.md")} - {*LINKED}))
-def test_every_interval_of_a_page_is_that_of_a_run_beside_it_or_is_listed_as_one_whose_run_is_not(page: str):
-    without = [interval for of_preset in listed().get(page, {}).values() for interval in of_preset]
-    assert sorted(without) == sorted(intervals(text_of(page)) - held(page))
-
-
-def test_no_interval_is_listed_of_a_page_that_is_not_there():
-    assert {*listed()} <= {page.stem for page in RESULTS.glob("*.md")} - {*LINKED}
+def test_every_interval_of_a_page_is_that_of_a_run_beside_it(page: str):
+    assert intervals(text_of(page)) <= held(page)
 
 
 def test_every_interval_of_the_index_is_on_a_page_that_it_links():
