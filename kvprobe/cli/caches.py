@@ -1,6 +1,7 @@
 """Commands on caches of engines."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
@@ -10,7 +11,7 @@ from kvprobe.cli.flags import USUAL, Json, Loading, Source, Whole
 from kvprobe.cli.judged import end
 from kvprobe.errors import UserError
 from kvprobe.models.catalogue import check_source
-from kvprobe.names import unknown
+from kvprobe.names import one_line, unknown
 
 
 def audit(
@@ -107,17 +108,22 @@ def canary(
     idle: Annotated[float, Parameter(help="Seconds of a pause.")] = 1.0,
     seed: Annotated[Whole, Parameter(help="Of the random words in the prompts.")] = 0,
     json: Json = False,
-    out: Annotated[Path, Parameter(help="The page.")] = Path("canary.html"),
+    out: Annotated[Path | None, Parameter(help="The page; canary.html by default, none of --dumps.")] = None,
 ) -> None:
     """Test the cache of an engine, running or dumped; exit code 1 if it fails."""
     if [url, module, dumps].count(None) != 2:
         raise UserError("Give one of --url of a running engine, --module and --dumps.")
+    if model is not None and dumps is None and (module is not None or api == "llama"):
+        raise UserError("--model is read with --dumps, --api openai and --api vllm alone; leave it out.")
     if dumps is not None:
+        if out is not None:
+            raise UserError("Of --dumps no page is written; leave --out out.")
         _end_of_dumps(dumps, model, json)
     from kvprobe.detection.canary import ScriptSizes, llama_server, openai_endpoint, vllm_endpoint
     from kvprobe.detection.canary import canary as run_canary
     from kvprobe.report.views.canary import canary_lines, save_canary
 
+    sizes = ScriptSizes(block=16 if block is None else block, chunk=chunk, fill=fill, idle=idle)
     if url is None:
         target = _made_by(str(module))
     elif api == "llama":
@@ -126,15 +132,17 @@ def canary(
         target = llama_server(LlamaServer(url))
     else:
         target = (openai_endpoint if api == "openai" else vllm_endpoint)(url, model)
-    own = ScriptSizes.of(target).block if block is None else block
-    result = run_canary(target, sizes=ScriptSizes(block=own, chunk=chunk, fill=fill, idle=idle), seed=seed)
-    save_canary(result, out)
+    if block is None:
+        sizes = replace(sizes, block=ScriptSizes.of(target).block)
+    result = run_canary(target, sizes=sizes, seed=seed)
     if json:
         from json import dumps as written
 
         print(written(result.record(), indent=2))
     else:
-        print("\n".join(canary_lines(result)), f"\nPage: {out}", sep="\n")
+        print("\n".join(canary_lines(result)))
+    page = save_canary(result, out or Path("canary.html"))  # what took minutes is printed by now
+    print(f"\nPage: {page}", file=sys.stderr if json else sys.stdout)
     if result.failed:
         sys.exit(1)
 
@@ -156,7 +164,12 @@ def _made_by(named: str) -> object:
         raise UserError(f"--module is {named!r}, and there is no file {path!r}; write FILE.py:FUNCTION.")
     from runpy import run_path
 
-    names = run_path(path)
-    if function not in names:
-        raise UserError(unknown(f"function in {path}", function, (name for name in names if not name.startswith("_"))))
-    return names[function]()
+    try:
+        names = run_path(path)
+        if function in names:
+            return names[function]()
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{named} gives no target ({type(error).__name__}: {one_line(error)}); mend it.") from error
+    raise UserError(unknown(f"function in {path}", function, (name for name in names if not name.startswith("_"))))

@@ -185,6 +185,33 @@ def test_the_command_exits_with_0_1_or_2(tmp_path: Path, capsys: pytest.CaptureF
         app(["canary"], exit_on_error=False)
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--module", "FILE:failing"], "failing gives no target .ZeroDivisionError: division by zero."),
+        (["--module", "FILE:absent"], "no function in .* called 'absent'"),
+        (["--module", "FILE:sound", "--idle", "inf"], "'idle' is inf"),
+        (["--module", "FILE:sound", "--chunk", "1000000"], "'chunk' is 1000000"),
+        (["--module", "FILE:sound", "--model", "smollm2-135m"], "--model is read with --dumps"),
+        (["--url", "http://127.0.0.1:1", "--model", "smollm2-135m"], "--model is read with --dumps"),
+        (["--url", "http://127.0.0.1:1", "--block", "0"], "'block' is 0"),
+        (["--dumps", "dumps", "--out", "canary.html"], "no page is written"),
+    ],
+)
+def test_what_the_command_cannot_do_is_said_before_anything_is_asked(flags: list[str], said: str, tmp_path: Path):
+    (file := tmp_path / "made.py").write_text(f"{MADE}\n\ndef failing():\n    return 1 / 0\n")
+    with pytest.raises(UserError, match=said):
+        app(["canary", *(flag.replace("FILE", str(file)) for flag in flags)], exit_on_error=False)
+
+
+def test_what_was_found_is_told_though_the_page_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (file := tmp_path / "made.py").write_text(MADE)
+    flags = ["--chunk", "100", "--fill", "600", "--idle", "0", "--out", str(tmp_path / "absent" / "canary.html")]
+    with pytest.raises((UserError, OSError)):
+        app(["canary", "--module", f"{file}:broken", *flags], exit_on_error=False)
+    assert "smallest: " in capsys.readouterr().out
+
+
 def test_distances_end_where_the_answers_part_and_are_infinite_without_numbers():
     tops: list[dict[Token, float]] = [{1: -0.5, 2: -1.0}] * 3
     first = EngineAnswer((1, 2, 3), tops)

@@ -47,9 +47,9 @@ class ScriptSizes:
 
     def __post_init__(self) -> None:
         require("block", self.block, 8)
-        require("chunk", self.chunk, 2 * self.block)
-        require("fill", self.fill, 0)
-        require("idle", self.idle, 0)
+        require("chunk", self.chunk, 2 * self.block, 2**17)
+        require("fill", self.fill, 0, 2**24)
+        require("idle", self.idle, 0, 86_400)
 
     @classmethod
     def of(cls, target: object) -> "ScriptSizes":
