@@ -1,8 +1,10 @@
 """Whether two caches fit together: of one model, and with keys that were computed at the same positions."""
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from jaxtyping import Bool
+import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvprobe.cache.ledger import Ledger
@@ -57,12 +59,21 @@ def refuse_other_model(base: OfModel, other: OfModel, what: str = "The donor", *
 
 
 def refuse_other_slots(
-    base: OfModel, donor: OfModel, chosen: Bool[Tensor, "batch slots"], *, keys: bool = True
+    base: OfModel,
+    donor: OfModel,
+    chosen: Bool[Tensor, "batch slots"],
+    segments: Sequence[str] = (),
+    *,
+    keys: bool = True,
 ) -> None:
     """Refuse a donor of another model, of other slots, or whose chosen slots are empty or of another origin.
 
+    Slots are others where the donor has the chosen segment elsewhere, or where both lack tokens of a segment, but not
+    the same ones.
+
     Args:
         chosen: the slots that are taken from it.
+        segments: by whose names they were chosen, if they were.
         keys: whether their keys are taken, which must then be stored as rotated to the same positions.
     """
     refuse_other_model(base, donor)
@@ -77,6 +88,12 @@ def refuse_other_slots(
     if bool(empty.any()):
         row, slot = map(int, empty.nonzero()[0])
         raise UserError(f"Slot {slot} of row {row} of the donor holds no token; choose slots that both caches fill.")
+    if bool((elsewhere := chosen & _elsewhere(own, other, segments)).any()):
+        row, slot = map(int, elsewhere.nonzero()[0])
+        raise UserError(
+            f"Slot {slot} of row {row} is of segment {own.names[int(own.segments[row, slot])]!r}, which the donor has "
+            "in other slots; give a donor with the same slots, and see `patching.aligned`."
+        )
     if keys and bool(moved.any()):
         row, slot = map(int, moved.nonzero()[0])
         raise UserError(
@@ -84,12 +101,52 @@ def refuse_other_slots(
             f"at {int(other.origins[row, slot])} in the donor; carry out re-indexing first, with Model.as_seen, give "
             "a donor at the same positions, take values alone, or see `patching.aligned`."
         )
+    for row, number in torch.stack([chosen.nonzero()[:, 0], own.segments[chosen]], 1).unique(dim=0).tolist():
+        slots = ((own.segments[row] == number) & ~other.padding[row]).nonzero()[:, 0]
+        if lack_others(own, other, slots, slots, row):
+            raise UserError(
+                f"Of segment {own.names[number]!r} other tokens are gone in the donor than in the base, so its slots "
+                "stand for others; evict the same from both."
+            )
     if bool((strange := chosen & ~own.of_like_origin(other)).any()):
         row, slot = map(int, strange.nonzero()[0])
         raise UserError(
             f"Slot {slot} of row {row} was fitted, or computed by another model, in one of the two caches alone, which "
             "the ledger would not show after a patch; choose other slots, or see `kvprobe.editing.splice`."
         )
+
+
+def lack_others(
+    own: Ledger, other: Ledger, own_slots: Int[Tensor, "count"], other_slots: Int[Tensor, "count"], row: int = 0
+) -> bool:
+    """Whether tokens are gone of a segment in both ledgers, but not the same ones, so that its slots, taken in order,
+    hold other tokens."""
+    ledgers = ((own, own_slots), (other, other_slots))
+    # Next to a segment that is gone as a whole, nobody knows of which a token is gone.
+    whole = all(bool(ledger.in_segments([name])[row].any()) for ledger, _ in ledgers for name in ledger.names)
+    gone, missing = zip(*(_gone(ledger, slots, row, whole) for ledger, slots in ledgers), strict=True)
+    return all(missing) and not torch.equal(*gone)
+
+
+def _gone(ledger: Ledger, slots: Int[Tensor, "count"], row: int, edges: bool) -> tuple[Int[Tensor, "count"], bool]:
+    """How many tokens are gone before each slot of a segment, and whether any are, if only after the last."""
+    used = (~ledger.padding[row]).nonzero()[:, 0]
+    steps = ledger.origins[row, used].diff(prepend=ledger.origins.new_tensor([-1])) - 1
+    places = torch.searchsorted(used, slots)
+    gaps, after = steps.clamp(min=0)[places], int(places[-1]) + 1
+    if not edges:
+        gaps[0] = 0
+    stop = steps[after] if after < len(used) else ledger.following[row] - ledger.origins[row, used[-1]] - 1
+    return gaps.cumsum(0), bool(gaps.any()) or (edges and int(stop) > 0)
+
+
+def _elsewhere(own: Ledger, other: Ledger, names: Sequence[str]) -> Bool[Tensor, "batch slots"]:
+    """The slots of these segments, if another ledger has them in other slots of that row."""
+    elsewhere = torch.zeros_like(own.padding)
+    for name in {*names}.intersection(other.names):
+        ours, theirs = own.in_segments([name]), other.in_segments([name])
+        elsewhere |= ours & ~theirs & theirs.any(1, keepdim=True)
+    return elsewhere
 
 
 def refuse_overlap(base: OfModel, other: OfModel) -> None:

@@ -270,7 +270,7 @@ class KVCache(Contents):
         if not any(taken):
             raise UserError(unknown("part", str(part), [*{name: None for layer in self.layers for name in layer}]))
         moves = any(name in ROTATED for names in taken for name in names)
-        refuse_other_slots(self, donor, chosen, keys=moves)
+        refuse_other_slots(self, donor, chosen, segments, keys=moves)
         where = (chosen[None, :, None, :] & self._within(layers, heads))[..., None]
         patched = (
             {

@@ -72,7 +72,7 @@ def interchange(
         UserError: as `erase`, or a donor of another model, slots or positions of keys.
     """
     chosen = base.chosen(segments, slots)
-    refuse_other_slots(base, donor, chosen, keys=any(part == "K" for _, part in subspaces))
+    refuse_other_slots(base, donor, chosen, segments, keys=any(part == "K" for _, part in subspaces))
 
     def exchanged(layer_part: LayerPart, vectors: Tensor, where: Int[Tensor, "picked"]) -> Tensor:
         layer, part = layer_part

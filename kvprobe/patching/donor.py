@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvprobe.arguments import checked_arguments
-from kvprobe.cache.alike import refuse_other_model
+from kvprobe.cache.alike import lack_others, refuse_other_model
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.layer import Layer
 from kvprobe.errors import UserError
@@ -81,7 +81,8 @@ def aligned(model: Rotating, base: KVCache, donor: KVCache, align: Align = None)
     is content, not position.
 
     Args:
-        align: how segments of unequal length meet: at their start, at their end, or not at all.
+        align: how segments of unequal length meet: at their start, at their end, or not at all. So do segments of
+            which other tokens are gone in the donor than in the base.
 
     Raises:
         UserError: caches of several rows, of another model, or keys that cannot be rotated (learned positions).
@@ -89,8 +90,8 @@ def aligned(model: Rotating, base: KVCache, donor: KVCache, align: Align = None)
     if align not in (None, "start", "end"):
         raise UserError(unknown("alignment", str(align), ("start", "end")))
     _refuse_unlike(base, donor)
-    base, donor = model.as_seen(base), model.as_seen(donor)
     source, reasons = _sources(base, donor, align)
+    base, donor = model.as_seen(base), model.as_seen(donor)
     have = source >= 0
     moved = donor.take(source.clamp(min=0)[None], ~have[None])
     moved = replace(moved, layers=tuple(map(_with_time_of, moved.layers, base.layers)))
@@ -134,8 +135,10 @@ def _sources(base: KVCache, donor: KVCache, align: Align) -> tuple[Int[Tensor, "
             reasons[name] = (
                 f"Segment {name!r} has {len(base_slots)} slots in the base and {len(donor_slots)} in the donor"
             )
-            if align is None:
-                continue
+        elif lack_others(base.ledger, donor.ledger, base_slots, donor_slots):
+            reasons[name] = f"Of segment {name!r} other tokens are gone in the donor than in the base"
+        if name in reasons and align is None:
+            continue
         count = min(len(base_slots), len(donor_slots))
         if align == "end":
             base_slots, donor_slots = base_slots[len(base_slots) - count :], donor_slots[len(donor_slots) - count :]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -116,3 +117,44 @@ def test_a_donor_of_unknown_origin_may_be_of_any_model_and_something_else_is_no_
     base, donor = tiny_llama.prefill(tokens), replace(OTHER.prefill(tokens), made_by=None)
     assert torch.equal(base.patch(donor, "T2").keys[0][:, :, 7:], donor.keys[0][:, :, 7:])
     refused(lambda: base.patch("T2", "T2"), "donor='T2', a str; give a KVCache")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("take", ["patch", "mix", "interchange", "values"])
+def test_slots_of_which_the_donor_has_other_tokens_are_not_taken(take: str, tiny_llama: Model):
+    """Slot 4 of a base without token 3, and of a donor without token 5, hold tokens 5 and 4."""
+    takes = TAKING | {"values": lambda base, donor: base.patch(donor, "T2", part="V")}
+    base = tiny_llama.prefill(random_tokens(0, SPANS))
+    other = tiny_llama.prefill(random_tokens(1, SPANS))
+    if take == "values":
+        refused(lambda: takes[take](base.evict(slots=[8]), other.evict(slots=[10])), "'T2' other tokens are gone")
+        takes[take](base.evict(slots=[8]), other.evict(slots=[8]))
+    named = tiny_llama.prefill(random_tokens(1, {"system": 2, "T1": 3, "T2": 7}))
+    refused(lambda: takes[take](named, base), "Slot 5 of row 0 is of segment 'T2', which the donor has in other slots")
+    takes[take](base, tiny_llama.prefill(random_tokens(1, {"all": 12})))
+    named.patch(base, slots=[5])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "edit"),
+    [
+        ([8], [10], KVCache.fork),
+        ([7], [11], KVCache.fork),
+        ([8], [10], KVCache.reindex),
+        ([8, 9], [9, 10], KVCache.reindex),
+    ],
+)
+def test_segments_of_which_other_tokens_are_gone_are_not_aligned_in_silence(
+    ours: list[int], theirs: list[int], edit: Callable[[KVCache], KVCache], tiny_llama: Model
+):
+    base, donor = (tiny_llama.prefill(random_tokens(seed, SPANS)) for seed in (0, 1))
+    pair = edit(base.evict(slots=ours)), edit(donor.evict(slots=theirs))
+    suffix = random_tokens(3, {"ask": 2}, start=12)
+
+    def sweep(base: KVCache, donor: KVCache, align: Any = None) -> object:
+        return patch_sweep(tiny_llama, base, donor, suffix, LogitDiff(5, 9), align=align, progress=False)
+
+    refused(lambda: sweep(*pair), "'T2' other tokens are gone in the donor than in the base", "align")
+    sweep(*pair, align="start")
+    sweep(base.evict(slots=ours), donor.evict(slots=ours))
+    shorter = random_tokens(1, SPANS | {"T2": 5 - len(ours)})
+    sweep(base.evict(slots=ours), tiny_llama.prefill(shorter))
