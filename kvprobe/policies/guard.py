@@ -36,7 +36,7 @@ class Sound(Brief):
     """What sound caches of one model hold, channel by channel of K before rotation and of V.
 
     The slot at position 0, which receives attention whatever it holds, is unlike all others, and so has middles and
-    ranges of its own.
+    ranges of its own. A slot is sound if it is like either: where it was computed is no longer known of every cache.
 
     Attributes:
         middles: of each layer, the median of each channel, in first slots and in all others.
@@ -84,7 +84,8 @@ class Sound(Brief):
         return replace(sound, limit=float(scores.sort().values[place - 1]))
 
     def scores(self, cache: KVCache) -> Float[Tensor, "batch slots"]:
-        """How many ranges the worst number of each slot is away from its middle, over layers, heads, K and V.
+        """How many ranges the worst number of each slot is away from its middle, over layers, heads, K and V; from the
+        middle of first slots or of the others, whichever it is nearer to.
 
         Raises:
             UserError: the cache, or a slot of it, is of another model, or a layer stores something else than K and V.
@@ -95,15 +96,13 @@ class Sound(Brief):
             raise UserError("The guard was learnt from caches of another shape; learn one for this model.")
         if self.made_by and cache.made_by and not cache.made_by.same(self.made_by):
             raise UserError("The guard was learnt from caches of another model; learn one for this model.")
-        others = (cache.ledger.origins != 0).long()
-        worst = torch.zeros(others.shape, device=others.device)
+        origins = cache.ledger.origins
+        worst = torch.zeros(2, *origins.shape, device=origins.device)
         for layer, rotary in enumerate(self.rotaries):
-            middle, span = (
-                kinds[layer].to(others.device)[others].transpose(1, 2) for kinds in (self.middles, self.ranges)
-            )
+            middle, span = (kinds[layer].to(origins.device)[:, None, :, None] for kinds in (self.middles, self.ranges))
             away = (_numbers(cache, layer, rotary) - middle).abs() / span
-            worst = torch.maximum(worst, away.amax((1, 3)))
-        return worst.nan_to_num(nan=torch.inf, posinf=torch.inf)
+            worst = torch.maximum(worst, away.amax((2, 4)))
+        return worst.nan_to_num(nan=torch.inf, posinf=torch.inf).amin(0)
 
     def save(self, path: str | Path) -> None:
         """Write it to one safetensors file."""

@@ -93,6 +93,26 @@ def test_a_slot_is_judged_alike_wherever_it_stands():
     torch.testing.assert_close(sound.scores(moved), sound.scores(cache), rtol=0, atol=1e-4)
 
 
+def test_sound_slots_are_sound_wherever_the_ledger_has_them_computed():
+    """A naive re-index, and `Model.as_seen`, put other slots at position 0, and move the first to another."""
+
+    def with_sink(seed: int) -> KVCache:
+        cache = random_cache(seed, 1, 20)
+        sink = torch.zeros(20, 1)
+        sink[0] = 50
+        return cache.with_parts({part: tuple(held + sink for held in cache.part(part)) for part in ("K", "V")})
+
+    guard = Guard(Sound.of([with_sink(seed) for seed in range(8)], [None] * 3, 0.05))
+    cache = with_sink(9)
+    alarms = found(guard, cache)
+    moved = replace(cache, ledger=replace(cache.ledger, origins=cache.ledger.origins + 5))
+    assert found(guard, moved) == alarms
+    headless = cache.evict(slots=[0, 1]).reindex("naive")
+    assert found(guard, headless) == [slot - 2 for slot in alarms if slot > 1]
+    assert found(guard, times(moved, [0], 10.0)) == [0, *alarms]
+    assert 0 in found(guard, times(headless, [0], 20.0))
+
+
 def test_what_was_learnt_is_read_back_from_a_file_that_a_policy_names(guard: Guard, sound: KVCache, tmp_path: Path):
     assert isinstance(guard.sound, Sound)
     guard.sound.save(tmp_path / "guard.safetensors")
