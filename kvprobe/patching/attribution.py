@@ -29,7 +29,7 @@ from kvprobe.patching.along import Along
 from kvprobe.patching.donor import Align
 from kvprobe.patching.grid import LATENT_PARTS, Cell, Over, seen_in
 from kvprobe.patching.maps import PatchMap
-from kvprobe.patching.metrics import KL, LEAST_WAY, UNDEFINED, Metric, kept_by, measured
+from kvprobe.patching.metrics import KL, UNDEFINED, Metric, kept_by, measured
 from kvprobe.patching.plan import Plan
 from kvprobe.patching.reader import Reader
 from kvprobe.patching.rows import forward
@@ -66,7 +66,7 @@ class Attribution(Brief):
         yield f"{len(self.cells)} cells, {len(self.sample)} of them checked"
         yield f"agreement={brief(self.agreement)}, overlap={brief(self.overlap)}"
         yield f"base={self.base:.4g}, donor={self.donor:.4g}"
-        if abs(self.donor - self.base) <= LEAST_WAY:
+        if not self.checked.way:
             yield UNDEFINED
 
     @property

@@ -39,6 +39,7 @@ class PatchMap(Brief, Exported):
         tokenizer: that gives tokens their text; None where the model has none.
         readers: the layers that read each layer's K and V, and so feel what is swapped there: itself alone, or others
             too where layers share them.
+        least_way: base and donor that differ by no more give the same metric, up to rounding.
     """
 
     cells: tuple[Cell, ...]
@@ -49,6 +50,7 @@ class PatchMap(Brief, Exported):
     reads: str
     tokenizer: Decoder | None = field(default=None, compare=False, repr=False)
     readers: Mapping[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
+    least_way: float = field(default=LEAST_WAY, compare=False, repr=False)
 
     def _plain(self) -> Mapping[str, object]:
         slots = slots_table(self.ledger, self.tokenizer)
@@ -59,7 +61,7 @@ class PatchMap(Brief, Exported):
         yield f"{len(self.cells)} cells over {' × '.join(self.cells[0].labels)} of {', '.join(parts)}"
         yield f"base={self.base:.4g}, donor={self.donor:.4g}, reads={self.reads!r}"
         yield from felt(self.readers)
-        if abs(self.donor - self.base) <= LEAST_WAY:
+        if not self.way:
             yield UNDEFINED
         if not np.isnan(self.effect).all():
             largest = int(np.nanargmax(np.abs(self.effect)))
@@ -75,8 +77,13 @@ class PatchMap(Brief, Exported):
     def normalised(self) -> Float[np.ndarray, "cells"]:
         """The effect as a share of the way from base to donor: 0 is no effect, 1 the donor's value; NaN where base and
         donor do not differ."""
+        return self.effect / self.way if self.way else np.full_like(self.values, np.nan)
+
+    @property
+    def way(self) -> float:
+        """The way from base to donor; 0 where they do not differ, up to rounding."""
         way = self.donor - self.base
-        return self.effect / way if abs(way) > LEAST_WAY else np.full_like(self.values, np.nan)
+        return way if abs(way) > self.least_way else 0.0
 
     def _table(self) -> Table:
         """The cells, those of the largest effect first."""
@@ -136,7 +143,7 @@ class PatchMap(Brief, Exported):
         cells = chosen(table, {"content": content} if part is None else {"content": content, "part": part})
         if value not in VALUES:
             raise UserError(unknown("value of a cell", value, VALUES))
-        if value == "normalised" and abs(self.donor - self.base) <= LEAST_WAY:
+        if value == "normalised" and not self.way:
             raise UserError(f"In this sweep {UNDEFINED}; take value='effect', or a donor that differs.")
         for axis in (rows, columns):
             if axis not in table:

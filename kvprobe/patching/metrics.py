@@ -32,8 +32,12 @@ class TextEncoder(Protocol):
 LEAST = 1e-4
 """Damage of fewer nats than this is rounding, and its shares are meaningless."""
 LEAST_WAY = 1e-6
-"""Base and donor whose metrics differ by no more than this do not differ."""
-UNDEFINED = "base and donor give the same metric, so shares of the way from one to the other are undefined"
+"""Base and donor whose metrics differ by no more than this, or than rounding moves them, do not differ."""
+DRAWS = 8
+"""Of rounding, of which the largest effect on a metric counts."""
+UNDEFINED = (
+    "base and donor give the same metric up to rounding, so shares of the way from one to the other are undefined"
+)
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,16 @@ def measured(metric: Metric, logits: Float[Tensor, "kept vocab"]) -> Tensor:
             "what it divides by or takes the logarithm of."
         )
     return value.reshape(())
+
+
+def least_way(metric: Metric, logits: Float[Tensor, "kept vocab"], dtype: torch.dtype) -> float:
+    """How far a metric moves where each logit is off by what a dtype rounds the largest of them by."""
+    step = torch.finfo(dtype).eps * float(logits.abs().max())
+    rng = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (DRAWS, *logits.shape), generator=rng) * 2 - 1
+    value = float(measured(metric, logits))
+    moved = [float(measured(metric, logits + step * sign)) for sign in signs.to(logits.device)]
+    return max(LEAST_WAY, *(abs(one - value) for one in moved))
 
 
 def _refuse_unknown(tokens: Sequence[int], logits: Float[Tensor, "kept vocab"]) -> None:

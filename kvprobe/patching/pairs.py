@@ -19,7 +19,7 @@ from kvprobe.patching.attribution import Attribution
 from kvprobe.patching.donor import Align
 from kvprobe.patching.grid import Over
 from kvprobe.patching.maps import PatchMap
-from kvprobe.patching.metrics import KL, LEAST_WAY, UNDEFINED, Metric
+from kvprobe.patching.metrics import KL, UNDEFINED, Metric
 from kvprobe.patching.patch_sweep import patch_sweep
 from kvprobe.patching.plan import Reads
 from kvprobe.patching.rows import ROWS
@@ -54,15 +54,16 @@ class PairMaps(Brief):
     """A map for each pair.
 
     Attributes:
-        table: as `PatchMap.df`, with `pair`, `cluster`, and `way`, the donor's metric minus the base's.
+        table: as `PatchMap.df`, with `pair`, `cluster`, and `way`, the donor's metric minus the base's; 0 where the two
+            do not differ, up to rounding.
     """
 
     table: pd.DataFrame
 
     def _facts(self) -> Iterable[str]:
-        ways = np.abs(self.table.drop_duplicates("pair")["way"].to_numpy(float))
+        ways = self.table.drop_duplicates("pair")["way"].to_numpy(float)
         yield f"{len(ways)} pairs, {len(self.table)} cells"
-        if alike := int((ways <= LEAST_WAY).sum()):
+        if alike := int((ways == 0).sum()):
             yield f"in {alike} pairs {UNDEFINED}"
 
     def df(self) -> pd.DataFrame:
@@ -121,7 +122,8 @@ def _swept(model: Model, pair: Pair, asked: Mapping[str, Any]) -> PatchMap:
 
 def table_of(patched: PatchMap | Attribution, pair: int, cluster: str | None = None) -> pd.DataFrame:
     """The cells of one pair as `summarise` takes them."""
-    ends = {"base": patched.base, "donor": patched.donor, "way": patched.donor - patched.base}
+    way = (patched.checked if isinstance(patched, Attribution) else patched).way
+    ends = {"base": patched.base, "donor": patched.donor, "way": way}
     return patched.df().assign(pair=pair, cluster=str(pair) if cluster is None else cluster, **ends)
 
 
@@ -153,8 +155,7 @@ def summarise(table: pd.DataFrame, by: Sequence[str], comparisons: int = 1) -> p
     for _, cells in table.groupby(list(by), sort=False):
         clusters = pd.factorize(cells["cluster"])[0]
         count, effect, way = (
-            np.bincount(clusters, column)
-            for column in (np.ones(len(cells)), cells["effect"], cells["way"].where(cells["way"].abs() > LEAST_WAY, 0))
+            np.bincount(clusters, column) for column in (np.ones(len(cells)), cells["effect"], cells["way"])
         )
         rows.append(
             {

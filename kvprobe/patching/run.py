@@ -7,7 +7,7 @@ from jaxtyping import Float
 
 from kvprobe.models.loading import free_bytes
 from kvprobe.patching.maps import PatchMap
-from kvprobe.patching.metrics import KL, Metric, kept_by, measured
+from kvprobe.patching.metrics import KL, Metric, kept_by, least_way, measured
 from kvprobe.patching.plan import Plan
 from kvprobe.patching.reader import Reader
 from kvprobe.patching.rows import BYTES, ROWS
@@ -23,6 +23,7 @@ class Runs:
 
     Attributes:
         ends: the metric of the base and of the donor.
+        least_way: see `PatchMap`.
     """
 
     def __init__(self, plan: Plan, metric: Metric | KL) -> None:
@@ -34,6 +35,7 @@ class Runs:
         clean = self._runner.logits([], self._kept)[0]
         self._metric: Metric = metric.to(clean) if isinstance(metric, KL) else metric
         donor = Reader(plan.lanes, plan.donor, {}, plan.donor_suffix).logits([], self._kept)[0]
+        self.least_way = least_way(self._metric, clean.float(), plan.lanes.dtype)
         self.ends = float(measured(self._metric, clean)), float(measured(self._metric, donor))
 
     def values(self, numbers: Sequence[int], rows: int, progress: bool) -> Float[np.ndarray, "cells"]:
@@ -79,4 +81,5 @@ def run(
     values = np.empty(len(order))
     values[order] = np.concatenate([runs.values(order, rows, progress)] if elsewhere is None else elsewhere(order))
     readers = plan.lanes.geometry.readers
-    return PatchMap(plan.cells, values, *runs.ends, plan.base.ledger, plan.reads, plan.lanes.tokenizer, readers)
+    ends, ledger = runs.ends, plan.base.ledger
+    return PatchMap(plan.cells, values, *ends, ledger, plan.reads, plan.lanes.tokenizer, readers, runs.least_way)

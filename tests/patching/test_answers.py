@@ -5,12 +5,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import kvprobe as kv
-from kvprobe.inference.model import Model
+from kvprobe.inference.model import Model, load
 from kvprobe.patching import KL, Cell, LogitDiff, LogProb, Pair, attribute, patch_pairs, patch_sweep, swap_cells
+from kvprobe.patching.metrics import least_way
 from kvprobe.text.tokens import Tokens
 from tests.models import llama, tiny_tokenizer
+from tests.models.every import tiny
 from tests.patching.pairs import SPANS, near, two
 from tests.random_caches import random_tokens
 from tests.refusals import refused
@@ -104,3 +107,34 @@ def test_shares_of_no_way_are_said_to_be_undefined(tiny_llama: Model, metric: An
     assert paired.summary(["layer"])["normalised"].isna().all()
     if isinstance(metric, LogitDiff):
         assert "same metric" in repr(attribute(tiny_llama, base, base, suffix, metric, OVER, parts=("V",), check=1))
+
+
+@pytest.mark.parametrize("metric", [LogitDiff(5, 9), LogProb((5,)), lambda logits: logits[-1, 5]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shares_of_a_way_that_is_rounding_are_undefined(metric: Any, dtype: torch.dtype):
+    """Of a donor that was the base's text, read in two parts, each cell was two thirds of the way."""
+    plain = tiny("gemma3_text")
+    with torch.no_grad():
+        plain.lm_head.weight.mul_(5)
+    model = load(plain.to(dtype))
+    text = random_tokens(0, SPANS)
+    base, donor = model.prefill(text), model.extend(model.prefill(text[:5]), text[5:])[0]
+    suffix = random_tokens(3, {"ask": 4}, start=13)
+    swept = patch_sweep(model, base, donor, suffix, metric, OVER, parts=("V",), progress=False)
+    assert swept.way == 0
+    assert np.isnan(swept.normalised).all()
+    paired = patch_pairs(model, [Pair(base, donor, suffix, metric)] * 8, OVER, parts=("V",), progress=False)
+    assert paired.summary(["layer"])["normalised"].isna().all()
+    other = model.prefill(random_tokens(1, SPANS))
+    if dtype == torch.float32:
+        assert np.isfinite(patch_sweep(model, base, other, suffix, metric, OVER, progress=False).normalised).all()
+
+
+@pytest.mark.parametrize(
+    ("metric", "steps"), [(LogitDiff(5, 9), 2.0), (lambda logits: logits[-1, 5], 1.0), (lambda logits: 3.0, 0.0)]
+)
+def test_the_least_way_is_what_rounding_does_to_a_metric(metric: Any, steps: float):
+    logits = torch.zeros(1, 16)
+    logits[0, 2] = -1024.0
+    step = 1024 * torch.finfo(torch.float32).eps
+    assert least_way(metric, logits, torch.float32) == pytest.approx(max(1e-6, steps * step), rel=0.01)
