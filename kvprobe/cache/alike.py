@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.parts import Shape, described
+from kvprobe.cache.visibility import refuse_dropped
 from kvprobe.errors import UserError
 from kvprobe.fingerprint import Maker, differing
 
@@ -83,6 +84,8 @@ def refuse_other_slots(
             f"The donor has {other.batch} × {other.slots} slots, the base {own.batch} × {own.slots}; give a donor "
             "with the same slots, and see `patching.aligned`."
         )
+    refuse_dropped("A patch", own, chosen)
+    refuse_dropped("A patch", other, chosen)
     chosen = chosen & ~own.padding
     empty, moved = chosen & other.padding, chosen & (own.origins != other.origins)
     if bool(empty.any()):

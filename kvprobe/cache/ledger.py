@@ -31,7 +31,7 @@ SINK_HIDDEN = (
     "What is hidden holds slot 0, the attention sink of most models, so a part of any effect is its loss, or in a "
     "restart its move to the next token; leave it in view (`slots=`, or delimiters='kept'), or compare with a restart."
 )
-COLUMNS = ("tokens", "positions", "origins", "segments", "recomputed", "delimiters", "quantised", "makers")
+COLUMNS = ("tokens", "positions", "origins", "segments", "recomputed", "delimiters", "quantised", "makers", "dropped")
 """Fields with one entry per row and slot."""
 
 
@@ -76,6 +76,8 @@ class Ledger(Brief):
         delimiters: whether the token belongs to the chat template, not to the text of a message.
         quantised: number of the group that the slot was quantised with, or -1 where it has full precision.
         makers: which model computed the slot: index into `others`, or `OWN` for that of the cache.
+        dropped: whether layers that slide over a window hold nothing of the slot, which had left their windows when
+            the cache was saved.
         live: whether later queries may attend to the slot, per layer and KV head. The layer and head axes are
             1 where all layers or heads agree.
         following: the position after the last token that was read; evicting that token does not change it.
@@ -92,6 +94,7 @@ class Ledger(Brief):
     delimiters: Bool[Tensor, "batch slots"]
     quantised: Int[Tensor, "batch slots"]
     makers: Int[Tensor, "batch slots"]
+    dropped: Bool[Tensor, "batch slots"]
     live: Bool[Tensor, "layers batch kv_heads slots"]
     following: Int[Tensor, "batch"]
     names: tuple[str, ...]
@@ -114,6 +117,7 @@ class Ledger(Brief):
             delimiters=nothing,
             quantised=torch.full_like(tokens, -1),
             makers=torch.full_like(tokens, OWN),
+            dropped=nothing,
             live=~nothing[None, :, None, :],
             following=torch.nn.functional.pad(positions, (1, 0), value=-1).amax(1) + 1,
             names=("prompt",),

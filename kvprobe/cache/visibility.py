@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvprobe.cache.ledger import Ledger
+from kvprobe.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,44 @@ def visible(
     query_slots = slots[ledger.slots - queries :] if isinstance(queries, int) else queries
     seen = ledger.live[:, :, :, None, :] & (slots < query_slots[:, None])
     if reach is not None:
-        at, slot = ledger.positions[:, query_slots, None], ledger.positions[:, None, :]
-        size = reach.positions if isinstance(reach, Chunk) else reach
-        near = at // size == slot // size if isinstance(reach, Chunk) else at - slot < size
+        near = _near(ledger.positions[:, query_slots, None], ledger.positions[:, None, :], reach)
         seen = seen & near[None, :, None]
     return seen | (slots == query_slots[:, None])
+
+
+def refuse_dropped(what: str, ledger: Ledger, where: Bool[Tensor, "batch slots"] | None = None) -> None:
+    """Refuse slots of which some layers hold nothing, since they had left their windows.
+
+    Args:
+        what: what needs them, to begin a sentence with.
+        where: which of the live ones it needs; all by default.
+
+    Raises:
+        UserError: one of them is such a slot.
+    """
+    missing = ledger.dropped & ledger.live_somewhere
+    missing = missing if where is None else missing & where
+    if bool(missing.any()):
+        row, slot = map(int, missing.nonzero()[0])
+        raise UserError(
+            f"{what} needs slot {slot} of row {row} in all layers, and those that slide over a window had dropped it "
+            "when the cache was saved; go on where it ended, with gaps left open, or read the text again."
+        )
+
+
+def refuse_dropped_within(what: str, ledger: Ledger, at: Int[Tensor, "batch"], reaches: Sequence[Reach]) -> None:
+    """Refuse to go on at these positions where a window would hold slots that it had left; see `refuse_dropped`."""
+    if bool(ledger.dropped.any()):
+        queries, slots = at[:, None, None], ledger.positions[:, None]
+        for reach in {reach for reach in reaches if reach is not None} or {None}:
+            refuse_dropped(what, ledger, None if reach is None else _near(queries, slots, reach)[:, 0])
+
+
+def _near(
+    at: Int[Tensor, "batch queries 1"], slots: Int[Tensor, "batch 1 slots"], reach: int | Chunk
+) -> Bool[Tensor, "batch queries slots"]:
+    """Which slots are within reach of each query, by their positions."""
+    return at // reach.positions == slots // reach.positions if isinstance(reach, Chunk) else at - slots < reach
 
 
 def visible_by_layer(

@@ -139,6 +139,7 @@ def layout_for(kind: str, heads: Sequence[int], windows: Sequence[int | None], d
         (everywhere, sliding) if len(slot.attention) == 2 else (tuple(range(len(heads))),),
         paired=d_head if kind in PAIRED else 0,
         numbers=d_head,
+        windows=tuple(window for window in windows if window is not None),
     )
 
 
@@ -173,7 +174,8 @@ def told(cache: KVCache, text: Tokens) -> KVCache:
             "give what the server had read when the slot was saved."
         )
     run = replace(whole.at([place[position] for position in positions]), ids=ids, end=following)
-    return replace(cache, ledger=replace(new_slots([run], ledger.tokens.device), live=ledger.live))
+    new = new_slots([run], ledger.tokens.device)
+    return replace(cache, ledger=replace(new, live=ledger.live, dropped=ledger.dropped))
 
 
 def _refuse_another(cache: KVCache, model: Model, path: Path) -> None:

@@ -22,6 +22,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.cache.layer import Layer
 from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.stored import LazyLayers, StoredCache
+from kvprobe.cache.visibility import refuse_dropped_within
 from kvprobe.engines.slot_file import (
     MAGIC,
     PACKED,
@@ -57,6 +58,7 @@ class SlotLayout:
             pairs that are half of these numbers apart; 0 for none.
         rope: numbers of the rotated key of latent attention, which come first; 0 where it is not latent.
         numbers: of each head; 0 where that is not known.
+        windows: of the layers that slide; none where that is not known.
     """
 
     layers: int
@@ -66,6 +68,7 @@ class SlotLayout:
     paired: int = 0
     rope: int = 0
     numbers: int = 0
+    windows: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, slot: Slot) -> "SlotLayout":
@@ -158,8 +161,8 @@ def write_slot(path: Path, cache: KVCache | StoredCache, like: Slot, layout: Slo
 
     Raises:
         UserError: the cache has other layers, rows or rotations, or what the engine cannot express: slots that are
-            live in some heads or layers alone, slots of other models, a last slot that is not live, or states after
-            fewer or more tokens.
+            live in some heads or layers alone, slots of other models, a last slot that is not live, states after fewer
+            or more tokens, or slots that come back into a window and were dropped.
     """
     known = layout or SlotLayout.of(like)
     known.refuse_other(like)
@@ -172,6 +175,7 @@ def write_slot(path: Path, cache: KVCache | StoredCache, like: Slot, layout: Slo
         )
     if ledger.rotated:
         raise UserError("The cache has keys at other positions than they are rotated to; give model.as_seen(cache).")
+    refuse_dropped_within("A slot of llama.cpp", ledger, ledger.following, known.windows or _windows(like))
     tokens = _tokens(ledger, like)
     if len(tokens) != len(like.tokens) and len(like.attention) < len(like.memories):
         raise UserError(
@@ -200,14 +204,24 @@ def _positions(slot: Slot) -> list[int]:
 def _ledger(slot: Slot, layout: SlotLayout, positions: Sequence[int]) -> Ledger:
     at = torch.tensor([positions], dtype=torch.long)
     live = torch.ones(layout.layers, 1, 1, len(positions), dtype=torch.bool)
+    dropped = torch.zeros_like(at, dtype=torch.bool)
     for memory, layers in zip(slot.attention, layout.memories, strict=True):
-        held = torch.isin(at[0], torch.tensor(memory.positions))
+        held = torch.isin(at, torch.tensor(memory.positions))
+        dropped |= ~held
         for number in layers:
-            live[number, 0, 0] = held
+            live[number, :, 0] = held
     if bool(live.all()):
         live = live[:1]
     tokens = torch.tensor([[slot.tokens[position] for position in positions]], dtype=torch.long)
-    return replace(Ledger.of(tokens, at), live=live, following=torch.tensor([len(slot.tokens)]), names=("slot",))
+    following = torch.tensor([len(slot.tokens)])
+    return replace(Ledger.of(tokens, at), live=live, dropped=dropped, following=following, names=("slot",))
+
+
+def _windows(slot: Slot) -> tuple[int, ...]:
+    """A window that is as long as that of the slot's model, or longer; none where no layer dropped a slot."""
+    held = {*_positions(slot)}
+    dropped = [position for memory in slot.attention for position in held.difference(memory.positions)]
+    return (len(slot.tokens) - max(dropped),) if dropped else ()
 
 
 def _layer(slot: Slot, layout: SlotLayout, number: int, positions: Sequence[int]) -> Layer:

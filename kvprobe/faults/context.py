@@ -13,6 +13,7 @@ from kvprobe.cache.alike import refuse_other_model
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.layer import named
 from kvprobe.cache.rotary import Rotary
+from kvprobe.cache.visibility import refuse_dropped
 from kvprobe.errors import UserError
 from kvprobe.faults.scope import Part, stored_name
 from kvprobe.names import unknown
@@ -91,6 +92,7 @@ class FaultContext:
             )
         for name, donor in self.donors.items():
             refuse_other_model(self.cache, donor, f"Donor {name!r}")
+            refuse_dropped(f"Donor {name!r}", donor.ledger)
             if donor.batch != 1 or donor.ledger.rotated:
                 raise UserError(
                     f"Donor {name!r} has {donor.batch} rows, or keys that re-indexing has still to rotate; take one "
@@ -138,4 +140,5 @@ def of_layer(cache: KVCache, layer: int, part: Part) -> Float[Tensor, "heads slo
 
 
 def _filled(cache: KVCache, layer: int, part: Part) -> Float[Tensor, "heads slots d"]:
+    refuse_dropped("Such a fault", cache.ledger)
     return of_layer(cache, layer, part)[:, ~cache.ledger.padding[0]]

@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import NO_TOKEN
+from kvprobe.cache.visibility import refuse_dropped_within
 from kvprobe.errors import UserError
 from kvprobe.models.geometry import embedded_tokens
 from kvprobe.models.lanes import Lanes
@@ -18,12 +21,12 @@ NOTICED = 2**28
 def refuse_unreadable(
     lanes: Lanes, past: KVCache | None, tokens: Sequence[Tokens], lane: Lane, chunk: int | None = None
 ) -> None:
-    """Refuse tokens that the model has no embedding for, or that do not fit into memory.
+    """Refuse tokens that the model has no embedding for, that need what a cache lacks, or that do not fit into memory.
 
     Raises:
-        UserError: nothing to read, or an id or position that the model does not have; or the cache,
-            one layer's activations, masks if the cache was edited, and on the hooked lane one layer's attention scores
-            need more memory than is free.
+        UserError: nothing to read, an id or position that the model does not have, or a window in which slots are that
+            the cache dropped; or the cache, one layer's activations, masks if the cache was edited, and on the hooked
+            lane one layer's attention scores need more memory than is free.
     """
     if not tokens or not all(len(row) for row in tokens):
         raise UserError("There is nothing to read: give at least one token for each row.")
@@ -40,6 +43,9 @@ def refuse_unreadable(
             if not 0 <= extreme < 2**31:
                 raise UserError(f"Row {number} has the position {extreme}; positions start at 0 and stay below 2³¹.")
     shape, rows, queries = lanes.geometry, len(tokens), max(map(len, tokens))
+    if past is not None:
+        first = torch.tensor([min(row.positions) for row in tokens], device=lanes.device)
+        refuse_dropped_within("Going on", past.ledger, first, shape.reaches)
     slots = queries + (0 if past is None else past.slots)
     queries = min(queries, chunk or queries)
     numbers = rows * slots * shape.numbers + rows * queries * 4 * shape.d_model

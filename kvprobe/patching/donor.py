@@ -12,6 +12,7 @@ from kvprobe.arguments import checked_arguments
 from kvprobe.cache.alike import lack_others, refuse_other_model
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.layer import Layer
+from kvprobe.cache.visibility import refuse_dropped
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.patching.grid import Cell
@@ -116,6 +117,7 @@ def _refuse_unlike(base: KVCache, donor: KVCache) -> None:
             raise UserError(f"The {name} has {cache.batch} rows; patch one at a time, with KVCache.rows([i]).")
         if not bool((cache.ledger.live_somewhere & ~cache.ledger.padding).any()):
             raise UserError(f"The {name} has no live slot, so there is nothing to swap; give another cache.")
+        refuse_dropped(f"The {name} of a patch", cache.ledger)
     refuse_other_model(base, donor)
 
 

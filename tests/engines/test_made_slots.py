@@ -84,6 +84,21 @@ def test_layers_that_slide_have_their_own_slots_live_alone(tmp_path: Path):
         assert torch.equal(cache.keys[number][0, :, -len(keys) :].transpose(0, 1).flatten(1), torch.from_numpy(keys))
 
 
+def test_without_a_model_slots_that_left_a_window_may_not_come_nearer(tmp_path: Path):
+    (path := tmp_path / "a").write_bytes(a_slot(TOKENS, SLOTS["windows"][0]))
+    like = read_slot(path)
+    cache = stored(like).cache()
+    assert write_slot(tmp_path / "b", cache.mask(slots=[1]), like).attention[0].positions == (0, 2, 3, 4)
+    refused(
+        lambda: write_slot(tmp_path / "b", cache.rewind(slots=4), like), "needs slot 2 of row 0", "read the text again"
+    )
+    assert write_slot(tmp_path / "b", cache.mask(slots=[2]).rewind(slots=4), like).tokens == tuple(TOKENS[:4])
+    (path := tmp_path / "c").write_bytes(
+        a_slot(TOKENS, attention(range(5), KEYS, VALUES), attention(range(5), made(5), made(5)))
+    )
+    refused(lambda: write_slot(tmp_path / "b", cache, read_slot(path)), "needs slot 0 of row 0")
+
+
 def test_states_are_written_after_as_many_tokens_as_they_are_of(tmp_path: Path):
     (path := tmp_path / "a").write_bytes(a_slot(TOKENS, SLOTS["states"][0]))
     like = read_slot(path)
