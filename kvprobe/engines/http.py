@@ -1,14 +1,17 @@
 """An inference server that is asked and answers in JSON over HTTP."""
 
+import io
 import json
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from http.client import HTTPException, HTTPResponse, InvalidURL
+from functools import partial
+from http.client import HTTPConnection, HTTPException, HTTPResponse, InvalidURL
 from typing import Any, ClassVar, TypeVar, cast
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from urllib.request import AbstractHTTPHandler, HTTPHandler, HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
 from kvprobe.arguments import check_fields
 from kvprobe.checks import require
@@ -34,7 +37,7 @@ class JsonServer:
 
     Attributes:
         url: of the server.
-        timeout: seconds that it may take for an answer.
+        timeout: seconds that it may take for a whole answer.
     """
 
     url: str
@@ -72,11 +75,11 @@ class JsonServer:
             UserError: it cannot be reached, or does not answer with a text.
         """
         data = None if body is None else json.dumps(body).encode()
-        deadline = time.monotonic() + self.timeout
         try:
             request = Request(self.url.rstrip("/") + place, data, {"Content-Type": "application/json"})
-            with build_opener(_NoRedirects).open(request, timeout=self.timeout) as reply:
-                return _whole(reply, deadline).decode()
+            opener = build_opener(_NoRedirects, _HttpInTime, _HttpsInTime)
+            with opener.open(request, timeout=self.timeout) as reply:
+                return _whole(reply).decode()
         except HTTPError as error:
             raise RefusedError(f"The server at {self.url} refuses {place}: {_reason(error)}.") from error
         except InvalidURL as error:
@@ -116,6 +119,56 @@ class _NoRedirects(HTTPRedirectHandler):
         return None
 
 
+class _InTime(AbstractHTTPHandler):
+    """Opens connections on which a whole answer has the time that urllib gives each piece of it."""
+
+    def do_open(self, http_class: Any, req: Any, **settings: Any) -> HTTPResponse:
+        return super().do_open(partial(_in_time, http_class, req.timeout), req, **settings)
+
+
+class _HttpInTime(_InTime, HTTPHandler):
+    pass
+
+
+class _HttpsInTime(_InTime, HTTPSHandler):
+    pass
+
+
+def _in_time(kind: Any, seconds: float, host: str, **settings: Any) -> HTTPConnection:
+    connection = kind(host, **settings)
+    connection.response_class = partial(_Answer, time.monotonic() + seconds)
+    return connection
+
+
+class _Answer(HTTPResponse):
+    """An answer that must have come by a deadline: its status, headers and content."""
+
+    def __init__(self, deadline: float, sock: socket.socket, *arguments: Any, **settings: Any) -> None:
+        super().__init__(sock, *arguments, **settings)
+        self.fp = io.BufferedReader(_Stream(sock, self.fp.detach(), deadline))
+
+
+class _Stream(io.RawIOBase):
+    """What comes from a socket until a deadline."""
+
+    def __init__(self, sock: socket.socket, stream: io.RawIOBase, deadline: float) -> None:
+        self._sock, self._stream, self._deadline = sock, stream, deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self._sock.settimeout(left)
+        return self._stream.readinto(buffer)
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
 def count_in(value: object) -> int:
     """A number of an answer that counts something, or of a token.
 
@@ -138,16 +191,14 @@ def log_probability_in(value: object) -> float:
     return number
 
 
-def _whole(reply: HTTPResponse, deadline: float) -> bytes:
-    """All of an answer; the time-out of a connection holds for each piece alone."""
+def _whole(reply: HTTPResponse) -> bytes:
+    """All of an answer."""
     pieces, size = list[bytes](), 0
     while piece := reply.read1(_PIECE):
         pieces.append(piece)
         size += len(piece)
         if size > MOST_BYTES:
             raise ValueError(f"it is longer than {MOST_BYTES:,} bytes")
-        if time.monotonic() > deadline:
-            raise TimeoutError("timed out")
     if reply.length:
         raise ValueError(f"it ends {reply.length:,} bytes early")
     return b"".join(pieces)

@@ -52,7 +52,7 @@ class LlamaServer(JsonServer):
 
     Attributes:
         url: of the server.
-        timeout: seconds that it may take for an answer.
+        timeout: seconds that it may take for a whole answer.
         folder: in which it saves slots, where that is known and on this machine.
     """
 

@@ -78,6 +78,7 @@ def test_what_a_server_refuses_and_who_does_not_answer_are_sentences(server: Lla
     refused(lambda: server.restore(0, "nowhere"), "refuses /slots/0", "restore")
     refused(lambda: server.complete([10**6]), "invalid tokens")
     refused(lambda: LlamaServer("http://127.0.0.1:9").save(0, "x"), "No server answers", "start llama-server")
+    refused(lambda: LlamaServer("https://127.0.0.1:9").save(0, "x"), "No server answers", "refused")
     refused(lambda: LlamaServer().path("x"), "folder", "--slot-save-path")
     refused(lambda: start(tmp_path / "none.gguf"), "no GGUF file")
     (tmp_path / "broken.gguf").write_bytes(b"GGUF\3\0\0\0")
@@ -140,9 +141,22 @@ def test_an_answer_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch
     with answering(b"HTTP/1.1 200 OK\r\n\r\n", b" " * 2**16, again=10**6) as url:
         monkeypatch.setattr(http, "MOST_BYTES", 2**20)
         refused(lambda: LlamaServer(url).tokens("a"), "longer than 1,048,576 bytes")
-        monkeypatch.setattr(http, "MOST_BYTES", 2**30)
-        seconds = count()
-        monkeypatch.setattr(http, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+
+
+ENDLESS = {
+    "status": (b"HTTP/1.1 100 Continue\r\n\r\n",),
+    "content": (b"HTTP/1.1 200 OK\r\n\r\n", b" " * 2**16),
+    "content in chunks": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+    "end of chunks": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"A: b\r\n"),
+}
+
+
+@pytest.mark.parametrize("pieces", ENDLESS.values(), ids=ENDLESS)
+def test_a_whole_answer_has_the_time_out_of_one_piece(pieces: Sequence[bytes], monkeypatch: pytest.MonkeyPatch):
+    seconds = count()
+    monkeypatch.setattr(http, "MOST_BYTES", 2**30)
+    monkeypatch.setattr(http, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    with answering(*pieces, again=10**6) as url:
         refused(lambda: LlamaServer(url, timeout=9.0).tokens("a"), "No server answers", "timed out")
 
 
