@@ -302,32 +302,48 @@ def _attention(
                     f"A slot of layer {number} of the cache has another size than one of {like.path.name}; give a "
                     "cache of the model that made that."
                 )
-            encoded = _encoded(parts, rows, turned, layout)
-            if rows.kind not in _NUMPY:
-                before = _parts(like, rows, turned, layout, number, names)
-                same = (cells >= 0) & torch.stack(
-                    [(before[name][:, cells] == part).all(-1).all(0) for name, part in parts.items()]
-                ).all(0)
-                encoded[same.numpy()] = like.bytes_of(rows)[cells[same].numpy()]
-            yield _header(rows) + encoded.tobytes()
+            before = _parts(like, rows, turned, layout, number, names)
+            same = (cells >= 0) & torch.stack(
+                # Bit for bit, since NaN equals nothing.
+                [
+                    (before[name][:, cells].view(torch.int32) == part.view(torch.int32)).all(-1).all(0)
+                    for name, part in parts.items()
+                ]
+            ).all(0)
+            written = _by_slot(like, rows)[cells.numpy()]
+            if not bool(same.all()):
+                changed = {name: part[:, ~same] for name, part in parts.items()}
+                written[~same.numpy()] = _encoded(changed, rows, turned, layout)
+            yield _header(rows) + _lines(written, rows).tobytes()
     yield bytes(4 * (memory.streams - memory.stream - 1))
 
 
 def _encoded(parts: dict[str, Tensor], rows: StoredRows, turned: int, layout: SlotLayout) -> np.ndarray:
-    """The bytes of each slot, or of each number."""
+    """The bytes of each slot."""
     pieces = [part if name in ("V", "latent") else _doubled(part, layout.paired) for name, part in parts.items()]
     flat = _turned(torch.cat(pieces, 2), turned).transpose(0, 1).flatten(1)
     dtype = _NUMPY.get(rows.kind)
     numbers = flat.contiguous().numpy()
     if dtype is None or dtype.itemsize == 2:
-        if bool((flat.abs() > torch.finfo(torch.float16).max).any()) or bool(flat.isnan().any()):
+        beyond = flat.abs() > torch.finfo(torch.float16).max
+        unheld = beyond | flat.isnan() if dtype is None else beyond & ~flat.isinf()  # f16 has NaN and infinity
+        if bool(unheld.any()):
             raise UserError(
-                f"The cache holds numbers that {rows.kind.name.lower()} cannot, above 65,504 or NaN; start the server "
-                "with a cache in f32."
+                f"Slots that are not as the server saved them hold numbers that {rows.kind.name.lower()} cannot, above "
+                f"65,504{' or NaN' if dtype is None else ''}; start the server with a cache in f32."
             )
-        if dtype is None:
-            return _GGUF.quantize(numbers, rows.kind)
-    return np.ascontiguousarray((numbers.T if rows.transposed else numbers).astype(dtype)).view(np.uint8)
+    return _GGUF.quantize(numbers, rows.kind) if dtype is None else numbers.astype(dtype).view(np.uint8)
+
+
+def _by_slot(slot: Slot, rows: StoredRows) -> np.ndarray:
+    """The bytes of each slot, as they lie in the file."""
+    lines = slot.bytes_of(rows)
+    return np.ascontiguousarray(lines.view(_NUMPY[rows.kind]).T).view(np.uint8) if rows.transposed else lines
+
+
+def _lines(written: np.ndarray, rows: StoredRows) -> np.ndarray:
+    """The opposite of `_by_slot`."""
+    return written.view(_NUMPY[rows.kind]).T if rows.transposed else written
 
 
 def _header(rows: StoredRows) -> bytes:

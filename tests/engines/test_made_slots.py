@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType
 
 import kvprobe as kv
 from kvprobe.engines.slot import SlotLayout, read_slot, stored, write_slot
-from tests.engines.made_slots import F16, a_slot, attention, states
+from tests.engines.made_slots import F16, F32, a_slot, attention, states
 from tests.engines.test_untrusted_caches import damaged, read
 from tests.refusals import refused
 
@@ -53,6 +53,45 @@ def test_a_slot_that_nothing_was_done_to_is_written_bit_for_bit(
     like = read_slot(path)
     again = write_slot(tmp_path / "b", stored(like, layout), like, layout)
     assert again.path.read_bytes() == path.read_bytes()
+
+
+STRANGE = [np.nan, -np.nan, np.inf, -np.inf, -0.0, 6e-8, 65504.0]
+"""What changes on a way through other numbers, or is not equal to itself."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "transposed"),
+    [(F32, False), (F32, True), (F16, False), (F16, True), (GGMLQuantizationType.Q8_0, False)],
+)
+def test_nan_and_infinity_are_written_bit_for_bit(kind: GGMLQuantizationType, transposed: bool, tmp_path: Path):
+    whole = a_slot(TOKENS, attention(range(5), KEYS, VALUES, kind=kind, transposed=transposed))
+    start = len(whole) - 60  # in V of the last layer
+    for strange in (*STRANGE, "signalling NaN"):
+        halves = b"\x01\x7d" if isinstance(strange, str) else np.float16(strange).tobytes()
+        for step in range(2, 20):
+            (path := tmp_path / "a").write_bytes(whole[:start] + halves * step + whole[start + 2 * step :])
+            like = read_slot(path)
+            cache = stored(like).cache()
+            assert write_slot(tmp_path / "b", cache, like).path.read_bytes() == path.read_bytes()
+            write_slot(tmp_path / "b", cache.mask(slots=[1]), like)
+
+
+def test_numbers_that_a_kind_does_not_hold_are_refused_where_slots_changed(tmp_path: Path):
+    for kind, unheld in {F16: [7e4], GGMLQuantizationType.Q8_0: [7e4, np.inf, np.nan], F32: []}.items():
+        (path := tmp_path / "a").write_bytes(a_slot(TOKENS, attention(range(5), KEYS, VALUES, kind=kind)))
+        like = read_slot(path)
+        cache = stored(like).cache()
+        for number in (7e4, np.inf, -np.inf, np.nan):
+            keys = [key.clone() for key in cache.keys]
+            keys[1][0, 0, 2, 3] = number
+            changed = cache.with_parts({"K": keys})
+            if abs(number) in unheld or (number != number and len(unheld) > 1):
+                refused(
+                    lambda changed=changed, like=like: write_slot(tmp_path / "b", changed, like), "start the server"
+                )
+            else:
+                again = stored(write_slot(tmp_path / "b", changed, like)).cache()
+                assert torch.equal(again.keys[1].nan_to_num(9), keys[1].nan_to_num(9))
 
 
 def test_slots_stand_at_their_positions_in_whatever_order_they_lie(tmp_path: Path):

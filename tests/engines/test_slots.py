@@ -150,6 +150,25 @@ def test_caches_of_other_types_come_back_bit_for_bit_and_near_the_model(tmp_path
     assert off < {"f16": 1e-3, "q8_0": 1e-2, "q4_0": 0.25}[kind]
 
 
+@pytest.mark.parametrize("flash", [False, True])
+def test_nan_comes_back_from_the_server_bit_for_bit(engines: dict[str, Engine], tmp_path: Path, flash: bool):
+    model, gguf = engines["llama"].model, engines["llama"].gguf
+    with served(gguf, cache="f16", context=64, threads=1, flash=flash) as server:
+        server.complete(IDS)
+        server.save(0, "a")
+        whole, memory = server.path("a").read_bytes(), read_slot(server.path("a")).attention[0]
+        for rows in (*memory.keys, *memory.values):  # those of layer 0 prove whose the slot is
+            at = rows.start + 40
+            server.path("a").write_bytes(whole[:at] + b"\x01\x7d\x00\x7c" + whole[at + 4 :])
+            cache = from_slot(server.path("a"), model)
+            refused(cache.refuse_nonfinite, "holds NaN or infinity")
+            to_slot(cache, server.path("b"), server.path("a"), model)
+            assert server.path("b").read_bytes() == server.path("a").read_bytes()
+            server.restore(0, "b")
+            server.save(0, "c")
+            assert server.path("c").read_bytes() == server.path("a").read_bytes()
+
+
 def test_without_a_model_a_slot_is_shown_as_it_lies_and_says_what_it_lacks(engines: dict[str, Engine]):
     engine = engines["llama"]
     path = engine.saved("a")
