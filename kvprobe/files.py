@@ -259,6 +259,30 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         UserError: the system refuses the file, for want of space, say.
     """
+    partial = _beside(path)
+    try:
+        with told(path):
+            yield partial
+            partial.replace(path)
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+
+
+def refuse_unwritable(path: str | Path | None) -> None:
+    """Refuse, before the work whose result is to be written to it, a path that `replacing` would refuse after it."""
+    if path is None:
+        return
+    partial = _beside(path := expanded(path))
+    with told(path):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        partial.touch(exist_ok=False)
+        partial.unlink()
+
+
+def _beside(path: Path) -> Path:
+    """A path of its own in the same folder."""
     if not path.name:
         raise UserError("The path of the file to be written is empty; name a file.")
     with told(path):
@@ -267,14 +291,7 @@ def replacing(path: Path) -> Iterator[Path]:
         leads_to = path.readlink() if path.is_symlink() else path.absolute()
         if leads_to.is_relative_to("/proc") or (path.exists() and not (path.is_file() or path.is_dir())):
             raise UserError(f"{path} is a device or a pipe, which a file would replace; name a file.")
-    partial = path.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
-    try:
-        with told(path):
-            yield partial
-            partial.replace(path)
-    finally:
-        with suppress(OSError):
-            partial.unlink()
+    return path.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
 
 
 @contextmanager

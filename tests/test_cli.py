@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -277,6 +278,40 @@ def test_attend_writes_a_page_of_a_chat_before_and_after_its_mask(
     command, bound, _ = app.parse_args(arguments)
     command(*bound.args, **bound.kwargs)
     assert page.read_text().count('data-component="AttentionView"') == 1
+
+
+TO_PAGES = {
+    "audit": ["cache"],
+    "diff": ["cache", "reference"],
+    "canary": ["--url", "http://127.0.0.1:9"],
+    "compare": ["--chat", "chat", "--ask", "so"],
+    "attend": ["--text", "so"],
+    "scan": ["--chat", "chat", "--hide", "m0"],
+    "certify": ["--chat", "chat", "--hide", "m0", "--secret", "7", "--by", "mask"],
+    "budget": [],
+}
+"""Commands that write a page or figure once all else is done, and what else they need."""
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    for command, needed in TO_PAGES.items():
+        flag, places = "--out", {"absent/page.html": "no folder absent", "folder.png": "a folder is there"}
+        if command == "budget":
+            flag, places = "--figure", {"file/figure": "file cannot be used", "folder.png": "a folder is there"}
+        for place, said in (places | {"/proc/figure": "/proc"}).items():
+            refused(lambda given=[command, *needed, flag, place]: app(given, exit_on_error=False), said)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.png"]
+    pages = {
+        name
+        for name in app
+        if name.isalpha() and app[name].default_command
+        for flag in app[name].assemble_argument_collection()
+        if re.match("(The|Also write a) page|Also draw", str(flag.parameter.help))
+    }
+    assert pages == {*TO_PAGES}
 
 
 @pytest.mark.parametrize("arguments", [["doctor"], ["attend", "--text", "the user"]])

@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from kvprobe.cli.flags import USUAL, Json, Loading, Source, Whole
 from kvprobe.cli.judged import end
 from kvprobe.errors import UserError
+from kvprobe.files import refuse_unwritable
 from kvprobe.models.catalogue import check_source
 from kvprobe.names import one_line, unknown
 
@@ -28,6 +29,7 @@ def audit(
         cache: a file of kvprobe, or of any engine that `kvprobe ls engines` names.
         model: the model that is to have written it. What its clean caches hold is learnt once, in about a minute.
     """
+    refuse_unwritable(out)
     from kvprobe.engines.opened import open_cache
 
     open_cache(cache)  # what is no cache is refused before a model is loaded
@@ -57,6 +59,7 @@ def diff(
     Args:
         cache: a file of kvprobe, or of any engine that `kvprobe ls engines` names.
     """
+    refuse_unwritable(out)
     if model is not None:
         check_source(model)
     from kvprobe.engines.opened import open_cache
@@ -119,6 +122,8 @@ def canary(
         if out is not None:
             raise UserError("Of --dumps no page is written; leave --out out.")
         _end_of_dumps(dumps, model, json)
+    page = Path("canary.html") if out is None else out
+    refuse_unwritable(page)
     from kvprobe.detection.canary import ScriptSizes, llama_server, openai_endpoint, vllm_endpoint
     from kvprobe.detection.canary import canary as run_canary
     from kvprobe.report.views.canary import canary_lines, save_canary
@@ -141,8 +146,7 @@ def canary(
         print(written(result.record(), indent=2))
     else:
         print("\n".join(canary_lines(result)))
-    page = save_canary(result, out or Path("canary.html"))  # what took minutes is printed by now
-    print(f"\nPage: {page}", file=sys.stderr if json else sys.stdout)
+    print(f"\nPage: {save_canary(result, page)}", file=sys.stderr if json else sys.stdout)
     if result.failed:
         sys.exit(1)
 

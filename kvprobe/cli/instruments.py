@@ -9,6 +9,7 @@ from cyclopts import Parameter
 from kvprobe.cli.flags import USUAL, Chat, Chosen, Hidden, Json, Loading, Source, Whole, several
 from kvprobe.cli.judged import end
 from kvprobe.errors import UserError
+from kvprobe.files import refuse_unwritable, told
 
 
 def compare(
@@ -29,6 +30,7 @@ def compare(
     loading: Loading = USUAL,
 ) -> None:
     """Ask one question in full view, with messages hidden, or under policies."""
+    refuse_unwritable(out)
     from kvprobe.text.chat_file import read_chat
 
     read = read_chat(chat, conversation)
@@ -76,6 +78,7 @@ def attend(
     loading: Loading = USUAL,
 ) -> None:
     """Show what each head attends to, before and after messages are masked."""
+    refuse_unwritable(out)
     from kvprobe.text.chat_file import read_chat
 
     read = text if chat is None else read_chat(chat, conversation)
@@ -102,6 +105,7 @@ def scan(
     loading: Loading = USUAL,
 ) -> None:
     """Show what published probes can still read of hidden messages."""
+    refuse_unwritable(out)
     from kvprobe.text.chat_file import read_chat
 
     read = read_chat(chat, conversation)
@@ -141,6 +145,7 @@ def certify(
     loading: Loading = USUAL,
 ) -> None:
     """Say what a way to forget leaves of a secret; exit code 1 if anything."""
+    refuse_unwritable(out)
     from kvprobe.text.chat_file import read_chat
 
     read = read_chat(chat, conversation)
@@ -225,6 +230,13 @@ def budget(
         block=block,
         batched_tokens=batched_tokens,
     )
+    drawing = None
+    if figure is not None:
+        drawing = figure.with_suffix("") if figure.suffix in (".png", ".svg") else figure
+        with told(figure):
+            figure.parent.mkdir(parents=True, exist_ok=True)
+        for ending in ("png", "svg"):
+            refuse_unwritable(figure.with_name(f"{drawing.name}.{ending}"))
     measured = None
     if measure:
         if model.endswith(".json") or weights is not None:
@@ -244,17 +256,15 @@ def budget(
         print(dumps({**budget_mapping(needs), **also}, indent=2))
     else:
         print(needs if measured is None else f"{needs}\n\n{measured}")
-    if figure is not None:
+    if drawing is not None:
         import matplotlib
 
         matplotlib.use("Agg")
         from kvprobe.report.plots import memory as memory_plot
         from kvprobe.report.plots import save
 
-        figure.parent.mkdir(parents=True, exist_ok=True)
-        bare = figure.with_suffix("") if figure.suffix in (".png", ".svg") else figure
-        save(memory_plot(needs), bare)
-        print(f"\nFigure: {bare}.png and .svg", file=sys.stderr)
+        save(memory_plot(needs), drawing)
+        print(f"\nFigure: {drawing}.png and .svg", file=sys.stderr)
 
 
 def doctor(model: Source = "smollm2-135m", *, loading: Loading = USUAL) -> None:

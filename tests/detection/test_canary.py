@@ -205,10 +205,12 @@ def test_what_the_command_cannot_do_is_said_before_anything_is_asked(flags: list
 
 
 def test_what_was_found_is_told_though_the_page_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (file := tmp_path / "made.py").write_text(MADE)
-    flags = ["--chunk", "100", "--fill", "600", "--idle", "0", "--out", str(tmp_path / "absent" / "canary.html")]
-    with pytest.raises((UserError, OSError)):
-        app(["canary", "--module", f"{file}:broken", *flags], exit_on_error=False)
+    (folder := tmp_path / "pages").mkdir()
+    leaving = f"def leaving():\n    __import__('os').rmdir({str(folder)!r})\n    return broken()\n"
+    (file := tmp_path / "made.py").write_text(f"{MADE}\n\n{leaving}")
+    flags = ["--chunk", "100", "--fill", "600", "--idle", "0", "--out", str(folder / "canary.html")]
+    with pytest.raises(UserError, match="no folder"):
+        app(["canary", "--module", f"{file}:leaving", *flags], exit_on_error=False)
     assert "smallest: " in capsys.readouterr().out
 
 
