@@ -28,7 +28,15 @@ _MOST_LOG = 0.01
 
 
 class RefusedError(UserError):
-    """A server answers, and refuses."""
+    """A server answers, and refuses.
+
+    Attributes:
+        status: of HTTP.
+    """
+
+    def __init__(self, sentence: str, status: int = 0) -> None:
+        super().__init__(sentence)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ class JsonServer:
             with opener.open(request, timeout=self.timeout) as reply:
                 return _whole(reply).decode()
         except HTTPError as error:
-            raise RefusedError(f"The server at {self.url} refuses {place}: {_reason(error)}.") from error
+            raise RefusedError(f"The server at {self.url} refuses {place}: {_reason(error)}.", error.code) from error
         except InvalidURL as error:
             raise self._misnamed() from error
         except (URLError, OSError) as error:

@@ -10,13 +10,14 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from http import HTTPStatus
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Literal, cast
 
 from kvprobe.arguments import AtLeastOne, AtLeastZero, checked_arguments
-from kvprobe.engines.http import JsonServer, count_in, log_probability_in
+from kvprobe.engines.http import JsonServer, RefusedError, count_in, log_probability_in
 from kvprobe.errors import UserError
 from kvprobe.names import one_line
 
@@ -184,6 +185,19 @@ class LlamaServer(JsonServer):
                 "llama-server with --swa-full if layers of the model slide over a window."
             )
         return answer
+
+    @property
+    def saves_slots(self) -> bool:
+        """Whether it was started with `--slot-save-path`; nothing is done to a slot.
+
+        Raises:
+            UserError: the server cannot be reached.
+        """
+        try:
+            self.ask("/slots/0?action=none", {})
+        except RefusedError as error:
+            return error.status == HTTPStatus.BAD_REQUEST  # without that flag it refuses all actions as not implemented
+        return False
 
     def erase(self, slot: AtLeastZero) -> int:
         """Empty a slot, and return how many tokens it held.

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,12 +16,15 @@ import torch
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import Ledger
 from kvprobe.detection.canary import EngineAnswer, ScriptSizes, canary, llama_server, openai_endpoint, vllm_endpoint
+from kvprobe.detection.canary.target import SavesSlots
 from kvprobe.engines.plain import open_plain, save_plain
 from kvprobe.engines.server import LlamaServer, served
 from kvprobe.engines.slot import read_slot, stored, write_slot
 from kvprobe.engines.vllm import loadable
+from kvprobe.errors import UserError
 from kvprobe.faults import Scope, Zeros
 from tests.detection.paged_engine import BLOCK, PagedEngine
+from tests.engines.test_server import answering, said
 from tests.models import llama, tiny_tokenizer
 from tests.models.gguf_file import write_gguf
 from tests.refusals import refused
@@ -56,6 +59,18 @@ def test_llama_cpp_is_sound_and_a_block_zeroed_in_its_slot_file_is_found(server:
     assert canary(llama_server(server), sizes=SIZES).failed == []
     found = canary(llama_server(Damaged(server.url, folder=server.folder)), sizes=SIZES, seed=1)
     assert found.failed == ["slot file"]
+
+
+def test_a_server_as_a_target_is_not_touched(server: LlamaServer):
+    server.complete(ids := [3, 4, 5, 6, 7], slot=0)
+    with pytest.raises(UserError, match="'block' is 4"):
+        canary(llama_server(server), sizes=ScriptSizes(block=4))
+    assert server.complete(ids, slot=0).reused == 4
+    assert server.saves_slots
+    assert isinstance(llama_server(server), SavesSlots)
+    for status in ("501 Not Implemented", "404 Not Found", "401 Unauthorized", "200 OK"):
+        with answering(said({}, status)) as url:
+            assert not isinstance(llama_server(LlamaServer(url)), SavesSlots)
 
 
 def test_llama_cpp_is_sound_by_the_protocol_of_openai_too(server: LlamaServer):
@@ -213,6 +228,7 @@ def test_vllm_with_the_connector_fails_by_what_it_makes_of_a_loaded_cache(
     with endpoint(PagedEngine(bug), VllmHandler) as url:
         target = vllm_endpoint(f"{url}/v1")
         assert ScriptSizes.of(target).block == BLOCK
+        refused(lambda: canary(target, sizes=replace(SIZES, block=BLOCK + 4)), "give a multiple of")
         result = canary(target, sizes=SIZES)
         monkeypatch.setattr(VllmHandler, "connected", False)
         refused(lambda: canary(target, sizes=SIZES), "says that it took 0; start it with kvprobe's connector")

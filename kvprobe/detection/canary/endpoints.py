@@ -29,13 +29,9 @@ _LOADED = re.compile(r"^vllm:external_prefix_cache_hits_total\{.*\} (\d+(?:\.\d+
 def llama_server(server: LlamaServer) -> CanaryTarget:
     """A llama-server as a target; with saved slots, if it was started with `--slot-save-path`.
 
-    Whether it was is found by emptying slot 0. A run leaves the file `kvprobe-canary.bin` in that folder.
+    A run leaves the file `kvprobe-canary.bin` in that folder.
     """
-    try:
-        server.erase(0)
-    except RefusedError:
-        return _Llama(server)
-    return _LlamaWithSlots(server)
+    return _LlamaWithSlots(server) if server.saves_slots else _Llama(server)
 
 
 @checked_arguments
@@ -229,11 +225,6 @@ class _Vllm(_OpenAI):
 
     def save(self, prompt: Prompt) -> None:
         self._saved = prompt[: len(prompt) // self.block * self.block]
-        if not self._saved:
-            raise UserError(
-                f"{self.name} has blocks of {self.block} tokens, and a prompt of {len(prompt)} fills none; give "
-                f"--block {self.block}."
-            )
         self._complete(self._saved, 1, True, {"dump": _DUMP})
 
     def restore(self) -> None:

@@ -68,14 +68,14 @@ class Prompts:
 
     def listing(self, length: int) -> Listing:
         """A new list of at least `length` tokens, in random order; a word comes again when all have been used."""
-        body, ends = self._start, list[int]()
+        body, ends = [*self._start], list[int]()
         while len(body) < length or len(ends) <= self._cue:
             for word in self._rng.permutation(self._words):
                 body += self._word(f" {word}")
                 ends.append(len(body))
                 if len(body) >= length and len(ends) > self._cue:
                     break
-        return Listing(body, ends, self._again, self._cue)
+        return Listing(tuple(body), ends, self._again, self._cue)
 
     def _word(self, word: str) -> Prompt:
         if word not in self._known:

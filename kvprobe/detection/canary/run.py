@@ -12,7 +12,7 @@ from kvprobe.arguments import AtLeastZero, checked_arguments
 from kvprobe.detection.canary.floor import FALSE_ALARMS, distance, distances, threshold
 from kvprobe.detection.canary.prompts import Prompts
 from kvprobe.detection.canary.properties import NEW, PROPERTIES, SIDE_BY_SIDE, CacheProperty, ScriptSizes, ScriptStep
-from kvprobe.detection.canary.target import CanaryTarget, EngineAnswer, Forgets, Prompt, SavesSlots
+from kvprobe.detection.canary.target import CanaryTarget, EngineAnswer, Forgets, KnowsBlock, Prompt, SavesSlots
 from kvprobe.errors import UserError
 
 CanaryState = Literal["sound", "not reported", "not repeated", "failed", "not exercised", "not offered"]
@@ -150,14 +150,21 @@ def canary(target: Any, *, sizes: ScriptSizes | None = None, seed: AtLeastZero =
         seed: of the random words. No list is sent twice within a run, but by two runs with one seed.
 
     Raises:
-        UserError: the engine reuses where it must not, never reuses, or is so noisy that a wrong block would be hidden.
+        UserError: the engine has blocks of another size, reuses where it must not, never reuses, or is so noisy that a
+            wrong block would be hidden.
     """
     if not isinstance(target, CanaryTarget):
         raise UserError(
             f"A {type(target).__name__} is not a target; give what llama_server, openai_endpoint or "
             "vllm_endpoint return, or an object with a name, tokens, text and ask."
         )
-    return _Session(target, sizes or ScriptSizes.of(target), seed).run()
+    sizes = sizes or ScriptSizes.of(target)
+    if isinstance(target, KnowsBlock) and sizes.block % target.block:
+        raise UserError(
+            f"{target.name} has blocks of {target.block} tokens, and 'block' is {sizes.block}; give a multiple of "
+            f"{target.block}, or none."
+        )
+    return _Session(target, sizes, seed).run()
 
 
 class _Session:
