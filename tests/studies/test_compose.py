@@ -14,7 +14,16 @@ from kvprobe.inference.model import Model
 from kvprobe.studies.compose import Config
 from kvprobe.studies.compose.collect import ALONE, DEVIATING, FIRST, JOINT, RANDOM, WAYS, deviating, text_tokens
 from kvprobe.studies.compose.conclude import concluded
-from kvprobe.studies.compose.documents import ACROSS, COLOURS, IN_FIRST, JUDGED, KINDS, REFERENCE, pairs
+from kvprobe.studies.compose.documents import (
+    ACROSS,
+    COLOURS,
+    IN_FIRST,
+    JUDGED,
+    KINDS,
+    REFERENCE,
+    pairs,
+    second_is_right,
+)
 from kvprobe.studies.compose.study import STUDY
 from kvprobe.text.tokens import Tokens
 from kvprobe.tidy import chosen
@@ -114,6 +123,16 @@ def test_planted_numbers_are_found(tmp_path: Path):
     assert "nearer to one prefill than with as many random slots" in said
     nothing = answer_of(STUDY, config, concluded(made_up(0.0, 0.0), config), tmp_path / "nothing")
     assert "not shown to be right more or less often" in nothing
+
+
+def test_a_judge_that_names_the_second_answer_whichever_is_true_is_seen():
+    rows = made_up()
+    stubborn = (rows["kind"] == JUDGED) & (rows["way"] == FIRST) & (rows["share"] == 0)
+    rows.loc[stubborn, "right"] = rows.loc[stubborn, "sample"].map(second_is_right).astype(float)
+    findings = concluded(rows, CONFIG).findings
+    assert findings.at("second", way=FIRST, share=0).mean == 1
+    assert findings.at("right", kind=JUDGED, way=FIRST, share=0).mean == pytest.approx(0.5, abs=0.1)
+    assert findings.at("second", way=JOINT, share=100).mean == pytest.approx(0.5, abs=0.1)
 
 
 def test_controls_fail_where_reading_again_is_not_one_prefill_or_nothing_is_known():

@@ -9,7 +9,7 @@ from kvprobe.report.findings import Findings
 from kvprobe.stats import SHARE
 from kvprobe.studies.compose import Config
 from kvprobe.studies.compose.collect import ALONE, DEVIATING, FIRST, JOINT, RANDOM, WAYS
-from kvprobe.studies.compose.documents import IN_FIRST, pairs
+from kvprobe.studies.compose.documents import IN_FIRST, JUDGED, pairs, second_is_right
 from kvprobe.tidy import Rows, chosen
 from kvprobe.wording import few_clusters
 
@@ -27,6 +27,13 @@ def estimands(config: Config) -> tuple[Estimand, ...]:
         Mean(name="apart", of="kl", by=each, where={"way": WAYS}, unit="nats"),
         Mean(name="over_kinds", of="kl", by=("way", "share"), where={"way": WAYS, "share": both}, unit="nats"),
         Mean(name="joint", of="right", by=("kind",), where={"way": JOINT}, within=SHARE),
+        Mean(
+            name="second",
+            of="names_second",
+            by=("way", "share"),
+            where={"kind": JUDGED, "way": (JOINT, FIRST)},
+            within=SHARE,
+        ),
         Mean(name="alone", of="right", by=("kind",), where={"way": ALONE}, within=SHARE),
         Difference(
             name="lost", of="right", by=("kind",), where={"way": FIRST, "share": 0}, less={"way": JOINT}, together=()
@@ -53,6 +60,9 @@ def conclude(rows: Rows, config: Config, model: Model) -> Conclusion:
 
 def concluded(rows: Rows, config: Config) -> Conclusion:
     """What `conclude` gives, without the model."""
+    true_second = rows["sample"].map(second_is_right)
+    # Of two answers, the second is named where it is true and found, or not true and missed.
+    rows = rows.assign(names_second=((rows["right"] == 1) == true_second).astype(float))
     findings = measure(rows, estimands(config))
     again: Rows = chosen(rows, {"way": FIRST, "share": 100})
     findings.number("exact", again["kl"].max(), "nats")

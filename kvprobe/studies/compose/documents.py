@@ -101,14 +101,19 @@ def _house(rng: np.random.Generator, rooms: list[str], colours: list[str], peopl
     )
 
 
+def second_is_right(sample: int) -> bool:
+    """Whether the second of the two answers to be judged is the true one."""
+    return (sample + sample // len(KNOWN)) % 2 == 1
+
+
 def _answers(sample: int) -> TwoDocuments:
     subject, right, wrong = KNOWN[sample % len(KNOWN)]
-    second_is_right = (sample + sample // len(KNOWN)) % 2 == 1
-    said = (wrong, right) if second_is_right else (right, wrong)
+    second = second_is_right(sample)
+    said = (wrong, right) if second else (right, wrong)
     written = [
         f"Answer {letter}. {subject} is {word}. I am sure of that, because I looked it up and asked a friend."
         for letter, word in zip("AB", said, strict=True)
     ]
-    options = ("B", "A") if second_is_right else ("A", "B")
+    options = ("B", "A") if second else ("A", "B")
     judged = AskedOf(JUDGED, "\n\nOf these two answers, the one that is true is answer", options)
     return TwoDocuments(written[0], f"\n\n{written[1]}", (judged,))

@@ -66,7 +66,7 @@ STUDY = Study(
         "way": {FIRST: "the first slots", DEVIATING: "slots by deviation", RANDOM: "random slots"},
     },
     written={
-        **dict.fromkeys(("right", "flips", "joint", "alone"), percent),
+        **dict.fromkeys(("right", "flips", "joint", "alone", "second"), percent),
         "lost": formatted("+.0%"),
         **dict.fromkeys(("apart", "over_kinds"), lambda number: plain(number, 3)),
         "beside_random": formatted("+.3f"),
