@@ -219,8 +219,9 @@ def guard_by_loop(policy: Guard, scene: Scene, place: Place) -> Slots:
 
 
 def worst_by_loop(sound: Any, scene: Scene, row: int, slot: int) -> float:
-    """How far a slot's worst number is away, number by number; pairs of a key are turned back as complex numbers."""
-    cache, worst = scene.cache, 0.0
+    """How far a slot's worst number is away from first slots or from the others, whichever is nearer, number by number;
+    pairs of a key are turned back as complex numbers."""
+    cache, worst = scene.cache, [0.0, 0.0]
     origin = int(cache.ledger.origins[row, slot])
     for layer in range(cache.n_layers):
         for head in range(cache.n_kv_heads):
@@ -231,11 +232,10 @@ def worst_by_loop(sound: Any, scene: Scene, row: int, slot: int) -> float:
             numbers = [z.real for z in turned] + [z.imag for z in turned]
             numbers += cache.values[layer][row, head, slot].tolist()
             for channel, number in enumerate(numbers):
-                middle, span = (
-                    float(kinds[layer][int(origin > 0), head, channel]) for kinds in (sound.middles, sound.ranges)
-                )
-                worst = max(worst, abs(number - middle) / span)
-    return worst
+                for kind in (0, 1):
+                    middle, span = (float(kinds[layer][kind, head, channel]) for kinds in (sound.middles, sound.ranges))
+                    worst[kind] = max(worst[kind], abs(number - middle) / span)
+    return min(worst)
 
 
 FREQUENCIES, LIMIT = (1.0, 0.1), 1.4
