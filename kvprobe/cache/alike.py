@@ -104,7 +104,8 @@ def refuse_other_slots(
             f"at {int(other.origins[row, slot])} in the donor; carry out re-indexing first, with Model.as_seen, give "
             "a donor at the same positions, take values alone, or see `patching.aligned`."
         )
-    for row, number in torch.stack([chosen.nonzero()[:, 0], own.segments[chosen]], 1).unique(dim=0).tolist():
+    pairs = torch.stack([chosen.nonzero()[:, 0], own.segments[chosen]], 1)
+    for row, number in sorted({(int(row), int(number)) for row, number in pairs.cpu()}):
         slots = ((own.segments[row] == number) & ~other.padding[row]).nonzero()[:, 0]
         if lack_others(own, other, slots, slots, row):
             raise UserError(
