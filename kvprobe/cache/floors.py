@@ -263,7 +263,10 @@ def floor_of_dtype(dtype: torch.dtype, kept: Kept = "slots") -> NoiseFloor:
 
 
 def floor_of(one: AnyCache, other: AnyCache) -> NoiseFloor:
-    """What these two caches may differ by, from the precision of their numbers and from what files say of them."""
+    """What these two caches may differ by, from the precision of their numbers and from what files say of them. Where
+    one alone was rounded to fp8, no rounding is benign, whatever it is stored as now."""
+    if _in_fp8(one) != _in_fp8(other):
+        return floor_between(REFERENCE, REFERENCE)
     return floor_between(computed_as(one), computed_as(other))
 
 
@@ -274,15 +277,28 @@ def computed_as(cache: AnyCache) -> Computed:
         types: list[Computed] = [name for name in _STEPS if name.startswith("llama.cpp")]
         found: list[Computed] = [name for name in types if re.search(rf"\b{name.split()[1]}\b", cache.origin)]
         return max(found, key=_STEPS.__getitem__) if found else "llama.cpp f16"
+    return max(map(_precision, _first_parts(cache)), key=_STEPS.__getitem__)
+
+
+def _first_parts(cache: AnyCache) -> list[Tensor]:
     layer = next(layer for layer in cache.layers if layer)
-    parts: list[Computed] = [_precision(tensor) for name, tensor in layer.items() if name != "decay"]
-    return max(parts, key=_STEPS.__getitem__)
+    return [tensor for name, tensor in layer.items() if name != "decay"]
+
+
+def _some(tensor: Tensor) -> Float[Tensor, "vectors numbers"]:
+    return tensor.flatten(0, 2)[:: max(1, tensor[..., 0].numel() // 256)].float()
+
+
+def _in_fp8(cache: AnyCache) -> bool:
+    """Whether numbers have at most 4 significant bits, as those of fp8 do at a scale of 1."""
+    mantissas = [16 * torch.frexp(_some(tensor))[0] for tensor in _first_parts(cache)]
+    return any(bool(some.any() and (some == some.round()).all()) for some in mantissas)
 
 
 def _precision(tensor: Tensor) -> Computed:
     if tensor.dtype in (torch.bfloat16, torch.float16):
         return "bfloat16" if tensor.dtype == torch.bfloat16 else "float16"
-    some = tensor.flatten(0, 2)[:: max(1, tensor[..., 0].numel() // 256)].float()
+    some = _some(tensor)
     if not bool(some.any()):
         return "float32"
     if bool((some.bfloat16().float() == some).all()):

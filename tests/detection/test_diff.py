@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import reduce
 from html import escape
 from pathlib import Path
 from weakref import WeakSet
@@ -12,6 +13,7 @@ from weakref import WeakSet
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.layer import Layer
@@ -139,6 +141,25 @@ def test_benign_pairs_are_alike(tiny: Model, right: KVCache, chunked: KVCache):
         found = diff(other, right)
         assert not found.differs, str(found)
         assert found.kind == "numerics"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("held_in", [torch.float32, torch.bfloat16])
+def test_fp8_is_no_benign_difference_whatever_it_is_held_in(
+    dtype: torch.dtype, held_in: torch.dtype, right: KVCache, chunked: KVCache
+):
+    """All numbers of fp8 are numbers of bfloat16, too."""
+
+    def rounded(cache: KVCache, *dtypes: torch.dtype) -> KVCache:
+        parts = ({name: reduce(Tensor.to, dtypes, part) for name, part in layer.items()} for layer in cache.layers)
+        return replace(cache, layers=tuple(parts))
+
+    eight = rounded(right, dtype, held_in)
+    for reference in (right, chunked, rounded(right, torch.bfloat16)):
+        found = diff(eight, reference)
+        assert found.kind == "quantisation", str(found)
+        assert diff(reference, eight).differs
+    assert not diff(eight, rounded(right, dtype)).differs
 
 
 @pytest.mark.parametrize("longer", [1, 5])
