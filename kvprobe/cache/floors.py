@@ -277,7 +277,8 @@ def computed_as(cache: AnyCache) -> Computed:
         types: list[Computed] = [name for name in _STEPS if name.startswith("llama.cpp")]
         found: list[Computed] = [name for name in types if re.search(rf"\b{name.split()[1]}\b", cache.origin)]
         return max(found, key=_STEPS.__getitem__) if found else "llama.cpp f16"
-    return max(map(_precision, _first_parts(cache)), key=_STEPS.__getitem__)
+    parts: list[Computed] = [_precision(tensor) for tensor in _first_parts(cache)]
+    return max(parts, key=_STEPS.__getitem__)
 
 
 def _first_parts(cache: AnyCache) -> list[Tensor]:
