@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from kvprobe.cache.layer import Layer
 from kvprobe.cache.places import DamagedPlaces, runs
 from kvprobe.cache.rotary import Rotary
 from kvprobe.cache.stored import AnyCache
-from kvprobe.detection.damaged import Damaged, Explanation, slots_in_words
+from kvprobe.detection.damaged import FOREIGN, Damaged, Explanation, slots_in_words
 from kvprobe.detection.hypotheses import GUESSED, NOTHING, explanations
-from kvprobe.detection.origins import AFTER_OTHERS, KNOWN, known_origins
+from kvprobe.detection.origins import AFTER_OTHERS, KNOWN, after_another_text, known_origins, other_weights
 from kvprobe.names import number_ranges
 
 MOST_EXPLAINED = 8
@@ -67,6 +67,9 @@ def causes_of(
     """What happened, layer by layer; the same cause of several layers is one."""
     found: dict[str, list[tuple[int, str, Explanation, Explanation]]] = defaultdict(list)
     known = [list(known_origins(cache, reference, row, count)) for row in range(cache.ledger.batch)]
+    weights: dict[int, tuple[Tensor, Explanation]] = {}
+
+    first = next((number for number, parts in enumerate(damage.places) if parts), 0)
 
     def explain(layer: int) -> None:  # a function, so that no layer outlives it
         held, right = (_cut(one.layers[layer], count) for one in (cache, reference))
@@ -90,10 +93,26 @@ def causes_of(
                     found[explanation.kind].append((layer, slots_in_words(struck), explanation, NOTHING))
             for some, ranked in _explained(damaged.within(own.nonzero()[:, 0].tolist())):
                 best = ranked[0]
-                if best.kind in GUESSED and not bool(own[: int(some.slots[0])].all()):
-                    best = AFTER_OTHERS
+                if best.kind in GUESSED or best.score > FOREIGN:
+                    if layer == first and (other := other_weights(some, reference.ledger.tokens[row, :count].cpu())):
+                        weights[row] = some.slots, other
+                    best = seen(row, some.slots, own, best)
                 others = (one for one in ranked if one.kind != ranked[0].kind and one.kind not in GUESSED)
                 found[best.kind].append((layer, slots_in_words(some.slots), best, next(others, NOTHING)))
+
+    def seen(row: int, slots: Tensor, own: Tensor, guess: Explanation) -> Explanation:
+        """What ledgers and other layers say of rows that are not made from the reference's."""
+        if guess.kind in GUESSED and not bool(own[: int(slots[0])].all()):
+            return AFTER_OTHERS
+        if row in weights and bool(torch.isin(slots, weights[row][0]).all()):
+            return weights[row][1]
+        if guess.kind == "foreign prefix" and after_another_text(damage.places, row, slots):
+            return replace(
+                guess,
+                evidence=f"Slots {slots_in_words(slots)} hold their own tokens, as the first layer shows, but read "
+                "after another text than the reference's: slots were evicted, or come from another conversation.",
+            )
+        return guess
 
     for layer in _chosen(damage):
         explain(layer)

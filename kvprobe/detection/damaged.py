@@ -32,6 +32,7 @@ Kind = Literal[
     "state lost",
     "state doubled",
     "another model",
+    "other weights",
     "fitted slots",
     "after other slots",
     "unknown",

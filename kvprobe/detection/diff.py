@@ -16,6 +16,7 @@ from kvprobe.brief import Brief, Table
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.floors import NoiseFloor, floor_of
 from kvprobe.cache.layer import shape_of
+from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.parts import described
 from kvprobe.cache.places import DamagedPlaces, Distances, damage_of, distances_between
 from kvprobe.cache.stored import AnyCache, StoredCache
@@ -66,6 +67,7 @@ class CacheDifference(Brief):
         causes: what happened, the first in that order first.
         texts: where tokens differ.
         layers: in which some place differs.
+        hidden: slots that one of the caches hides in some layer and head, where they were not compared.
         floor: what was taken for numerics.
         effect: on the model's output after the row of the worst place, where one was given.
         distances: the largest relative distance of each layer in each block.
@@ -80,6 +82,7 @@ class CacheDifference(Brief):
     layers: tuple[int, ...]
     names: tuple[str, str]
     slots: int
+    hidden: int
     block: int
     floor: NoiseFloor
     effect: "OutputEffect | None"
@@ -106,6 +109,11 @@ class CacheDifference(Brief):
             return f"They differ: {self.kind}. {self.texts[0].sentence}"
         return f"They differ: {self.kind}, first in {self.first}."
 
+    @property
+    def unseen(self) -> str:
+        """What was not compared, in a sentence."""
+        return f"{self.hidden} slots are hidden in some layer and head, and were not compared there."
+
     def as_mapping(self) -> dict[str, object]:
         """For JSON."""
         return {
@@ -114,6 +122,7 @@ class CacheDifference(Brief):
             "confidence": self.confidence,
             "caches": list(self.names),
             "slots": self.slots,
+            "hidden": self.hidden,
             "block": self.block,
             "layers": list(self.layers),
             "first": None if self.first is None else _finite(vars(self.first)),
@@ -130,6 +139,8 @@ class CacheDifference(Brief):
         if self.first is not None and self.worst is not None:
             lines.append(f"  worst: {self.worst}, off by {self.worst.distance:.3g} of its size")
         lines += [f"  {cause}" for cause in self.causes]
+        if self.hidden:
+            lines.append(f"  {self.unseen}")
         if self.effect is not None:
             lines.append(f"  {self.effect}")
         return "\n".join(lines)
@@ -197,12 +208,20 @@ def diff(
         tuple(damage.layers),
         (_name(cache), _name(reference)),
         count,
+        _hidden(cache.ledger, reference.ledger, count),
         block,
         floor,
         effect,
         _by_block(distances.parts, count, block),
         _by_block(damage.excess, count, block),
     )
+
+
+def _hidden(one: Ledger, other: Ledger, count: int) -> int:
+    """How many of the first slots hold a token and are hidden in some layer and head."""
+    shown = [ledger.live.all(2).all(0)[:, :count] for ledger in (one, other)]
+    held = ~one.padding[:, :count] & ~other.padding[:, :count]
+    return int((held & ~(shown[0] & shown[1])).sum())
 
 
 def _first(distances: Distances, damage: DamagedPlaces, block: int) -> DifferentPlace | None:

@@ -4,7 +4,7 @@ The hypothesis that leaves least unexplained wins, and how much the second best 
 slots, a rotation or a factor that explains nearly all of a difference is no accident where everything else fails.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from einops import rearrange
@@ -19,7 +19,7 @@ from kvprobe.detection.rotations import shifted
 UNKNOWN = 0.5
 """Score of what is not explained: a hypothesis must leave less."""
 NOTHING = Explanation("unknown", 1.0, "No hypothesis explains it.", UNKNOWN - 1.0)
-GUESSED = ("stale", "foreign prefix", "unknown")
+GUESSED = ("stale", "foreign prefix", "other weights", "unknown")
 """Kinds that are left where no hypothesis makes the content from the reference's."""
 _SMALL = 0.2
 """Relative distance of a difference that numerics could make."""
@@ -65,7 +65,7 @@ def _scaled(damaged: Damaged) -> Iterator[Explanation]:
     pooled = {part: _ratio(*damaged.vectors(part)) for part in damaged.parts}
     guess = {part: damaged.vectors(part)[1] * factor for part, factor in pooled.items()}
     values = {part: float(factor) for part, factor in pooled.items()}
-    if all(abs(factor) > 1e-6 for factor in values.values()):
+    if all(abs(factor) > 1e-6 for factor in values.values()) and _like(damaged, guess):
         words = " and ".join(f"{part} is {factor:.4g} times what it should be" for part, factor in values.items())
         doubled = set(damaged.parts) <= set(WRITES) and all(abs(one - 2) < 0.1 for one in values.values())
         yield Explanation(
@@ -80,6 +80,8 @@ def _scaled(damaged: Damaged) -> Iterator[Explanation]:
         if any(factor is None for factor in factors.values()):
             continue
         guess = {part: damaged.vectors(part)[1] * factor for part, factor in factors.items() if factor is not None}
+        if not _like(damaged, guess):
+            continue
         every = torch.cat([factor.flatten() for factor in factors.values() if factor is not None])
         low, high = every.quantile(0.05), every.quantile(0.95)
         yield Explanation(
@@ -90,6 +92,13 @@ def _scaled(damaged: Damaged) -> Iterator[Explanation]:
             cost,
             {"factor": float(every.median())},
         )
+
+
+def _like(damaged: Damaged, guess: Mapping[str, Tensor]) -> bool:
+    """Whether a guess makes most of what is held. What is far smaller than it should be is nearly explained by any
+    guess that is small."""
+    pairs = [(damaged.vectors(part)[0].double(), one) for part, one in guess.items()]
+    return all(float((held - one).square().sum()) < 0.5 * float(held.square().sum()) for held, one in pairs)
 
 
 def _ratio(held: Tensor, right: Tensor, axis: int | None = None) -> Tensor:

@@ -1,14 +1,16 @@
-"""Slots that another model computed, or that were fitted, in one of two caches alone: differences that ledgers know."""
+"""Slots that another model computed, or that were fitted, in one of two caches alone: differences that ledgers know.
+And what tokens, held against all layers, say of rows that no hypothesis makes from the reference's.
+"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvprobe.cache.ledger import OWN
 from kvprobe.cache.stored import AnyCache
-from kvprobe.detection.damaged import Explanation, Kind, slots_in_words
+from kvprobe.detection.damaged import Damaged, Explanation, Kind, slots_in_words
 from kvprobe.fingerprint import Maker
 
 AFTER_OTHERS = Explanation(
@@ -18,6 +20,9 @@ AFTER_OTHERS = Explanation(
     "in view, or hold another text.",
 )
 """Of slots whose origin is the same in both."""
+_REPEATED, _TOKENS, _DENSE, _EQUAL = 3, 4, 0.95, 0.05
+"""Of slots by which other weights are recognised: how many repeat the token of another one, how many tokens are
+different, which share of the slots between them they are, and how far off their numbers may be for one token."""
 KNOWN: tuple[Kind, ...] = ("another model", "fitted slots")
 """Kinds that need no hypothesis, since the ledgers say so."""
 
@@ -40,6 +45,47 @@ def known_origins(cache: AnyCache, reference: AnyCache, row: int, count: int) ->
                 names = [f"{one.name} ({one.fingerprint[:8]})" for one in (ours, theirs)]
             said = f"were computed by {names[0]}, and those of the second cache by {names[1]}"
             yield _known(where, "another model", said)
+
+
+def other_weights(damaged: Damaged, tokens: Int[Tensor, "slots"]) -> Explanation | None:
+    """What is said of slots of the first layer that hold one V for each token, all another one than the reference's.
+
+    V depends on nothing but the token there, but for models that add a position to it, where nothing is recognised.
+    """
+    part = next((name for name in ("V", "latent") if name in damaged.parts), None)
+    slots = damaged.slots
+    if part is None or len(slots) < _DENSE * (int(slots[-1]) - int(slots[0]) + 1):
+        return None
+    held, right = (rows.transpose(0, 1).flatten(1) for rows in damaged.rows(part, slots))
+    ids, which, counts = tokens[slots].unique(return_inverse=True, return_counts=True)
+    if len(slots) - len(ids) < _REPEATED or len(ids) < _TOKENS:
+        return None
+    by_token = torch.zeros(len(ids), held.shape[1]).index_add(0, which, held) / counts[:, None]
+    size = right.norm(dim=1).median()
+    within = (held - by_token[which]).norm(dim=1) / size
+    moved, spread = (held - right).norm(dim=1) / size, (by_token - by_token.mean(0)).norm(dim=1) / size
+    if not float(within.max()) < min(_EQUAL, float(moved.median()) / 4, float(spread.median()) / 4):
+        return None
+    return Explanation(
+        "other weights",
+        1.0,
+        f"Slots {slots_in_words(slots)} hold one {part} for each token, another one than the reference: they were "
+        "computed by other weights, as those of another model or with an adapter, or were all changed in one way.",
+    )
+
+
+def after_another_text(
+    places: Sequence[Mapping[str, Bool[Tensor, "rows _ slots"]]], row: int, slots: Int[Tensor, "chosen"]
+) -> bool:
+    """Whether slots hold their own tokens in the first layer and are off in all others, as where other text stood
+    before them; not slot 0, before which none stands."""
+    struck = [torch.stack([where[row].any(0)[slots] for where in parts.values()]).any(0) for parts in places if parts]
+    return (
+        int(slots[0]) > 0
+        and not bool(struck[0].any())
+        and len(struck) > 1
+        and all(map(bool, map(torch.any, struck[1:])))
+    )
 
 
 def _known(where: Bool[Tensor, "slots"], kind: Kind, said: str) -> tuple[Tensor, Explanation]:

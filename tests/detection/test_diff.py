@@ -312,6 +312,35 @@ def test_a_page_shows_where_it_is_and_is_inert(right: KVCache, context: FaultCon
     assert re.search(r"<td><b>zeroed</b></td>", page)
 
 
+def test_other_weights_are_told_from_another_text(tiny: Model, right: KVCache):
+    other = llama(seed=1, head_dim=32).prefill(IDS)
+    nobody = replace(right, made_by=None)
+    (weights,) = diff(replace(other, made_by=None), nobody).causes
+    assert (weights.kind, weights.layers, weights.slots) == ("other weights", (0, 1, 2), "0 to 95")
+    assert "one V for each token" in weights.evidence
+    for ids in (IDS[::-1], [*IDS[48:], *IDS[:48]], np.random.default_rng(9).integers(1, 60, 96).tolist()):
+        foreign = replace(tiny.prefill(ids), ledger=right.ledger)
+        assert {cause.kind for cause in diff(foreign, right).causes} <= {"foreign prefix", "stale"}
+
+
+def test_slots_that_saw_what_was_evicted_are_not_said_to_be_of_another_text(tiny: Model, right: KVCache):
+    evicted = right.evict(slots=[*range(5, 20)])
+    for cache in (evicted, tiny.as_seen(evicted.reindex())):
+        (cause,) = diff(cache, tiny).causes
+        assert (cause.kind, cause.layers, cause.slots) == ("foreign prefix", (1, 2), "5 to 80")
+        assert "hold their own tokens" in cause.evidence
+
+
+def test_hidden_slots_are_counted_as_not_compared(tiny: Model, right: KVCache):
+    keys = [part.clone() for part in right.keys]
+    keys[1][:, :, 7] = 0
+    found = diff(right.with_parts({"K": keys}).mask(slots=[7, 9]), tiny)
+    assert (found.differs, found.hidden, found.as_mapping()["hidden"]) == (False, 2, 2)
+    assert "2 slots are hidden in some layer and head, and were not compared there" in str(found)
+    assert diff(right, tiny).hidden == 0
+    assert diff(right.mask(slots=[3], layers=[0]), right).hidden == 1
+
+
 def test_slots_of_another_origin_are_named_by_the_ledger_and_not_guessed(tiny: Model):
     other = llama(seed=1, head_dim=32)
     before, piece, rest = Tokens.of(IDS[:32], "a"), Tokens.of(IDS[32:48], "b", 32), Tokens.of(IDS[48:], "c", 48)
