@@ -10,16 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief, Table
+from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.stored import AnyCache, StoredCache
 from kvprobe.detection.clean import Clean, clean_of
-from kvprobe.detection.columns import computable, unedited
+from kvprobe.detection.columns import computable, spots_of, unedited
 from kvprobe.detection.rows import judged_slots, refuse_other_shape, scores_of
-from kvprobe.detection.scores import BLOCK, Score
+from kvprobe.detection.scores import BLOCK, FIRST_SLOTS, Score
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.models.geometry import embedded_tokens
@@ -234,9 +235,15 @@ def _refuse_foreign(model: Model, cache: AnyCache) -> None:
     tokens = cache.ledger.tokens[~cache.ledger.padding]
     if not len(tokens):
         raise UserError("The cache holds no token; audit one after a text was read.")
-    if not any(bool(judged_slots(cache.ledger, row).any()) for row in range(cache.ledger.batch)):
+    judged = torch.stack([judged_slots(cache.ledger, row) for row in range(cache.ledger.batch)])
+    if not bool(judged.any()):
         raise UserError(
             "Each slot is hidden in some layer, so nothing can be judged; audit the cache before slots are."
+        )
+    if not bool((judged & ~_barely_judged(model, cache.ledger)).any()):
+        raise UserError(
+            f"Nothing is known of what the model gives at the first {FIRST_SLOTS} positions, and these slots cannot be "
+            "computed anew, so nothing can be judged; audit a longer cache, or one that was not edited."
         )
     vocabulary = embedded_tokens(model.lanes.plain)
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
@@ -244,6 +251,15 @@ def _refuse_foreign(model: Model, cache: AnyCache) -> None:
             f"The cache names token {int(tokens.max())}, but {model.name} has {vocabulary} tokens; audit a cache with "
             "the model that made it."
         )
+
+
+def _barely_judged(model: Model, ledger: Ledger) -> Bool[Tensor, "rows slots"]:
+    """Judged slots at the first positions that are not computed anew: nothing is predicted of what they hold."""
+    barely = torch.stack([judged_slots(ledger, row) for row in range(ledger.batch)]) & (ledger.origins < FIRST_SLOTS)
+    if computable(model.lanes):
+        for row in range(ledger.batch):
+            barely[row, spots_of(unedited(ledger, row))] = False
+    return barely
 
 
 def _unseen(model: Model, cache: AnyCache, clean: Clean) -> tuple[str, ...]:
@@ -256,7 +272,7 @@ def _unseen(model: Model, cache: AnyCache, clean: Clean) -> tuple[str, ...]:
             "caches more may be called suspicious."
         )
     judged = torch.stack([judged_slots(ledger, row) for row in range(ledger.batch)])
-    if apart := int((ledger.live_somewhere & ~ledger.padding & ~judged).sum()):
+    if apart := int((~ledger.padding & ~judged).sum()):
         sentences.append(f"{apart} slots that some layer does not hold, or hides, are judged in none.")
     if not computable(model.lanes):
         sentences.append(
@@ -264,11 +280,17 @@ def _unseen(model: Model, cache: AnyCache, clean: Clean) -> tuple[str, ...]:
             "against its layer, and the first slots are only looked at for zeros, copies and infinity."
         )
     else:
+        held = (~ledger.padding).sum(1).tolist()
         counts = [unedited(ledger, row) for row in range(ledger.batch)]
-        if min(counts) < ledger.slots:
+        row = max(range(ledger.batch), key=lambda row: held[row] - counts[row])
+        if counts[row] < held[row]:
             sentences.append(
-                f"Slots were edited, so columns are computed anew among the first {min(counts)} of {ledger.slots} "
-                "slots only."
+                f"Slots were edited, so columns are computed anew among the first {counts[row]} of {held[row]} "
+                f"slots{f' of row {row}' if row else ''} only."
+            )
+        if early := int(_barely_judged(model, ledger).sum()):
+            sentences.append(
+                f"{early} of the first slots are not computed anew, but only looked at for zeros, copies and infinity."
             )
     if not model.lanes.can_reindex:
         sentences.append("Keys of this model cannot be rotated back, so their positions are not checked.")

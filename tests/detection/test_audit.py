@@ -213,6 +213,26 @@ def test_of_an_edited_cache_it_says_what_it_cannot_see(tiny: Model, clean: Clean
     assert not any("edited" in sentence for sentence in audit(tiny, cache, clean).unseen)
 
 
+def test_padding_is_no_edit_and_slots_that_are_not_judged_are_counted(tiny: Model, clean: Clean, cache: KVCache):
+    padded = audit(tiny, KVCache.join([cache, tiny.prefill(IDS[:20])]), clean)
+    assert not any("edited" in sentence for sentence in padded.unseen)
+    rows = audit(tiny, KVCache.join([cache, tiny.prefill(IDS[:20]).evict(slots=[10])]), clean)
+    assert any("first 10 of 19 slots of row 1" in sentence for sentence in rows.unseen)
+    hidden = audit(tiny, cache.mask(slots=range(38)), clean)
+    assert any(sentence.startswith("38 slots that some layer") for sentence in hidden.unseen)
+    foreign = llama(seed=1).prefill(IDS)
+    layers = [*zip(foreign.layers, cache.layers, strict=True)]
+    parts = {
+        name: [torch.cat([theirs[name][:, :, :4], own[name][:, :, 4:]], 2) for theirs, own in layers]
+        for name in ("K", "V")
+    }
+    headless = cache.with_parts(parts)
+    assert audit(tiny, headless, clean).suspicious
+    early = audit(tiny, headless.evict(slots=[0]), clean)
+    assert any(sentence.startswith("3 of the first slots are not computed anew") for sentence in early.unseen)
+    refused(lambda: audit(tiny, headless.rewind(slots=4).evict(slots=[0]), clean), "first 4 positions", "longer cache")
+
+
 def test_what_was_learnt_is_kept_and_an_altered_file_is_refused(
     tiny: Model, clean: Clean, cache: KVCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
