@@ -13,6 +13,7 @@ from torch import Tensor
 from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief, Table, brief
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.visibility import refuse_dropped
 from kvprobe.errors import UserError
 from kvprobe.files import expanded, filling, write_whole
 from kvprobe.fingerprint import differing
@@ -240,6 +241,9 @@ class Probe(Brief):
                 f"Segment {segment!r} has no slots in some row of the cache: it was evicted or never read; name "
                 "another segment."
             )
+        live = source.ledger.live
+        here = live[self.site.layer if len(live) > 1 else 0].any(1)
+        refuse_dropped(f"The probe {self.name}", source.ledger, slots & ~here)
         return self.read_out(held[self.site.layer], slots)
 
     def read_out(self, slots: Tensor, present: Tensor | None = None) -> Float[Tensor, "rows dim"]:

@@ -123,10 +123,16 @@ def test_what_a_probe_cannot_read_is_refused(tiny_llama: Model):
     cache, values = tiny_llama.prefill(CHAT), made_probe(tiny_llama, VALUES)
     stream = made_probe(tiny_llama, ProbeInput("resid_post", 1, None, "mean"))
     captured = tiny_llama.capture(CHAT, ["v"], layers=[1])
+    windowed = cache.mask("T1", layers=[1])
+    windowed = dataclasses.replace(
+        windowed, ledger=dataclasses.replace(windowed.ledger, dropped=cache.ledger.in_segments("T1"))
+    )
+    assert values.read(tiny_llama, windowed, "T2").isfinite().all()
     for match, read in {
         "name the segment": lambda: values.read(tiny_llama, cache),
         "did you mean 'T2'": lambda: values.read(tiny_llama, cache, "T22"),
         "no slots": lambda: values.read(tiny_llama, cache.evict("T2"), "T2"),
+        "had dropped it": lambda: values.read(tiny_llama, windowed, "T1"),
         "no cache holds": lambda: stream.read(tiny_llama, cache, "T2"),
         "capture with segments": lambda: values.read(tiny_llama, captured, "T2"),
         "vectors of 16 numbers; these have 5": lambda: values.probabilities(torch.zeros(2, 5)),
