@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvprobe.arguments import AtLeastOne, checked_arguments
@@ -178,12 +178,13 @@ def diff(
         model, reference = reference, reference_of(reference, cache)
     _refuse_other_shape(cache, reference)
     block = min(block or _block_of(cache) or _block_of(reference) or BLOCK, 2**53)  # of a tensor's shape
-    count, texts = compared_slots(cache.ledger, reference.ledger)
+    inside, texts = compared_slots(cache.ledger, reference.ledger)
+    count = inside.shape[1]
     if not read_again:  # the model sees every slot
-        texts += other_views(cache.ledger, reference.ledger, count)
+        texts += other_views(cache.ledger, reference.ledger, inside)
     floor = floor_of(cache, reference)
     distances = distances_between(
-        cache.layers, reference.layers, lambda layer: compared(cache.ledger, reference.ledger, layer, count)
+        cache.layers, reference.layers, lambda layer: compared(cache.ledger, reference.ledger, layer, inside)
     )
     if not texts and not any(bool(where.any()) for where in distances.compared):
         raise UserError(
@@ -208,7 +209,7 @@ def diff(
         tuple(damage.layers),
         (_name(cache), _name(reference)),
         count,
-        _hidden(cache.ledger, reference.ledger, count),
+        _hidden(cache.ledger, reference.ledger, inside),
         block,
         floor,
         effect,
@@ -217,11 +218,12 @@ def diff(
     )
 
 
-def _hidden(one: Ledger, other: Ledger, count: int) -> int:
-    """How many of the first slots hold a token and are hidden in some layer and head."""
+def _hidden(one: Ledger, other: Ledger, inside: Bool[Tensor, "rows slots"]) -> int:
+    """How many of the slots that are compared hold a token and are hidden in some layer and head."""
+    count = inside.shape[1]
     shown = [ledger.live.all(2).all(0)[:, :count] for ledger in (one, other)]
     held = ~one.padding[:, :count] & ~other.padding[:, :count]
-    return int((held & ~(shown[0] & shown[1])).sum())
+    return int((held & inside & ~(shown[0] & shown[1])).sum())
 
 
 def _first(distances: Distances, damage: DamagedPlaces, block: int) -> DifferentPlace | None:

@@ -33,9 +33,9 @@ class TextDifference:
     sentence: str
 
 
-def compared_slots(one: Ledger, other: Ledger) -> tuple[int, list[TextDifference]]:
-    """How many slots from the first on are compared, those of all rows that hold the same tokens; and what differs
-    behind them.
+def compared_slots(one: Ledger, other: Ledger) -> tuple[Bool[Tensor, "rows slots"], list[TextDifference]]:
+    """Which slots are compared: those of each row from the first on that hold the same tokens; and what differs behind
+    them.
 
     Raises:
         UserError: the caches have different numbers of rows, or padding between other slots.
@@ -44,7 +44,7 @@ def compared_slots(one: Ledger, other: Ledger) -> tuple[int, list[TextDifference
         raise UserError(
             f"The caches have {one.batch} and {other.batch} rows; compare as many of each, chosen with KVCache.rows."
         )
-    common, differences = min(one.slots, other.slots), list[TextDifference]()
+    common, lengths, differences = min(one.slots, other.slots), list[int](), list[TextDifference]()
     for row in range(one.batch):
         first, second = _filled(one, row), _filled(other, row)
         if any((_EMPTY in pair) and pair[0] != pair[1] for pair in zip(first, second, strict=False)):
@@ -57,17 +57,25 @@ def compared_slots(one: Ledger, other: Ledger) -> tuple[int, list[TextDifference
             min(len(first), len(second)),
         )
         if length == len(first) == len(second):
+            lengths.append(common)
             continue
-        common = min(common, length)
+        lengths.append(length)
         differences.append(_difference(row, length, first, second))
-    return common, differences
+    inside = torch.arange(max(lengths, default=0)) < torch.tensor(lengths)[:, None]
+    return inside.to(one.tokens.device), differences
 
 
-def other_views(one: Ledger, other: Ledger, count: int) -> list[TextDifference]:
-    """Where later tokens see other slots, or the same ones at other positions, among the first so many."""
+def other_views(one: Ledger, other: Ledger, inside: Bool[Tensor, "rows slots"]) -> list[TextDifference]:
+    """Where later tokens see other slots, or the same ones at other positions, among those that are compared."""
+    count = inside.shape[1]
     lives = torch.broadcast_tensors(*(ledger.live[..., :count] for ledger in (one, other)))
-    hidden = (lives[0] != lives[1]).any(2).any(0)
-    moved = (one.positions[:, :count] != other.positions[:, :count]) & lives[0].any(2).any(0) & lives[1].any(2).any(0)
+    hidden = (lives[0] != lives[1]).any(2).any(0) & inside
+    moved = (
+        inside
+        & (one.positions[:, :count] != other.positions[:, :count])
+        & lives[0].any(2).any(0)
+        & lives[1].any(2).any(0)
+    )
     found: list[TextDifference] = []
     for kind, where in (("hidden slots", hidden), ("other positions", moved)):
         if not bool(where.any()):
@@ -83,13 +91,16 @@ def other_views(one: Ledger, other: Ledger, count: int) -> list[TextDifference]:
     return found
 
 
-def compared(one: Ledger, other: Ledger, layer: int, count: int) -> Bool[Tensor, "rows heads slots"]:
-    """The slots of a layer that hold a token and are live in both caches; the head axis is 1 where all heads agree."""
+def compared(
+    one: Ledger, other: Ledger, layer: int, inside: Bool[Tensor, "rows slots"]
+) -> Bool[Tensor, "rows heads slots"]:
+    """The slots of a layer, of those that are compared, that hold a token and are live in both caches; the head axis is
+    1 where all heads agree."""
     masks: list[Tensor] = []
     for ledger in (one, other):
         live = ledger.live[layer if ledger.live.shape[0] > 1 else 0]
-        masks.append((live & ~ledger.padding[:, None])[..., :count])
-    return masks[0] & masks[1]
+        masks.append((live & ~ledger.padding[:, None])[..., : inside.shape[1]])
+    return masks[0] & masks[1] & inside[:, None]
 
 
 def _same(one: tuple[int, int], other: tuple[int, int]) -> bool:
@@ -142,9 +153,3 @@ def _difference(
         f"At {at} the first cache has tokens {ids[slot : slot + _SHOWN]}, the second "
         f"{others[slot : slot + _SHOWN]}{again}; {shared} of {rest} tokens from there on are the same.",
     )
-
-
-def same_prefix(ledger: Ledger, count: int) -> Ledger:
-    """The ledger of the first slots."""
-    slots = torch.arange(count).expand(ledger.batch, -1)
-    return ledger.take(slots, ledger.padding[:, :count])

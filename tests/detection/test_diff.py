@@ -226,6 +226,22 @@ def test_other_tokens_end_the_comparison_where_they_begin(tiny: Model, right: KV
         assert found.slots == found.texts[0].slot
 
 
+def test_each_row_is_compared_as_far_as_its_own_tokens_agree(tiny: Model, context: FaultContext):
+    both = tiny.prefill([IDS, IDS[::-1]])
+    values = [part.clone() for part in both.values]
+    values[LAYER][0, :, 50] = 0
+    wrong = both.with_parts({"V": values})
+    for ids in ([*IDS[:4:-1], 7, 7, 7, 7, 7], IDS[:85:-1], [*IDS[: -len(IDS) : -1], 5]):
+        other = tiny.prefill([IDS, ids])
+        found = diff(wrong, other)
+        assert (found.kind, found.layers, len(found.texts)) == ("zeroed", (LAYER,), 1), str(found)
+        assert found.texts[0].row == 1
+        assert found.first is not None
+        assert (found.first.row, found.first.slot) == (0, 50)
+        alike = diff(both, other)
+        assert (alike.first, alike.hidden, len(alike.texts)) == (None, 0, 1)
+
+
 def test_one_layer_of_each_is_in_memory_at_a_time(right: KVCache, chunked: KVCache, context: FaultContext):
     wrong = struck(Zeros(scope=SCOPE), chunked, context)
     held: WeakSet[torch.Tensor] = WeakSet()
