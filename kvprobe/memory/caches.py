@@ -58,7 +58,7 @@ class AttentionStore:
 
 
 STATE_BYTES = 4
-"""Of a number in a recurrent state, which implementations store in float32."""
+"""Of a number that implementations store in float32, as recurrent states mostly are."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,8 @@ class State:
         writes: what kvprobe's caches keep of each token that was written to the state, besides the convolution's input;
             None where kvprobe does not read such layers.
         dtype: of the recurrent state, where the config names one.
+        narrow: whether the recurrent state is stored in the model's dtype, not in float32.
+        wide: whether the convolution's inputs are stored in float32, not in the model's dtype.
     """
 
     name: str
@@ -81,6 +83,8 @@ class State:
     recurrent: int
     writes: tuple[PartSize, ...] | None = None
     dtype: str | None = None
+    narrow: bool = False
+    wide: bool = False
 
     @property
     def parts(self) -> tuple[PartSize, ...]:
@@ -89,7 +93,14 @@ class State:
 
     def nbytes(self, dtype: Numbers) -> int:
         """What an engine holds of it, whatever was read: the convolution needs its last kernel − 1 inputs."""
-        return dtype.bytes(self.channels * (self.kernel - 1)) + self.recurrent * STATE_BYTES
+        return self.nbytes_with(self.kernel - 1, dtype)
+
+    def nbytes_with(self, inputs: int, dtype: Numbers) -> int:
+        """What is held of it with so many inputs of the convolution."""
+        numbers = self.channels * inputs
+        return (numbers * STATE_BYTES if self.wide else dtype.bytes(numbers)) + (
+            dtype.bytes(self.recurrent) if self.narrow else self.recurrent * STATE_BYTES
+        )
 
     def __str__(self) -> str:
         return self.name

@@ -7,7 +7,7 @@ selects everything.
 """
 
 from kvprobe.errors import UserError
-from kvprobe.memory.caches import STATE_BYTES, AttentionStore, LayerStore, State
+from kvprobe.memory.caches import AttentionStore, LayerStore
 from kvprobe.memory.numbers import Numbers
 from kvprobe.memory.request import Request
 
@@ -43,7 +43,7 @@ def _layer(layer: LayerStore, number: int, layers: int, request: Request) -> int
         else:
             total += sum(_quantised(request, heads, d) for d in (attention.d_key, attention.d_value))
     if layer.state is not None:
-        total += request.batch * _state(layer.state, request)
+        total += request.batch * layer.state.nbytes_with(layer.state.kernel, request.dtype)
     return total
 
 
@@ -57,10 +57,6 @@ def rows_held(attention: AttentionStore, prompt: int, new: int) -> int:
 
 def _heads(attention: AttentionStore) -> int:
     return attention.copies or attention.kv_heads
-
-
-def _state(state: State, request: Request) -> int:
-    return request.dtype.bytes(state.channels * state.kernel) + state.recurrent * STATE_BYTES
 
 
 def _quantised(request: Request, heads: int, d: int) -> int:

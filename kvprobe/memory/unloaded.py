@@ -116,6 +116,9 @@ def text_model(config: Config) -> Config:
     return config
 
 
+HALF = torch.bfloat16
+
+
 def unloaded(config: Config) -> Unloaded:
     """What transformers builds of a text model's config.
 
@@ -269,11 +272,22 @@ def _one_token(model: PreTrainedModel, config: Any, kinds: list[str]) -> tuple[A
     if "position_ids" in takes:
         beside["position_ids"] = ids
     if "cross_attention_states" in takes:
-        beside["cross_attention_states"] = torch.zeros(1, 1, config.hidden_size, device="meta")
+        beside["cross_attention_states"] = torch.zeros(1, 1, config.hidden_size, dtype=HALF, device="meta")
     alike = _skip_alike(model, kinds)
+    in_half_precision(model)
     with torch.no_grad(), _at_most(MOST_MODULES), writes_noted(known_modules(model)) as given:
         model(input_ids=ids, use_cache=True, **beside)
     return past, given, alike
+
+
+def in_half_precision(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with its parameters in half precision, as loading gives it, so that its states show which have it."""
+    model.to(HALF)
+    kept = tuple(model._keep_in_fp32_modules_strict or ())
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in kept):
+            parameter.data = parameter.data.float()
+    return model
 
 
 def _skip_alike(model: nn.Module, kinds: list[str]) -> dict[int, int]:
@@ -351,4 +365,6 @@ def _state(layer: Any, config: Any, given: list[Noted]) -> State | None:
         recurrent=sum(part[0].numel() for part in states),
         writes=tuple(sizes.values()) if noted or not states else None,
         dtype=getattr(config, "mamba_ssm_cache_dtype", None) or getattr(config, "mamba_ssm_dtype", None),
+        narrow=any(part.dtype == HALF for part in states),
+        wide=any(part.dtype != HALF for part in inputs),
     )

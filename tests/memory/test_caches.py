@@ -17,7 +17,7 @@ from kvprobe.memory.caches import LayerStore
 from kvprobe.memory.config import Config
 from kvprobe.memory.numbers import FORMATS
 from kvprobe.memory.request import Request
-from kvprobe.memory.unloaded import text_model, unloaded
+from kvprobe.memory.unloaded import in_half_precision, text_model, unloaded
 from kvprobe.models.geometry import Geometry
 from kvprobe.models.hf_cache import library_cache
 from tests.every_model import UNBUILT
@@ -102,11 +102,12 @@ def test_every_model_stores_what_its_config_says_or_has_no_budget(kind: str):
     if config is config.get_text_config():  # of images and text the text model is counted
         assert built.weights.total == sum(parameter.numel() for parameter in model.parameters())
     if kind not in ("cpmant", "dory"):  # which transformers cannot read a second token into
-        float32 = FORMATS["float32"]
-        past = lived(model, library_cache(model.config.get_text_config()), 7, 2, 1)
-        held = hf.held(built.layers, Request(7, 2, 1, 0, float32, float32))
-        assert storage_bytes(past) == held[: len(past.layers)]
-        assert not any(held[len(past.layers) :])
+        halved = in_half_precision(every.tiny(kind))
+        for read, numbers, prompt, batch in ((model, "float32", 7, 1), (halved, "bfloat16", 3, 2)):
+            past = lived(read, library_cache(model.config.get_text_config()), prompt, 2, batch)
+            held = hf.held(built.layers, Request(prompt, 2, batch, 0, FORMATS[numbers], FORMATS[numbers]))
+            assert storage_bytes(past) == held[: len(past.layers)]
+            assert not any(held[len(past.layers) :])
     try:
         geometry = Geometry.of(model)
     except UserError:
