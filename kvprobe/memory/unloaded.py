@@ -282,7 +282,7 @@ def _one_token(model: PreTrainedModel, config: Any, kinds: list[str]) -> tuple[A
 
 def in_half_precision(model: PreTrainedModel) -> PreTrainedModel:
     """The model with its parameters in half precision, as loading gives it, so that its states show which have it."""
-    model.to(HALF)
+    model.bfloat16()
     kept = tuple(model._keep_in_fp32_modules_strict or ())
     for name, parameter in model.named_parameters():
         if any(part in name for part in kept):
