@@ -12,7 +12,6 @@ farther out on that tail.
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,21 +21,16 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from jaxtyping import Float
-from torch import Tensor
 
 from kvprobe.arguments import AtLeastOne, Share, checked_arguments
 from kvprobe.cache.differences import vectors_apart
 from kvprobe.cache.layer import Layer
 from kvprobe.cache.parts import ROTATED
-from kvprobe.cache.stored import AnyCache, StoredCache
+from kvprobe.cache.precision import STEPS, Computed, computed_as, in_fp8
+from kvprobe.cache.stored import AnyCache
 from kvprobe.errors import UserError
 from kvprobe.stats import conformal_rank, ranks_of_quantile
 
-Computed = Literal[
-    "float32", "bfloat16", "float16", "llama.cpp f32", "llama.cpp f16", "llama.cpp q8_0", "llama.cpp q4_0"
-]
-"""How a cache was computed: in a dtype, by transformers or by an engine that rounds no more than it does, such as vLLM;
-or by llama.cpp with weights in 4 bits, by the type of its cache."""
 Kept = Literal["slots", "delta rule", "Mamba-2", "convolution"]
 """What of a layer: its slots; or the state that it keeps, of which rows count as slots; or the last inputs of its short
 convolution."""
@@ -53,15 +47,6 @@ _NUMPY: Any = np  # its annotations are incomplete
 FILE = Path(__file__).with_name("floors.json")
 """What `benchmarks/floors.py` measured."""
 _LEAST = float(torch.finfo(torch.float32).eps)
-_STEPS: Mapping[Computed, float] = {
-    "float32": 2**-23,
-    "float16": 2**-10,
-    "bfloat16": 2**-7,
-    "llama.cpp f32": 2**-23,
-    "llama.cpp f16": 2**-10,
-    "llama.cpp q8_0": 2**-7,
-    "llama.cpp q4_0": 2**-3,
-}
 _ONE_PRODUCT, _NEWBORN = 1e-6, 5e-6
 _TAIL, _KEPT = 0.2, 40
 """The share of caches whose most unusual places are the tail, and how many are kept."""
@@ -205,7 +190,7 @@ class NoiseFloor:
     @property
     def step(self) -> float:
         """Between neighbouring numbers in the coarser of the two precisions, relative."""
-        return max(_STEPS[self.one], _STEPS[self.other])
+        return max(STEPS[self.one], STEPS[self.other])
 
     @property
     def single(self) -> float:
@@ -265,46 +250,9 @@ def floor_of_dtype(dtype: torch.dtype, kept: Kept = "slots") -> NoiseFloor:
 def floor_of(one: AnyCache, other: AnyCache) -> NoiseFloor:
     """What these two caches may differ by, from the precision of their numbers and from what files say of them. Where
     one alone was rounded to fp8, no rounding is benign, whatever it is stored as now."""
-    if _in_fp8(one) != _in_fp8(other):
+    if in_fp8(one) != in_fp8(other):
         return floor_between(REFERENCE, REFERENCE)
     return floor_between(computed_as(one), computed_as(other))
-
-
-def computed_as(cache: AnyCache) -> Computed:
-    """How a cache was computed: in the precision that its numbers have, whatever they are stored as now; or as the file
-    of an engine says."""
-    if isinstance(cache, StoredCache) and "llama.cpp" in cache.origin:
-        types: list[Computed] = [name for name in _STEPS if name.startswith("llama.cpp")]
-        found: list[Computed] = [name for name in types if re.search(rf"\b{name.split()[1]}\b", cache.origin)]
-        return max(found, key=_STEPS.__getitem__) if found else "llama.cpp f16"
-    parts: list[Computed] = [_precision(tensor) for tensor in _first_parts(cache)]
-    return max(parts, key=_STEPS.__getitem__)
-
-
-def _first_parts(cache: AnyCache) -> list[Tensor]:
-    layer = next(layer for layer in cache.layers if layer)
-    return [tensor for name, tensor in layer.items() if name != "decay"]
-
-
-def _some(tensor: Tensor) -> Float[Tensor, "vectors numbers"]:
-    return tensor.flatten(0, 2)[:: max(1, tensor[..., 0].numel() // 256)].float()
-
-
-def _in_fp8(cache: AnyCache) -> bool:
-    """Whether numbers have at most 4 significant bits, as those of fp8 do at a scale of 1."""
-    mantissas = [16 * torch.frexp(_some(tensor))[0] for tensor in _first_parts(cache)]
-    return any(bool(some.any() and (some == some.round()).all()) for some in mantissas)
-
-
-def _precision(tensor: Tensor) -> Computed:
-    if tensor.dtype in (torch.bfloat16, torch.float16):
-        return "bfloat16" if tensor.dtype == torch.bfloat16 else "float16"
-    some = _some(tensor)
-    if not bool(some.any()):
-        return "float32"
-    if bool((some.bfloat16().float() == some).all()):
-        return "bfloat16"
-    return "float16" if bool((some.half().float() == some).all()) else "float32"
 
 
 def distances_of_rows(one: Iterable[Layer], other: Iterable[Layer]) -> Float[np.ndarray, "layers parts heads slots"]:

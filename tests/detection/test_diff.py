@@ -162,6 +162,26 @@ def test_fp8_is_no_benign_difference_whatever_it_is_held_in(
     assert not diff(eight, rounded(right, dtype)).differs
 
 
+def test_one_rounded_layer_makes_no_cache_of_a_coarser_precision(right: KVCache):
+    for rounded, scaled in ((0, 2), (2, 0)):
+        layers = [{**layer} for layer in right.layers]
+        layers[rounded] = {name: part.bfloat16().float() for name, part in layers[rounded].items()}
+        layers[scaled] = {name: 1.02 * part for name, part in layers[scaled].items()}
+        found = diff(replace(right, layers=tuple(layers)), right)
+        assert set(found.layers) == {rounded, scaled}, str(found)
+        assert "scale error" in {cause.kind for cause in found.causes}
+
+
+def test_a_damaged_slot_leaves_the_precision_of_a_cache_as_it_is(right: KVCache):
+    half = [{name: part.bfloat16().float() for name, part in layer.items()} for layer in right.layers]
+    for layer in (0, len(half) - 1):
+        for broken in (0.0, 0.1, torch.nan):
+            struck = [{name: part.clone() for name, part in held.items()} for held in half]
+            struck[layer]["V"][0, :, 40] = broken
+            found = diff(replace(right, layers=tuple(struck)), right)
+            assert (found.floor.name, found.layers) == ("bfloat16 and float32", (layer,)), str(found)
+
+
 @pytest.mark.parametrize("longer", [1, 5])
 def test_padding_makes_no_difference_at_the_end_or_between_slots(tiny: Model, right: KVCache, longer: int):
     padded = KVCache.join([right, tiny.prefill([*IDS[::-1], *IDS[:longer]])])
