@@ -68,9 +68,11 @@ def steer(
         layers: to which; all that store the part by default.
 
     Raises:
-        UserError: a layer does not store this part, or the directions do not fit it.
+        UserError: a layer does not store this part, or the directions do not fit it or are not finite.
     """
     wanted = _storing(cache, part, layers)
+    if not bool(directions.isfinite().all()):
+        raise UserError("A direction holds NaN or infinity; give finite numbers.")
     if directions.shape[0] != len(wanted):
         raise UserError(f"There are {directions.shape[0]} directions for {len(wanted)} layers; give one for each.")
     steered = [dict(layer) for layer in cache.layers]

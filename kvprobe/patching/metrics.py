@@ -5,9 +5,8 @@ A metric is any function of the logits after a run's last tokens, `[kept, vocab]
 can be differentiated, as attribution patching needs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -17,16 +16,10 @@ from kvprobe.arguments import AtLeastOne, check_fields
 from kvprobe.brief import Brief
 from kvprobe.errors import UserError
 from kvprobe.inference.outcomes import relative_entropy
+from kvprobe.text.first_tokens import TextEncoder
 from kvprobe.text.tokens import Tokens
 
 Metric = Callable[[Tensor], object]
-
-
-@runtime_checkable
-class TextEncoder(Protocol):
-    """What makes tokens of a text."""
-
-    def __call__(self, text: str, /, *, add_special_tokens: bool) -> Mapping[str, Sequence[int]]: ...
 
 
 LEAST = 1e-4

@@ -220,3 +220,4 @@ def test_what_cannot_be_edited_is_refused_in_a_sentence():
     refused(lambda: zero(held("deepseek_v3")[1], "b"), "V")
     refused(lambda: zero(past, "b", layers=[0]), "V is stored by layers [3]")
     refused(lambda: steer(past, torch.ones(1, 1, 3), "b", layers=[0], part="value"), "numbers")
+    refused(lambda: steer(past, torch.full((1, 1, 3), torch.nan), "b", layers=[0], part="value"), "NaN")

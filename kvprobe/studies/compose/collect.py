@@ -15,6 +15,7 @@ from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import relative_entropy
 from kvprobe.studies.compose import Config
 from kvprobe.studies.compose.documents import TwoDocuments, pairs
+from kvprobe.text.first_tokens import first_tokens
 from kvprobe.text.tokens import Tokens
 
 FIRST, DEVIATING, RANDOM = "first", "deviating", "random"
@@ -75,7 +76,7 @@ def joined_rows(
             runs = [Tokens.of(ids, "asked", following) for ids in asked]
             logs = known[id(cache)] = model.extend(cache, runs)[1][:, -1].double().log_softmax(-1).cpu()
         for one, own, true in zip(documents.asked, logs, known[id(joint)], strict=True):
-            options = [text_tokens(model, f" {word}")[0] for word in one.options]
+            options = first_tokens(model.tokenizer, [f" {word}" for word in one.options])
             right, *others = own[options].tolist()
             yield {
                 "kind": one.kind,

@@ -32,6 +32,7 @@ from kvprobe.models.lanes import Lanes
 from kvprobe.shipped import shipped
 from kvprobe.studies.finetuned import Config
 from kvprobe.tasks.behaviours import BEHAVIOURS, Behaviour, Told, draw_told
+from kvprobe.text.first_tokens import first_tokens
 from kvprobe.text.tokens import ANSWER_HEADER, Tokens
 
 Who = Literal["base", "tuned"]
@@ -173,7 +174,7 @@ def prompt_of(model: Model, told: Told) -> tuple[Tokens, Tokens, tuple[int, int]
     whole = asked + Tokens.of(lead, ANSWER_HEADER, asked.following)
     named = tuple(HEADER if name == ANSWER_HEADER else name for name in whole.segments)
     whole = replace(whole, segments=named)
-    right, wrong = (int(model.tokenizer(word, add_special_tokens=False)["input_ids"][0]) for word in told.words)
+    right, wrong = first_tokens(model.tokenizer, told.words)
     return whole[:-1], whole[-1:], (right, wrong)
 
 
