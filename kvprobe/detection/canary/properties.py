@@ -61,6 +61,11 @@ class ScriptSizes:
         """Lengths one token short of a few blocks, of just as many, and one more."""
         return [count * self.block + more for count in (4, 5) for more in (-1, 0, 1)]
 
+    @property
+    def around_chunk(self) -> list[int]:
+        """Lengths one token short of what is read at once, of just as many, and one more."""
+        return [self.chunk + more for more in (-1, 0, 1)]
+
 
 @dataclass(frozen=True)
 class CacheProperty:
@@ -212,7 +217,7 @@ PROPERTIES = (
         "chunk",
         "A prompt longer than what is read at once is answered alike, however it is cut.",
         _again,
-        lambda sizes: [sizes.chunk + more for more in (-1, 0, 1)],
+        lambda sizes: sizes.around_chunk,
     ),
     CacheProperty(
         "go on",

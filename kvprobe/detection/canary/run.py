@@ -33,6 +33,7 @@ WITHOUT_REUSE = {
     "repeated": "The same request again is answered alike.",
     "in company": "Without reuse, other requests in the batch change nothing.",
     "token by token": "Without reuse, tokens read one by one are answered as if read at once.",
+    "long": "So are those after a prompt of what is read at once: kernels change with the length, too.",
 }
 """Benign differences, which give the floors, and what must hold of each."""
 
@@ -238,6 +239,12 @@ class _Session:
                 prompt[:place] + other.body[place : place + self._sizes.block] + prompt[place + self._sizes.block :]
             )
             wrong.append(max(distances(clean, self._cold(swapped))))
+        for length in self._sizes.around_chunk:
+            prompt = self._prompts.listing(length).asking(0, length)
+            clean = self._cold(prompt)
+            for count in (1, NEW - 1):
+                after = self._cold(prompt + clean.tokens[:count], 1)
+                floors["long"].append(distance(clean.tops[count], after.tops[0]))
         return floors, wrong
 
     def _script(self, played: CacheProperty, length: int, steps: Sequence[int] | None = None) -> list[ScriptStep]:
