@@ -33,7 +33,7 @@ WITHOUT_REUSE = {
     "repeated": "The same request again is answered alike.",
     "in company": "Without reuse, other requests in the batch change nothing.",
     "token by token": "Without reuse, tokens read one by one are answered as if read at once.",
-    "long": "So are those after a prompt of what is read at once: kernels change with the length, too.",
+    "long": "Without reuse, this also holds after prompts as long as what is read at once.",
 }
 """Benign differences, which give the floors, and what must hold of each."""
 
