@@ -80,18 +80,18 @@ def test_answers_are_in_the_documents_that_their_kinds_name():
 CONFIG = Config()
 
 
-def made_up(lost: float = 0.4, better: float = 0.05, known: float = 0.9) -> Any:
-    """Forty pairs of documents. Joining loses a share of right answers, and first slots are nearer than random ones."""
+def made_up(lost: float = 0.4, better: float = 0.05, known: float = 0.9, samples: int = 40) -> Any:
+    """Pairs of documents. Joining loses a share of right answers, and first slots are nearer than random ones."""
     shares = (0, *CONFIG.shares, 100)
     rows: Any = pd.concat(
         [
-            every(sample=range(40), kind=list(KINDS), way=list(WAYS), share=list(shares)),
-            every(sample=range(40), kind=list(KINDS), way=[JOINT], share=[100]),
-            every(sample=range(40), kind=list(KINDS), way=[ALONE], share=[0]),
+            every(sample=range(samples), kind=list(KINDS), way=list(WAYS), share=list(shares)),
+            every(sample=range(samples), kind=list(KINDS), way=[JOINT], share=[100]),
+            every(sample=range(samples), kind=list(KINDS), way=[ALONE], share=[0]),
         ],
         ignore_index=True,
     )
-    place = (rows["sample"] * 7 % 40 + 0.5) / 40
+    place = (rows["sample"] * 7 % samples + 0.5) / samples
     less = np.where(rows["way"] == ALONE, known - 0.1, np.where(rows["share"] == 100, 0, lost))
     whole, wave = rows["share"] == 100, (rows["sample"] % 5 - 2) * 1e-3
     apart = np.where(whole, 1e-9, 0.2 - better * ((rows["way"] == FIRST) & (rows["share"] > 0)) + wave)
@@ -133,6 +133,25 @@ def test_a_judge_that_names_the_second_answer_whichever_is_true_is_seen():
     assert findings.at("second", way=FIRST, share=0).mean == 1
     assert findings.at("right", kind=JUDGED, way=FIRST, share=0).mean == pytest.approx(0.5, abs=0.1)
     assert findings.at("second", way=JOINT, share=100).mean == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_judge_that_finds_the_truth_in_both_orders_is_told_from_one_that_goes_by_the_place(tmp_path: Path):
+    config = Config(samples=48)
+    rows = made_up(samples=48)
+    true, sure, judged = rows["sample"].map(second_is_right), rows["sample"] % 24 < 12, rows["kind"] == JUDGED
+    joined = judged & (rows["way"] == FIRST) & (rows["share"] == 0)
+    rows["right"] = np.where(joined, true, np.where(judged, sure | true, rows["right"] == 1)).astype(float)
+    rows["margin"] = np.where(true, 1.0, -1.0) + np.where(joined, 0.0, np.where(sure, 2.0, 0.5))
+    conclusion = concluded(rows, config)
+    findings = conclusion.findings
+    assert findings.at("both_orders", way=JOINT, share=100).mean == 0.5
+    assert findings.at("both_orders", way=FIRST, share=0).mean == 0
+    assert findings.at("judgement").mean == -0.5
+    assert findings.at("truth", way=JOINT, share=100).mean == pytest.approx(1.25)
+    assert findings.at("truth", way=FIRST, share=0).mean == pytest.approx(0.0)
+    assert "in fewer of them than after one prefill" in answer_of(STUDY, config, conclusion, tmp_path)
+    once = Config(samples=24)
+    assert "both times" not in answer_of(STUDY, once, concluded(made_up(samples=24), once), tmp_path / "once")
 
 
 def test_controls_fail_where_reading_again_is_not_one_prefill_or_nothing_is_known():

@@ -9,7 +9,7 @@ from kvprobe.report.findings import Findings
 from kvprobe.stats import SHARE
 from kvprobe.studies.compose import Config
 from kvprobe.studies.compose.collect import ALONE, DEVIATING, FIRST, JOINT, RANDOM, WAYS
-from kvprobe.studies.compose.documents import IN_FIRST, JUDGED, pairs, second_is_right
+from kvprobe.studies.compose.documents import IN_FIRST, JUDGED, KNOWN, pairs, second_is_right
 from kvprobe.tidy import Rows, chosen
 from kvprobe.wording import few_clusters
 
@@ -54,6 +54,14 @@ def estimands(config: Config) -> tuple[Estimand, ...]:
     )
 
 
+IN_BOTH_ORDERS: tuple[Estimand, ...] = (
+    Mean(name="both_orders", of="right", by=("way", "share"), within=SHARE),
+    Mean(name="truth", of="margin", by=("way", "share"), unit="nats"),
+    Difference(name="judgement", of="right", where={"way": FIRST, "share": 0}, less={"way": JOINT}, together=()),
+)
+"""What is judged, of facts that stood in both orders."""
+
+
 def conclude(rows: Rows, config: Config, model: Model) -> Conclusion:
     return concluded(rows, config)
 
@@ -63,7 +71,8 @@ def concluded(rows: Rows, config: Config) -> Conclusion:
     true_second = rows["sample"].map(second_is_right)
     # Of two answers, the second is named where it is true and found, or not true and missed.
     rows = rows.assign(names_second=((rows["right"] == 1) == true_second).astype(float))
-    findings = measure(rows, estimands(config))
+    facts = in_both_orders(rows)
+    findings = measure(rows, estimands(config), (facts, IN_BOTH_ORDERS if len(facts) else ()))
     again: Rows = chosen(rows, {"way": FIRST, "share": 100})
     findings.number("exact", again["kl"].max(), "nats")
     house, judged = pairs(0, config.facts, config.seed)
@@ -71,6 +80,7 @@ def concluded(rows: Rows, config: Config) -> Conclusion:
         "documents": [house.first, house.second, judged.first, judged.second],
         "asked": [[one.kind, one.text.strip(), one.options[0]] for pair in (house, judged) for one in pair.asked],
         "shares": list(config.shares),
+        "in_both_orders": len(facts) > 0,
     }
     return Conclusion(
         findings,
@@ -78,6 +88,18 @@ def concluded(rows: Rows, config: Config) -> Conclusion:
         shown,
         few_clusters(findings.at("joint", kind=IN_FIRST).clusters, "pairs of documents"),
     )
+
+
+def in_both_orders(rows: Rows) -> Rows:
+    """A row for each fact that was judged in both orders, by `way` and `share`.
+
+    Whether the true answer was found in both (`right`), which a preference for a place never does, and the mean
+    `margin`, from which such a preference falls out.
+    """
+    judged = chosen(rows, {"kind": JUDGED})
+    by = [judged["sample"] % len(KNOWN), judged["way"], judged["share"]]
+    facts = judged.groupby(by).agg(right=("right", "min"), margin=("margin", "mean"), orders=("right", "size"))
+    return chosen(facts.reset_index(), {"orders": 2})
 
 
 def controls_of(findings: Findings) -> Iterator[Control]:

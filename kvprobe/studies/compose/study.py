@@ -59,6 +59,12 @@ STUDY = Study(
             below="nearer to one prefill than with as many random slots",
             unclear="not shown to be nearer to one prefill than with as many random slots, or further",
         ),
+        Claim(
+            "judgement",
+            above="in more of them than after one prefill",
+            below="in fewer of them than after one prefill",
+            unclear="in no more of them and no fewer, as far as is shown, than after one prefill",
+        ),
     ),
     labels={
         "n": "{} pairs of documents".format,
@@ -66,9 +72,9 @@ STUDY = Study(
         "way": {FIRST: "the first slots", DEVIATING: "slots by deviation", RANDOM: "random slots"},
     },
     written={
-        **dict.fromkeys(("right", "flips", "joint", "alone", "second"), percent),
-        "lost": formatted("+.0%"),
-        **dict.fromkeys(("apart", "over_kinds"), lambda number: plain(number, 3)),
+        **dict.fromkeys(("right", "flips", "joint", "alone", "second", "both_orders"), percent),
+        **dict.fromkeys(("lost", "judgement"), formatted("+.0%")),
+        **dict.fromkeys(("apart", "over_kinds", "truth"), lambda number: plain(number, 3)),
         "beside_random": formatted("+.3f"),
         "exact": lambda number: f"{number.mean:.1e}",
     },
