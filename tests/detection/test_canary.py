@@ -133,19 +133,30 @@ class Noisy:
         return EngineAnswer(tokens, tops, len(prompt) - 1 if reuse else 0)
 
 
+@dataclass
 class OtherKernel(Noisy):
-    """A sound engine that computes the same to the bit up to 256 tokens, and with noise beyond."""
+    """An engine that computes the same to the bit up to 256 tokens, and with noise beyond; hits lie `off` nats away."""
+
+    off: float = 0.0
 
     def _answer(self, prompt: Prompt, new: int, reuse: bool) -> EngineAnswer:
         scale, self.scale = self.scale, self.scale if len(prompt) > 256 else 0.0
         answer = super()._answer(prompt, new, reuse)
         self.scale = scale
-        return answer
+        tops = [{token: value - self.off * reuse for token, value in top.items()} for top in answer.tops]
+        return replace(answer, tops=tops)
 
 
 def test_a_sound_engine_whose_kernels_differ_with_the_length_does_not_fail():
     for seed in range(6):
         assert not canary(OtherKernel(seed), seed=seed).failed
+
+
+def test_noise_of_long_prompts_does_not_hide_a_small_fault_of_short_ones():
+    result = canary(OtherKernel(0, off=0.01))
+    assert result.threshold < 0.01 < result.long_threshold
+    assert "hit" in result.failed
+    assert "chunk" not in result.failed
 
 
 def test_at_most_the_stated_share_of_sound_runs_fails():
@@ -161,18 +172,14 @@ def test_more_benign_differences_are_measured_before_an_engine_is_refused_for_it
     assert all(run.power >= POWER and not run.failed for run in runs)
 
 
-def test_where_noise_nearly_hides_a_wrong_block_one_excess_must_come_back(monkeypatch: pytest.MonkeyPatch):
-    certain: list[float] = []
-    state = canary_run._state
-
-    def noting(gaps: Sequence[float], limit: float, least: float, again: Callable[[], float]) -> object:
-        certain.append(least / limit)
-        return state(gaps, limit, least, again)
-
-    monkeypatch.setattr(canary_run, "_state", noting)
-    noisy = canary(Noisy(0, 0.06), sizes=ScriptSizes(idle=0.0))
-    assert np.median(noisy.wrong_blocks) < CERTAIN * noisy.threshold
-    assert certain == pytest.approx([CERTAIN] * len(certain))
+def test_where_noise_nearly_hides_a_wrong_block_one_excess_must_come_back():
+    limit = 1.0
+    near, far = 0.9 * CERTAIN * limit, 1.1 * CERTAIN * limit
+    for block in (0.5 * limit, 1.5 * limit):
+        assert canary_run._state([near], limit, block, lambda: 0.0) == "not repeated"
+        assert canary_run._state([near], limit, block, lambda: near) == "failed"
+        assert canary_run._state([far], limit, block, lambda: 0.0) == "failed"
+    assert canary_run._state([far], limit, 2 * far, lambda: 0.0) == "not repeated"
 
 
 MADE = """

@@ -2,8 +2,9 @@
 
 from kvprobe.detection.canary.dumps import DumpsCanary, canary_of_dumps
 from kvprobe.detection.canary.endpoints import llama_server, openai_endpoint, vllm_endpoint
+from kvprobe.detection.canary.findings import Canary
 from kvprobe.detection.canary.properties import ScriptSizes
-from kvprobe.detection.canary.run import Canary, canary
+from kvprobe.detection.canary.run import canary
 from kvprobe.detection.canary.target import CanaryTarget, EngineAnswer
 
 __all__ = [

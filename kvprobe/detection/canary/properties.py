@@ -21,7 +21,7 @@ class ScriptStep:
 
     Attributes:
         kind: `ask` all prompts at once, with reuse; `go on` from the last request and its answer with what is in
-            `prompts`; `fill` the engine's memory with prompts whose answers nobody compares; `wait`; `save` a prompt's
+            `prompts`; `fill` the engine's cache with prompts whose answers nobody compares; `wait`; `save` a prompt's
             cache and `restore` it; `forget` the engine's own cache.
     """
 
@@ -111,7 +111,7 @@ def _again(prompts: Prompts, sizes: ScriptSizes, length: int) -> list[ScriptStep
 def _prefix(prompts: Prompts, sizes: ScriptSizes, length: int) -> list[ScriptStep]:
     listing = prompts.listing(length + 2 * sizes.block)
     whole = listing.after(length - sizes.block // 2, len(listing.body))
-    return [ScriptStep("ask", (listing.body[:length],)), ScriptStep("ask", (whole,))]
+    return [ScriptStep("fill", (listing.body[:length],)), ScriptStep("ask", (whole,))]
 
 
 def _branch(prompts: Prompts, sizes: ScriptSizes, length: int) -> list[ScriptStep]:
@@ -131,7 +131,12 @@ def _other_beginning(prompts: Prompts, sizes: ScriptSizes, length: int) -> list[
     theirs = (
         other[: sizes.block] + mine[sizes.block :]
     )  # its first block is found, too: only then is the next looked up
-    return [ScriptStep("ask", (prompt,)) for prompt in (mine, other, theirs, mine)]
+    return [
+        ScriptStep("ask", (mine,)),
+        ScriptStep("fill", (other,)),
+        ScriptStep("ask", (theirs,)),
+        ScriptStep("ask", (mine,)),
+    ]
 
 
 def _go_on(prompts: Prompts, sizes: ScriptSizes, length: int) -> list[ScriptStep]:
@@ -164,7 +169,7 @@ def _side_by_side(prompts: Prompts, sizes: ScriptSizes, length: int) -> list[Scr
             *(other.asking(sizes.block, length) for other in others),
         ),
     )
-    return [ScriptStep("ask", (listing.body[:length],)), together, together]
+    return [ScriptStep("fill", (listing.body[:length],)), together, together]
 
 
 def _idle(prompts: Prompts, sizes: ScriptSizes, length: int) -> list[ScriptStep]:
@@ -192,6 +197,13 @@ def _loaded(prompts: Prompts, sizes: ScriptSizes, length: int) -> list[ScriptSte
     ]
 
 
+CHUNK = CacheProperty(
+    "chunk",
+    "A prompt longer than what is read at once is answered alike, however it is cut.",
+    _again,
+    lambda sizes: sizes.around_chunk,
+)
+"""The one whose prompts are much longer than those of the others."""
 PROPERTIES = (
     CacheProperty(
         "hit",
@@ -213,12 +225,7 @@ PROPERTIES = (
         lambda sizes: [6 * sizes.block, 6 * sizes.block + 1],
     ),
     CacheProperty("beginning", "Equal text after another beginning is not taken from the cache.", _other_beginning),
-    CacheProperty(
-        "chunk",
-        "A prompt longer than what is read at once is answered alike, however it is cut.",
-        _again,
-        lambda sizes: sizes.around_chunk,
-    ),
+    CHUNK,
     CacheProperty(
         "go on",
         "A conversation goes on from generated tokens as if they had been read.",

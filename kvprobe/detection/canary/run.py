@@ -1,26 +1,30 @@
-"""Running a canary: floors first, then each property, then a verdict, and the smallest script that fails."""
+"""Running a canary: each property, then the floors, then a verdict, and the smallest script that fails."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from math import isfinite
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from kvprobe.arguments import AtLeastZero, checked_arguments
-from kvprobe.detection.canary.floor import FALSE_ALARMS, distance, distances, threshold
+from kvprobe.detection.canary.findings import Canary, PropertyFinding, SmallestFailure
+from kvprobe.detection.canary.floor import distances, threshold
 from kvprobe.detection.canary.prompts import Prompts
-from kvprobe.detection.canary.properties import NEW, PROPERTIES, SIDE_BY_SIDE, CacheProperty, ScriptSizes, ScriptStep
+from kvprobe.detection.canary.properties import (
+    CHUNK,
+    NEW,
+    PROPERTIES,
+    SIDE_BY_SIDE,
+    CacheProperty,
+    ScriptSizes,
+    ScriptStep,
+)
 from kvprobe.detection.canary.target import CanaryTarget, EngineAnswer, Forgets, KnowsBlock, Prompt, SavesSlots
 from kvprobe.errors import UserError
 
-CanaryState = Literal["sound", "not reported", "not repeated", "failed", "not exercised", "not offered"]
-"""Not reported: answers are alike, but the engine does not say whether they came from its cache. Not repeated:
-something lay beyond the threshold once, less than twice as far or less than most wrong blocks do, and nothing did on
-new prompts."""
 FLOOR_PROMPTS = 16
-"""From which the floors are measured at a time."""
+"""From which the floors are measured at a time; an even number, since two are asked side by side."""
 MOST_FLOOR_PROMPTS = 48
 """So many are measured before an engine is refused for its noise: with more, less is added for want of knowing it."""
 REPEATS = 2
@@ -36,6 +40,10 @@ WITHOUT_REUSE = {
     "long": "Without reuse, this also holds after prompts as long as what is read at once.",
 }
 """Benign differences, which give the floors, and what must hold of each."""
+LONG = "long", CHUNK.name
+"""What is judged by the threshold of long prompts: kernels change with the length."""
+Played = Sequence[tuple[int, Sequence["HeldAnswer"]]]
+"""What a property's scripts gave, by the length in tokens."""
 
 
 @dataclass(frozen=True)
@@ -45,100 +53,19 @@ class HeldAnswer:
     Attributes:
         step: of the script.
         gaps: the distance of each token, in nats.
+        cold: the answer without reuse.
         reused: tokens of the prompt that came from the cache; None where that is not known.
     """
 
     step: int
     prompt: Prompt
     gaps: Sequence[float]
+    cold: EngineAnswer
     reused: int | None
 
     @property
     def worst(self) -> float:
         return max(self.gaps)
-
-
-@dataclass(frozen=True)
-class SmallestFailure:
-    """The smallest script that still fails.
-
-    Attributes:
-        length: tokens of its prompt, without the question where that follows.
-        gap: the distance of its last answer from that without reuse, in nats.
-        text: the prompt of its last step.
-    """
-
-    length: int
-    gap: float
-    text: str
-    script: Sequence[ScriptStep]
-
-
-@dataclass(frozen=True)
-class PropertyFinding:
-    """What was seen of one property.
-
-    Attributes:
-        compared: answers.
-        worst: the largest distance, in nats.
-        reused: tokens that came from the cache in all; None where that is not known.
-    """
-
-    name: str
-    meaning: str
-    state: CanaryState
-    compared: int = 0
-    worst: float = 0.0
-    reused: int | None = None
-    failure: SmallestFailure | None = None
-
-
-@dataclass(frozen=True)
-class Canary:
-    """What a canary found.
-
-    Attributes:
-        threshold: the distance, in nats, from which an answer is wrong: if something is beyond it again on new prompts,
-            or this one is twice as far, and farther off than the median of `wrong_blocks`.
-        floors: distances of benign differences by kind, in nats.
-        wrong_blocks: how far answers move if the block that is asked for is another, each in nats.
-    """
-
-    target: str
-    seed: int
-    sizes: ScriptSizes
-    threshold: float
-    floors: dict[str, list[float]]
-    wrong_blocks: list[float]
-    findings: Sequence[PropertyFinding]
-    requests: int
-    seconds: float
-
-    @property
-    def failed(self) -> list[str]:
-        """Names of the properties that do not hold."""
-        return [finding.name for finding in self.findings if finding.state == "failed"]
-
-    @property
-    def power(self) -> float:
-        """The share of wrong blocks that are felt."""
-        return float(np.mean(np.array(self.wrong_blocks) > self.threshold))
-
-    @property
-    def verdict(self) -> str:
-        """In a sentence."""
-        tried = [finding for finding in self.findings if finding.state not in ("not exercised", "not offered")]
-        silent = any(finding.state == "not reported" for finding in tried)
-        if not self.failed:
-            doubt = " The engine does not report what it reuses, so its cache may not have been used." if silent else ""
-            if once := [finding.name for finding in tried if finding.state == "not repeated"]:
-                doubt += f" Beyond the threshold once, and not on new prompts: {', '.join(once)}."
-            return f"Sound: {len(tried)} properties hold in {sum(one.compared for one in tried)} answers.{doubt}"
-        return f"Failed: {', '.join(self.failed)} ({len(self.failed)} of {len(tried)} properties)."
-
-    def record(self) -> dict[str, Any]:
-        """For JSON; distances that are infinite become None."""
-        return {"verdict": self.verdict, "power": self.power, "false_alarms": FALSE_ALARMS} | _finite(asdict(self))
 
 
 @checked_arguments
@@ -178,91 +105,94 @@ class _Session:
 
     def run(self) -> Canary:
         began = time.monotonic()
-        floors, wrong = self._floors()
         offered = [one for one in PROPERTIES if one.needs is None or isinstance(self._target, one.needs)]
-        played = {
-            one.name: [(length, self._compare(self._script(one, length))) for length in one.lengths(self._sizes)]
-            for one in offered
-        }
+        played = {one.name: self._play(one) for one in offered}
+        floors, wrong = self._floors(played[CHUNK.name])
         judged = sum(len(one.gaps) for runs in played.values() for _, compared in runs for one in compared)
-        while np.mean(np.array(wrong) > (limit := _limit(floors, len(wrong), judged))) < POWER:
+        while np.mean(np.array(wrong) > max(limits := _limits(floors, len(wrong), judged))) < POWER:
             if len(wrong) >= MOST_FLOOR_PROMPTS:
                 raise UserError(
-                    f"Benign differences of {self._target.name} would hide a wrong block: they reach {limit:.3g} nats, "
-                    f"and a wrong block moves the answer by {np.median(wrong):.3g}; give other words (another seed), a "
-                    "model that can recite a list, or a less noisy engine."
+                    f"Benign differences of {self._target.name} would hide a wrong block: they reach {max(limits):.3g} "
+                    f"nats, and a wrong block moves the answer by {np.median(wrong):.3g}; give other words (another "
+                    "seed), a model that can recite a list, or a less noisy engine."
                 )
             more, wrong_too = self._floors()
             floors, wrong = {kind: floors[kind] + more[kind] for kind in floors}, wrong + wrong_too
         known = [one.reused for runs in played.values() for _, compared in runs for one in compared]
         if all(reused == 0 for reused in known):
             raise UserError(f"{self._target.name} never reused a token, so its cache was not tested; turn reuse on.")
-        certain = max(float(np.median(wrong)), CERTAIN * limit)
         findings = [
-            PropertyFinding(
-                kind,
-                meaning,
-                _state(floors[kind], limit, certain, lambda kind=kind: max(self._floors()[0][kind], default=0.0)),
-                len(floors[kind]),
-                max(floors[kind], default=0.0),
-            )
-            for kind, meaning in WITHOUT_REUSE.items()
+            self._judge_floor(kind, floors[kind], limits[kind in LONG], float(np.median(wrong)))
+            for kind in WITHOUT_REUSE
         ]
         for one in PROPERTIES:
             findings.append(
-                self._judge(one, played[one.name], limit, certain)
+                self._judge(one, played[one.name], limits[one.name in LONG], float(np.median(wrong)))
                 if one in offered
                 else PropertyFinding(one.name, one.meaning, "not offered")
             )
         seconds = time.monotonic() - began
         return Canary(
-            self._target.name, self._seed, self._sizes, limit, floors, wrong, findings, self._requests, seconds
+            self._target.name, self._seed, self._sizes, *limits, floors, wrong, findings, self._requests, seconds
         )
 
-    def _floors(self) -> tuple[dict[str, list[float]], list[float]]:
-        """Distances of benign differences by kind, and of answers where the block that is asked for is another."""
+    def _floors(self, long: Played | None = None) -> tuple[dict[str, list[float]], list[float]]:
+        """Distances of benign differences by kind, and of answers where the block that is asked for is another.
+
+        Prompts have four to seven blocks, as those of most scripts, and end at each place of a block of 16.
+
+        Args:
+            long: what the longest prompts gave, whose answers without reuse are then not asked for again.
+        """
         floors: dict[str, list[float]] = {kind: [] for kind in WITHOUT_REUSE}
-        wrong = []
+        wrong: list[float] = []
+        block = self._sizes.block
+        before: tuple[Prompt, EngineAnswer] | None = None
         for number in range(FLOOR_PROMPTS):
-            length = 4 * self._sizes.block + number
+            length = (4 + number % 3) * block + number
             listing, other = self._prompts.listing(length), self._prompts.listing(length)
-            place = self._sizes.block // 2 + number % 3 * self._sizes.block
-            prompt, beside = listing.asking(place, length), other.asking(0, length)
-            clean, again = self._cold(prompt), self._cold(prompt)
-            together = self._ask([prompt, beside], NEW, reuse=False)[0]
-            floors["repeated"] += distances(clean, again)
-            floors["in company"] += distances(clean, together)
-            for count in range(1, NEW):
-                after = self._cold(prompt + clean.tokens[:count], 1)
-                floors["token by token"].append(distance(clean.tops[count], after.tops[0]))
-            swapped = (
-                prompt[:place] + other.body[place : place + self._sizes.block] + prompt[place + self._sizes.block :]
-            )
-            wrong.append(max(distances(clean, self._cold(swapped))))
-        for length in self._sizes.around_chunk:
-            prompt = self._prompts.listing(length).asking(0, length)
+            place = block // 2 + number % 3 * block
+            prompt = listing.asking(place, length)
             clean = self._cold(prompt)
-            for count in (1, NEW - 1):
-                after = self._cold(prompt + clean.tokens[:count], 1)
-                floors["long"].append(distance(clean.tops[count], after.tops[0]))
+            floors["repeated"] += distances(clean, self._cold(prompt))
+            floors["token by token"] += self._token_by_token(prompt, clean)
+            swapped = prompt[:place] + other.body[place : place + block] + prompt[place + block :]
+            wrong.append(max(distances(clean, self._cold(swapped))))
+            if before is None:
+                before = prompt, clean
+            else:
+                alone = before[1], clean
+                together = self._ask([before[0], prompt], NEW, reuse=False)
+                floors["in company"] += [gap for pair in zip(alone, together, strict=True) for gap in distances(*pair)]
+                before = None
+        for _, compared in self._play(CHUNK) if long is None else long:
+            floors["long"] += self._token_by_token(compared[0].prompt, compared[0].cold)
         return floors, wrong
+
+    def _token_by_token(self, prompt: Prompt, clean: EngineAnswer) -> list[float]:
+        """How far the rest of an answer is from that after the same prompt and its first token, read at once."""
+        rest = EngineAnswer(clean.tokens[1:], clean.tops[1:])
+        return distances(rest, self._cold(prompt + clean.tokens[:1], NEW - 1))
+
+    def _play(self, one: CacheProperty) -> Played:
+        return [(length, [*self._compare(self._script(one, length))]) for length in one.lengths(self._sizes)]
 
     def _script(self, played: CacheProperty, length: int, steps: Sequence[int] | None = None) -> list[ScriptStep]:
         """A script, or some of its steps, on new prompts."""
         script = played.make(self._prompts, self._sizes, length)
         return [step for number, step in enumerate(script) if steps is None or number in steps]
 
-    def _compare(self, script: Sequence[ScriptStep]) -> list[HeldAnswer]:
-        """Run a script, and hold its answers against those without reuse."""
+    def _compare(self, script: Sequence[ScriptStep]) -> Iterator[HeldAnswer]:
+        """Run a script, and hold its answers against those without reuse, one after the other."""
         answered = [
             (number, prompt, answer) for number, step in enumerate(script) for prompt, answer in self._take(step)
         ]
         # Only now: a request without reuse may take the place of what the script has left in the cache.
-        cold = {prompt: self._cold(prompt) for prompt in dict.fromkeys(prompt for _, prompt, _ in answered)}
-        return [
-            HeldAnswer(number, prompt, distances(cold[prompt], answer), answer.reused)
-            for number, prompt, answer in answered
-        ]
+        cold: dict[Prompt, EngineAnswer] = {}
+        for number, prompt, answer in answered:
+            if prompt not in cold:
+                cold[prompt] = self._cold(prompt)
+            yield HeldAnswer(number, prompt, distances(cold[prompt], answer), cold[prompt], answer.reused)
 
     def _take(self, step: ScriptStep) -> list[tuple[Prompt, EngineAnswer]]:
         """Take a step, and return the prompts and answers that are to be compared."""
@@ -303,9 +233,11 @@ class _Session:
         self._requests += len(prompts)
         return self._target.ask(prompts, new, reuse)
 
-    def _judge(
-        self, one: CacheProperty, runs: Sequence[tuple[int, Sequence[HeldAnswer]]], limit: float, certain: float
-    ) -> PropertyFinding:
+    def _judge_floor(self, kind: str, gaps: Sequence[float], limit: float, block: float) -> PropertyFinding:
+        state = _state(gaps, limit, block, lambda: max(self._floors()[0][kind], default=0.0))
+        return PropertyFinding(kind, WITHOUT_REUSE[kind], state, len(gaps), max(gaps, default=0.0))
+
+    def _judge(self, one: CacheProperty, runs: Played, limit: float, block: float) -> PropertyFinding:
         answers = [answer for _, compared in runs for answer in compared]
         known = [answer.reused for answer in answers if answer.reused is not None]
         gaps = [answer.worst for answer in answers]
@@ -320,7 +252,7 @@ class _Session:
             scripts = [self._script(one, length) for length in failing for _ in range(REPEATS)]
             return max(answer.worst for script in scripts for answer in self._compare(script))
 
-        state = _state(gaps, limit, certain, again)
+        state = _state(gaps, limit, block, again)
         if state == "sound":
             state = "not exercised" if not exercised else "sound" if known else "not reported"
         finding = PropertyFinding(one.name, one.meaning, state, len(answers), max(gaps), sum(known) if known else None)
@@ -356,25 +288,22 @@ class _Session:
         return smallest
 
 
-def _limit(floors: Mapping[str, Sequence[float]], prompts: int, judged: int) -> float:
-    """The threshold of a run in which the floors are judged, and so many distances beside."""
-    return threshold(floors, prompts, judged + sum(map(len, floors.values())))
+def _limits(floors: Mapping[str, Sequence[float]], prompts: int, judged: int) -> tuple[float, float]:
+    """The thresholds of short and of long prompts, where the floors are judged, and so many distances beside."""
+    comparisons = judged + sum(map(len, floors.values()))
+    short = {kind: gaps for kind, gaps in floors.items() if kind not in LONG}
+    return threshold(short, prompts, comparisons), threshold(floors, prompts, comparisons)
 
 
 def _state(
-    gaps: Sequence[float], limit: float, certain: float, again: Callable[[], float]
+    gaps: Sequence[float], limit: float, block: float, again: Callable[[], float]
 ) -> Literal["sound", "not repeated", "failed"]:
-    """What distances say; `again` measures the worst on new prompts, and is asked only where it decides."""
+    """What distances say; `again` measures the worst on new prompts, and is asked only where it decides.
+
+    Args:
+        block: how far a wrong block moves answers.
+    """
     worst = max(gaps, default=0.0)
     if worst <= limit:
         return "sound"
-    return "failed" if worst > certain or again() > limit else "not repeated"
-
-
-def _finite(value: Any) -> Any:
-    """Plain data without infinities, which JSON has not."""
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not isfinite(value) else value
+    return "failed" if worst > max(block, CERTAIN * limit) or again() > limit else "not repeated"

@@ -3,8 +3,8 @@
 from pathlib import Path
 from statistics import median
 
+from kvprobe.detection.canary.findings import Canary
 from kvprobe.detection.canary.floor import FALSE_ALARMS
-from kvprobe.detection.canary.run import Canary
 from kvprobe.files import write_whole
 from kvprobe.report.document import SeenPassage
 from kvprobe.report.views.page import render
@@ -54,8 +54,9 @@ def canary_lines(result: Canary) -> list[str]:
     return [
         *lines,
         "",
-        f"Threshold {result.threshold:.3g} nats, for {FALSE_ALARMS:.0%} false alarms a run; a wrong block moves an "
-        f"answer by {median(result.wrong_blocks):.3g} (median), and {result.power:.0%} of wrong blocks would be seen.",
+        f"Threshold {result.threshold:.3g} nats ({result.long_threshold:.3g} for prompts as long as what is read at "
+        f"once), for {FALSE_ALARMS:.0%} false alarms a run; a wrong block moves an answer by "
+        f"{median(result.wrong_blocks):.3g} (median), and {result.power:.0%} of wrong blocks would be seen.",
         f"{result.requests} requests in {result.seconds:.0f} s.",
         result.verdict,
     ]
