@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from kvprobe.arguments import AtLeastOne, checked_arguments
 from kvprobe.cache.alike import refuse_other_model, refuse_other_slots, refuse_overlap
+from kvprobe.cache.computed import coarsest
 from kvprobe.cache.contents import Contents
 from kvprobe.cache.device import pick_device
 from kvprobe.cache.file import load_cache, save_cache
@@ -248,7 +249,8 @@ class KVCache(Contents):
         heads: Sequence[int] | None = None,
         part: PatchedPart | None = None,
     ) -> "KVCache":
-        """The cache with what these slots hold taken from a donor with the same slots; the ledger stays as it is.
+        """The cache with what these slots hold taken from a donor with the same slots; of the ledger nothing changes
+        but `engine`, where the donor's rounds more.
 
         A layer whose K and V others read too (`repr(model)` says which) is patched for all of these.
 
@@ -279,7 +281,8 @@ class KVCache(Contents):
             }
             for own, other, names, place in zip(self.layers, donor.layers, taken, where, strict=True)
         )
-        return replace(self, layers=tuple(patched))
+        ledger = replace(self.ledger, engine=coarsest([self.ledger.engine, donor.ledger.engine]))
+        return replace(self, layers=tuple(patched), ledger=ledger)
 
     def to(self, device: torch.device | str) -> "KVCache":
         """The same cache on another device."""

@@ -126,6 +126,8 @@ class Contents(Brief):
         yield from shown.facts(self.ledger)
         yield f"{self.n_layers} layers of {described(self.shape, sizes=False)}, {plain_dtype(self.tensors[0].dtype)}"
         yield "of any model" if self.made_by is None else f"of {self.made_by.name}"
+        if self.ledger.engine is not None:
+            yield f"computed by {self.ledger.engine}"
         if mixed := int(self.ledger.of_others.sum()):
             yield f"{mixed} slots of {' and '.join(maker.name for maker in self.ledger.without_unused().others)}"
 

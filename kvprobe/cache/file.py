@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvprobe.cache.computed import ENGINES
 from kvprobe.cache.layer import Layer, refuse_misfit
 from kvprobe.cache.ledger import COLUMNS, NO_TOKEN, OWN, PADDING, Ledger, QuantisationFormat
 from kvprobe.cache.parts import LAYERS, PARTS
@@ -58,6 +59,8 @@ def save_cache(path: Path, layers: Sequence[Layer], ledger: Ledger, made_by: Mak
         "made_by": "" if made_by is None else made_by.confirmed(),
         "others": json.dumps([maker.confirmed() for maker in ledger.others]),
     }
+    if ledger.engine is not None:
+        metadata["engine"] = ledger.engine
     metadata["digest"] = _digest(tensors, metadata)
     with replacing(path) as partial:
         save_file(tensors, partial, metadata=metadata)
@@ -133,7 +136,9 @@ def _header(file: safe_open, path: Path) -> tuple[int, Ledger, Maker | None]:
         count = int(metadata["layers"])
         segments = json.loads(metadata["names"])
         quantisation = json.loads(metadata["grain"])
-        made_by = metadata["made_by"]
+        made_by, engine = metadata["made_by"], metadata.get("engine")
+        if engine is not None and engine not in ENGINES:
+            raise ValueError(f"computed by {shown(engine)}")
         # Up to version 3, all slots of a file were of one model.
         before = metadata["format"] != FORMAT
         fields = [name for name in _LEDGER_FIELDS if name != _SELDOM or name in names]
@@ -149,6 +154,7 @@ def _header(file: safe_open, path: Path) -> tuple[int, Ledger, Maker | None]:
             others=() if before else tuple(Maker(str(maker)) for maker in json.loads(metadata["others"])),
             names=tuple(map(str, segments)),
             quantisation=None if quantisation is None else QuantisationFormat(*map(int, quantisation)),
+            engine=engine,
         )
         if count not in range(1, MOST_LAYERS + 1):
             raise ValueError(f"{count} layers")

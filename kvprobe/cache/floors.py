@@ -23,10 +23,11 @@ import torch
 from jaxtyping import Float
 
 from kvprobe.arguments import AtLeastOne, Share, checked_arguments
+from kvprobe.cache.computed import STEPS, Computed
 from kvprobe.cache.differences import vectors_apart
 from kvprobe.cache.layer import Layer
 from kvprobe.cache.parts import ROTATED
-from kvprobe.cache.precision import STEPS, Computed, computed_as, in_fp8
+from kvprobe.cache.precision import computed_as, in_fp8
 from kvprobe.cache.stored import AnyCache
 from kvprobe.errors import UserError
 from kvprobe.stats import conformal_rank, ranks_of_quantile
@@ -248,7 +249,7 @@ def floor_of_dtype(dtype: torch.dtype, kept: Kept = "slots") -> NoiseFloor:
 
 
 def floor_of(one: AnyCache, other: AnyCache) -> NoiseFloor:
-    """What these two caches may differ by, from the precision of their numbers and from what files say of them. Where
+    """What these two caches may differ by, from the precision of their numbers and from the engines that their ledgers name. Where
     one alone was rounded to fp8, no rounding is benign, whatever it is stored as now."""
     if in_fp8(one) != in_fp8(other):
         return floor_between(REFERENCE, REFERENCE)

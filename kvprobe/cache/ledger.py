@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvprobe.brief import Brief
 from kvprobe.cache import shown
+from kvprobe.cache.computed import Engine, coarsest
 from kvprobe.cache.entries import entries
 from kvprobe.checks import names_of
 from kvprobe.errors import UserError, warn
@@ -84,6 +85,7 @@ class Ledger(Brief):
         names: segment names, in order of first appearance.
         quantisation: format of the quantised slots; None where there are none.
         others: models that computed slots and are not that of the cache (see `kvprobe.editing.splice`).
+        engine: that computed slots of it, where it rounds more than their numbers say; of several the coarsest.
     """
 
     tokens: Int[Tensor, "batch slots"]
@@ -100,6 +102,7 @@ class Ledger(Brief):
     names: tuple[str, ...]
     quantisation: QuantisationFormat | None = None
     others: tuple[Maker, ...] = ()
+    engine: Engine | None = None
 
     @staticmethod
     def of(tokens: Int[Tensor, "batch slots"], positions: Int[Tensor, "batch slots"] | None = None) -> "Ledger":
@@ -293,7 +296,10 @@ class Ledger(Brief):
         others = _distinct([*self.others, *other.others])
         joined["makers"] = torch.cat([ledger._made_by(others) for ledger in (self, other)], 1)
         live = torch.cat([wide(self.live), wide(other.live)], 3)
-        return replace(self, **joined, live=live, following=other.following, names=names, others=others)
+        engine = coarsest([self.engine, other.engine])
+        return replace(
+            self, **joined, live=live, following=other.following, names=names, others=others, engine=engine
+        )
 
     def since(self, slot: int) -> "Ledger":
         """The ledger of this slot and all later ones."""
@@ -338,6 +344,7 @@ class Ledger(Brief):
             names=names,
             quantisation=next(iter(formats), None),
             others=others,
+            engine=coarsest(ledger.engine for ledger in ledgers),
         )
 
     def _facts(self) -> Iterable[str]:

@@ -1,40 +1,21 @@
-"""In which precision a cache was computed, by its numbers and by what files say of them."""
+"""In which precision a cache was computed, by its numbers and by what its ledger says of them."""
 
-import re
-from collections.abc import Iterable, Mapping
-from typing import Literal
+from collections.abc import Iterable
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kvprobe.cache.computed import STEPS, Computed
 from kvprobe.cache.layer import Layer
-from kvprobe.cache.stored import AnyCache, StoredCache
-
-Computed = Literal[
-    "float32", "bfloat16", "float16", "llama.cpp f32", "llama.cpp f16", "llama.cpp q8_0", "llama.cpp q4_0"
-]
-"""How a cache was computed: in a dtype, by transformers or by an engine that rounds no more than it does, such as vLLM;
-or by llama.cpp with weights in 4 bits, by the type of its cache."""
-STEPS: Mapping[Computed, float] = {
-    "float32": 2**-23,
-    "float16": 2**-10,
-    "bfloat16": 2**-7,
-    "llama.cpp f32": 2**-23,
-    "llama.cpp f16": 2**-10,
-    "llama.cpp q8_0": 2**-7,
-    "llama.cpp q4_0": 2**-3,
-}
-"""Between neighbouring numbers, relative."""
+from kvprobe.cache.stored import AnyCache
 
 
 def computed_as(cache: AnyCache) -> Computed:
     """How a cache was computed: in the precision that its numbers have, whatever they are stored as now, in the first
-    layer or, where it is finer, the last; or as the file of an engine says."""
-    if isinstance(cache, StoredCache) and "llama.cpp" in cache.origin:
-        types: list[Computed] = [name for name in STEPS if name.startswith("llama.cpp")]
-        found: list[Computed] = [name for name in types if re.search(rf"\b{name.split()[1]}\b", cache.origin)]
-        return max(found, key=STEPS.__getitem__) if found else "llama.cpp f16"
+    layer or, where it is finer, the last; or by the engine that its ledger names."""
+    if cache.ledger.engine is not None:
+        return cache.ledger.engine
     both = (cache.layers, reversed(cache.layers))
     ends: list[Computed] = [coarsest for layers in both if (coarsest := _coarsest(layers))]
     return min(ends, key=STEPS.__getitem__) if ends else "float32"

@@ -175,7 +175,7 @@ def told(cache: KVCache, text: Tokens) -> KVCache:
         )
     run = replace(whole.at([place[position] for position in positions]), ids=ids, end=following)
     new = new_slots([run], ledger.tokens.device)
-    return replace(cache, ledger=replace(new, live=ledger.live, dropped=ledger.dropped))
+    return replace(cache, ledger=replace(new, live=ledger.live, dropped=ledger.dropped, engine=ledger.engine))
 
 
 def _refuse_another(cache: KVCache, model: Model, path: Path) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvprobe.arguments import AtLeastOne, checked_arguments
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.computed import engine_in
 from kvprobe.cache.file import MOST_LAYERS, opened
 from kvprobe.cache.layer import Layer, refuse_misfit
 from kvprobe.cache.ledger import Ledger
@@ -88,7 +89,8 @@ def open_plain(path: str | Path) -> StoredCache:
         )
     tensors = path.with_suffix(".safetensors")
     with opened(tensors) as file:
-        ledger, table = _ledger(file, tensors), _table(file, tensors)
+        ledger = replace(_ledger(file, tensors), engine=engine_in(header.engine))
+        table = _table(file, tensors)
         sizes = [_sizes(file, tensors, name, axes) for name in _names(file, header.layers, tensors)]
     if len({(size.get("blocks", 1), size["slots"]) for size in sizes}) > 1:
         raise UserError(f"Layers in {tensors} have different numbers of blocks or slots; dump all of one text.")
@@ -144,6 +146,8 @@ def save_plain(
         )
     known = {"block": cache.block, "lacks": cache.lacks} if isinstance(cache, StoredCache) else {}
     known |= {"block": block} if block else {}
+    if ledger.engine not in (None, engine_in(engine)):
+        engine = f"{engine}, computed by {ledger.engine}"
     header = replace(PlainHeader(FORMAT, len(cache.layers), engine=engine, model=model), **known)
     filled(PlainHeader, asdict(header), "The dump", _LIMITS)  # what cannot be opened again is not written
     path = expanded(path)

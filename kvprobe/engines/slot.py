@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.computed import engine_in
 from kvprobe.cache.layer import Layer
 from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.stored import LazyLayers, StoredCache
@@ -125,6 +126,7 @@ def stored(slot: Slot, layout: SlotLayout | None = None) -> StoredCache:
     known.refuse_other(slot)
     positions = _positions(slot)
     names = [rows.kind.name.lower() for memory in slot.attention for rows in (memory.keys[0], *memory.values[:1])]
+    origin = f"a slot of llama.cpp, K and V in {' and '.join(dict.fromkeys(names))}"
     lacks: list[str] = []
     if layout is None:
         lacks.append(
@@ -140,8 +142,8 @@ def stored(slot: Slot, layout: SlotLayout | None = None) -> StoredCache:
         )
     return StoredCache(
         LazyLayers(known.layers, lambda number: _layer(slot, known, number, positions)),
-        _ledger(slot, known, positions),
-        f"a slot of llama.cpp, K and V in {' and '.join(dict.fromkeys(names))}",
+        replace(_ledger(slot, known, positions), engine=engine_in(origin)),
+        origin,
         lacks=f"The file does not hold {'; nor '.join(lacks)}." if lacks else "",
     )
 

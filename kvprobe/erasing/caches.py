@@ -103,7 +103,7 @@ def mix(
         UserError: as `KVCache.patch`.
     """
     moved = base.patch(donor, *segments, slots=slots, layers=layers)
-    return combined((base, moved), lambda pair: pair[0].lerp(pair[1], strength), base.ledger)
+    return combined((base, moved), lambda pair: pair[0].lerp(pair[1], strength), moved.ledger)
 
 
 def _refuse_unfit(cache: KVCache, subspaces: Mapping[LayerPart, Subspace]) -> None:
