@@ -249,8 +249,8 @@ def floor_of_dtype(dtype: torch.dtype, kept: Kept = "slots") -> NoiseFloor:
 
 
 def floor_of(one: AnyCache, other: AnyCache) -> NoiseFloor:
-    """What these two caches may differ by, from the precision of their numbers and from the engines that their ledgers name. Where
-    one alone was rounded to fp8, no rounding is benign, whatever it is stored as now."""
+    """What these two caches may differ by, from the precision of their numbers and from the engines that their ledgers
+    name. Where one alone was rounded to fp8, no rounding is benign, whatever it is stored as now."""
     if in_fp8(one) != in_fp8(other):
         return floor_between(REFERENCE, REFERENCE)
     return floor_between(computed_as(one), computed_as(other))

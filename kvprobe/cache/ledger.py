@@ -297,9 +297,7 @@ class Ledger(Brief):
         joined["makers"] = torch.cat([ledger._made_by(others) for ledger in (self, other)], 1)
         live = torch.cat([wide(self.live), wide(other.live)], 3)
         engine = coarsest([self.engine, other.engine])
-        return replace(
-            self, **joined, live=live, following=other.following, names=names, others=others, engine=engine
-        )
+        return replace(self, **joined, live=live, following=other.following, names=names, others=others, engine=engine)
 
     def since(self, slot: int) -> "Ledger":
         """The ledger of this slot and all later ones."""

@@ -3,12 +3,17 @@
 from collections.abc import Iterable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvprobe.cache.computed import STEPS, Computed
 from kvprobe.cache.layer import Layer
 from kvprobe.cache.stored import AnyCache
+
+FP8 = 8
+"""Mantissas of fp8, at most."""
+_FEWEST = 16
+"""Numbers of a vector by which its mantissas are counted; of so many in bfloat16 nearly all are different."""
 
 
 def computed_as(cache: AnyCache) -> Computed:
@@ -22,10 +27,22 @@ def computed_as(cache: AnyCache) -> Computed:
 
 
 def in_fp8(cache: AnyCache) -> bool:
-    """Whether numbers have at most 4 significant bits, as those of fp8 do at a scale of 1."""
-    parts = map(_some, _first_parts(cache.layers))
-    mantissas = [16 * torch.frexp(some)[0] for some in parts if len(some)]
-    return any(_mostly(some == some.round()) for some in mantissas)
+    """Whether vectors are of numbers as fp8 has them, at whatever scale of its own each vector has; no engine is known
+    to have computed them."""
+    if cache.ledger.engine is not None:
+        return False
+    counts = (mantissas(_long_enough(_vectors(tensor))) for tensor in _first_parts(cache.layers))
+    return any(len(known := count[count > 0]) > 0 and _mostly(known <= FP8) for count in counts)
+
+
+def mantissas(vectors: Float[Tensor, "vectors numbers"]) -> Int[Tensor, "vectors"]:
+    """How many different mantissas, in 8 bits, the numbers of each vector have that are finite and not 0; 0 where these
+    are too few to tell."""
+    counts = (vectors != 0) & vectors.isfinite()
+    steps = (256 * torch.frexp(vectors.abs().nan_to_num(1.0, 1.0).float())[0]).round().long() % 256
+    seen = torch.zeros(len(vectors), 257, dtype=torch.bool, device=vectors.device)
+    seen.scatter_(1, torch.where(counts, steps, 256), True)
+    return seen[:, :256].sum(1).where(counts.sum(1) >= _FEWEST, 0)
 
 
 def _coarsest(layers: Iterable[Layer]) -> Computed | None:
@@ -38,9 +55,20 @@ def _first_parts(layers: Iterable[Layer]) -> list[Tensor]:
     return [tensor for name, tensor in layer.items() if name != "decay"]
 
 
+def _vectors(tensor: Tensor) -> Float[Tensor, "vectors numbers"]:
+    """About 256 of them, evenly."""
+    return tensor.flatten(0, 2)[:: max(1, tensor[..., 0].numel() // 256)].float()
+
+
+def _long_enough(vectors: Float[Tensor, "vectors numbers"]) -> Float[Tensor, "joined more"]:
+    """The same numbers, short vectors joined until their mantissas can be counted."""
+    joined = -(-_FEWEST // vectors.shape[1])
+    return vectors[: len(vectors) // joined * joined].reshape(-1, joined * vectors.shape[1])
+
+
 def _some(tensor: Tensor) -> Float[Tensor, "numbers"]:
     """Numbers that say something: damage may have left zeros and NaN."""
-    some = tensor.flatten(0, 2)[:: max(1, tensor[..., 0].numel() // 256)].float()
+    some = _vectors(tensor)
     return some[(some != 0) & some.isfinite()]
 
 

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.ledger import QuantisationFormat
+from kvprobe.cache.precision import FP8, mantissas
 from kvprobe.detection.damaged import Damaged, Explanation
 from kvprobe.errors import UserError
 from kvprobe.faults.bit_flips import LAYOUTS, flipped
@@ -17,6 +18,8 @@ MOST_FLIPS = 32
 GROUP = 32
 """Numbers that share a scale in llama.cpp's q8_0, of activations and of caches."""
 _PER_VECTOR = 3
+_LEVELS = 16
+"""Numbers of 4 bits at one scale."""
 _GROUPS, _BITS = (32, 16, 64, 128), range(8, 1, -1)
 
 
@@ -154,37 +157,28 @@ def _in_fp8(dtype: torch.dtype, by_head: bool) -> Callable[[Damaged, str], Tenso
 
 def _on_a_grid(damaged: Damaged) -> Iterator[Explanation]:
     """Numbers near the right ones that take few values, whatever the scales."""
-    near, fewest = 0.0, 0
+    near, grids = 0.0, list[str]()
     for part in damaged.parts:
         held, right = damaged.vectors(part)
         near = max(near, float((held - right).norm() / right.norm().clamp(min=1e-30)))
-        fewest = max(fewest, min(_mantissas(held), _levels(held)))
-        if min(_mantissas(right), _levels(right)) <= 16:
+        grid = _grid_of(held)
+        if grid is None or _grid_of(right) is not None:
             return
-    if near < 0.35 and 0 < fewest <= 16:
-        yield Explanation(
-            "quantisation",
-            0.05,
-            f"Numbers are off by {near:.2g} of their size, and take {fewest} values at most.",
-            0.02,
-        )
+        grids.append(grid)
+    if near < 0.35 and grids:
+        words = " and ".join(dict.fromkeys(grids))
+        yield Explanation("quantisation", 0.05, f"Numbers are off by {near:.2g} of their size, and {words}.", 0.02)
 
 
-def _mantissas(numbers: Float[Tensor, "damaged d"]) -> int:
-    """Different mantissas, of which fp8 has at most 8."""
-    some = numbers[numbers != 0][:4096].abs()
-    if len(some) < 64:
-        return 10**6
-    mantissas = torch.frexp(some)[0]
-    return len((mantissas * 2**7).round().unique()) if len((mantissas * 2**12).round().unique()) <= 16 else 10**6
-
-
-def _levels(numbers: Float[Tensor, "damaged d"]) -> int:
-    """Different numbers in a vector's groups of 32, at most; 3 and 4 bits have 8 and 16."""
+def _grid_of(numbers: Float[Tensor, "damaged d"]) -> str | None:
+    """How few different numbers there are, in words; None where they are many."""
+    if 0 < (most := int(mantissas(numbers[:256]).max())) <= FP8:
+        return f"those of a vector have at most {most} mantissas, as those of fp8 have at any scale"
     if numbers.shape[1] % 32:
-        return 10**6
+        return None
     groups = numbers.unflatten(1, (-1, 32)).flatten(0, 1)[:256]
-    return max(len(group.unique()) for group in groups)
+    most = max(len(group.unique()) for group in groups)
+    return f"those of a group of 32 take at most {most} values" if most <= _LEVELS else None
 
 
 def in_q8(tensor: Tensor) -> Tensor:

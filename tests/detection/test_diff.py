@@ -162,6 +162,30 @@ def test_fp8_is_no_benign_difference_whatever_it_is_held_in(
     assert not diff(eight, rounded(right, dtype)).differs
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("held_in", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("axes", [(0, 1, 2, 3), (2, 3), (3,)], ids=["tensor", "head", "vector"])
+def test_fp8_at_a_scale_of_its_own_is_quantisation_whatever_it_is_held_in(
+    dtype: torch.dtype, held_in: torch.dtype, axes: tuple[int, ...], right: KVCache, chunked: KVCache
+):
+    def rounded(part: Tensor) -> Tensor:
+        scale = part.abs().amax(axes, keepdim=True) / torch.finfo(dtype).max * 1.3
+        limit = torch.finfo(dtype).max
+        return ((part / scale).clamp(-limit, limit).to(dtype).float() * scale).to(held_in)
+
+    eight = replace(
+        right, layers=tuple({name: rounded(part) for name, part in layer.items()} for layer in right.layers)
+    )
+    half = replace(
+        right, layers=tuple({name: part.bfloat16() for name, part in layer.items()} for layer in right.layers)
+    )
+    for reference in (right, chunked, half):
+        found = diff(eight, reference)
+        assert found.kind == "quantisation", str(found)
+        assert diff(reference, eight).differs
+    assert not diff(eight, eight).differs
+
+
 def test_one_rounded_layer_makes_no_cache_of_a_coarser_precision(right: KVCache):
     for rounded, scaled in ((0, 2), (2, 0)):
         layers = [{**layer} for layer in right.layers]

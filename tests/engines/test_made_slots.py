@@ -1,6 +1,7 @@
 """Saved slots of memories that no tiny model has here: latent attention, states, windows, several streams."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,11 @@ import torch
 from gguf import GGMLQuantizationType
 
 import kvprobe as kv
+from kvprobe.cache.precision import computed_as
+from kvprobe.editing import splice, zero
+from kvprobe.engines.llamacpp import told
 from kvprobe.engines.slot import SlotLayout, read_slot, stored, write_slot
+from kvprobe.text.tokens import Tokens
 from tests.engines.made_slots import F16, F32, a_slot, attention, states
 from tests.engines.test_untrusted_caches import damaged, read
 from tests.refusals import refused
@@ -53,6 +58,42 @@ def test_a_slot_that_nothing_was_done_to_is_written_bit_for_bit(
     like = read_slot(path)
     again = write_slot(tmp_path / "b", stored(like, layout), like, layout)
     assert again.path.read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("kind", [F32, F16, GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0])
+def test_a_cache_of_a_slot_says_how_it_was_computed_wherever_it_goes(kind: GGMLQuantizationType, tmp_path: Path):
+    (path := tmp_path / "a").write_bytes(a_slot(TOKENS, attention(range(5), KEYS, VALUES, kind=kind)))
+    (tmp_path / "b").write_bytes(a_slot(TOKENS, attention(range(5), KEYS, VALUES)))
+    free = replace(other := stored(read_slot(tmp_path / "b")).cache(), ledger=replace(other.ledger, engine=None))
+    cache = stored(read_slot(path)).cache()
+    cache.save(tmp_path / "c")
+    kv.save_plain(cache, tmp_path / "d.json", engine="mine 1.0")
+    moved = replace(free.ledger, positions=free.ledger.positions + 5, following=torch.tensor([10]))
+    whole = Tokens.of(TOKENS, "text")
+    assert computed_as(free) == "float32"
+    wanted = computed_as(kv.open_cache(path))
+    assert wanted == f"llama.cpp {kind.name.lower()}"
+    for one in (
+        cache,
+        told(cache, whole),
+        cache.evict(slots=[3]),
+        cache.append(replace(free, ledger=moved)),
+        kv.KVCache.join([free, cache]),
+        free.patch(cache, slots=[2]),
+        splice(free, cache),
+        zero(cache, slots=[2]),
+        kv.KVCache.load(tmp_path / "c"),
+        kv.open_cache(tmp_path / "c"),
+        kv.open_cache(tmp_path / "d.json"),
+        kv.open_cache(tmp_path / "d.json").cache(),
+    ):
+        assert computed_as(one) == wanted, one
+    assert "computed by llama.cpp" in repr(cache)
+    damaged = bytearray((tmp_path / "c").read_bytes())
+    place = damaged.index(b"llama.cpp ")
+    damaged[place : place + 5] = b"other"
+    (tmp_path / "c").write_bytes(damaged)
+    refused(lambda: kv.open_cache(tmp_path / "c"), "computed by 'other.cpp")
 
 
 STRANGE = [np.nan, -np.nan, np.inf, -np.inf, -0.0, 6e-8, 65504.0]

@@ -148,6 +148,7 @@ def test_caches_of_other_types_come_back_bit_for_bit_and_near_the_model(tmp_path
         for own, other in ((one[name], two[name]) for name in ("K", "V"))
     )
     assert off < {"f16": 1e-3, "q8_0": 1e-2, "q4_0": 0.25}[kind]
+    assert cache.ledger.engine == f"llama.cpp {kind}"
 
 
 @pytest.mark.parametrize("flash", [False, True])
