@@ -11,9 +11,9 @@ from kvprobe.cache.layer import Layer
 from kvprobe.cache.places import DamagedPlaces, runs
 from kvprobe.cache.rotary import Rotary
 from kvprobe.cache.stored import AnyCache
-from kvprobe.detection.damaged import FOREIGN, Damaged, Explanation, slots_in_words
+from kvprobe.detection.damaged import FOREIGN, Damaged, Explanation, LookUp, slots_in_words
 from kvprobe.detection.hypotheses import GUESSED, NOTHING, explanations
-from kvprobe.detection.origins import AFTER_OTHERS, KNOWN, after_another_text, known_origins, other_weights
+from kvprobe.detection.origins import AFTER_OTHERS, KNOWN, after_another_text, known_origins, one_for_each_token
 from kvprobe.names import number_ranges
 
 MOST_EXPLAINED = 8
@@ -63,11 +63,16 @@ def causes_of(
     count: int,
     block: int,
     rotaries: Sequence[Rotary | None] | None,
+    look_up: LookUp | None = None,
 ) -> Iterator[Cause]:
-    """What happened, layer by layer; the same cause of several layers is one."""
+    """What happened, layer by layer; the same cause of several layers is one.
+
+    Args:
+        look_up: finds tokens of the model by what they have in the first layer; see `one_for_each_token`.
+    """
     found: dict[str, list[tuple[int, str, Explanation, Explanation]]] = defaultdict(list)
     known = [list(known_origins(cache, reference, row, count)) for row in range(cache.ledger.batch)]
-    weights: dict[int, tuple[Tensor, Explanation]] = {}
+    by_token: dict[int, tuple[Tensor, Explanation]] = {}
 
     first = next((number for number, parts in enumerate(damage.places) if parts), 0)
 
@@ -94,8 +99,9 @@ def causes_of(
             for some, ranked in _explained(damaged.within(own.nonzero()[:, 0].tolist())):
                 best = ranked[0]
                 if best.kind in GUESSED or best.score > FOREIGN:
-                    if layer == first and (other := other_weights(some, reference.ledger.tokens[row, :count].cpu())):
-                        weights[row] = some.slots, other
+                    tokens = reference.ledger.tokens[row, :count].cpu()
+                    if layer == first and (other := one_for_each_token(some, tokens, look_up)):
+                        by_token[row] = some.slots, other
                     best = seen(row, some.slots, own, best)
                 others = (one for one in ranked if one.kind != ranked[0].kind and one.kind not in GUESSED)
                 found[best.kind].append((layer, slots_in_words(some.slots), best, next(others, NOTHING)))
@@ -104,8 +110,8 @@ def causes_of(
         """What ledgers and other layers say of rows that are not made from the reference's."""
         if guess.kind in GUESSED and not bool(own[: int(slots[0])].all()):
             return AFTER_OTHERS
-        if row in weights and bool(torch.isin(slots, weights[row][0]).all()):
-            return weights[row][1]
+        if row in by_token and bool(torch.isin(slots, by_token[row][0]).all()):
+            return by_token[row][1]
         if guess.kind == "foreign prefix" and after_another_text(damage.places, row, slots):
             return replace(
                 guess,

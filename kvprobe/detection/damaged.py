@@ -1,6 +1,6 @@
 """The damaged slots of one layer beside what they should hold, and how well a hypothesis explains them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -39,6 +39,9 @@ Kind = Literal[
 ]
 """Kinds of differences."""
 
+LookUp = Callable[[str, Float[Tensor, "some numbers"]], tuple[Int[Tensor, "some"], Float[Tensor, "some"]]]
+"""The tokens of a model that are nearest to what slots of the first layer hold of a part, over all heads, and how far
+off what they have is."""
 FOREIGN = 0.25
 """Score of rows that look like rows of this model and are none of this text; what explains them must leave less."""
 

@@ -192,7 +192,12 @@ def diff(
         )
     damage = damage_of(distances, floor, block)
     rotaries = model.lanes.rotaries if model is not None else None
-    causes = list(causes_of(cache, reference, damage, count, block, rotaries))
+    tokens = None
+    if model is not None:
+        from kvprobe.detection.vocabulary import look_up
+
+        tokens = look_up(model)
+    causes = list(causes_of(cache, reference, damage, count, block, rotaries, tokens))
     first, worst = _first(distances, damage, block), _worst(distances, damage, block)
     kind = causes[0].kind if causes else texts[0].kind if texts else "numerics"
     effect = None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvprobe.cache.ledger import OWN
 from kvprobe.cache.stored import AnyCache
-from kvprobe.detection.damaged import Damaged, Explanation, Kind, slots_in_words
+from kvprobe.detection.damaged import FOREIGN, Damaged, Explanation, Kind, LookUp, slots_in_words
 from kvprobe.fingerprint import Maker
 
 AFTER_OTHERS = Explanation(
@@ -47,10 +47,16 @@ def known_origins(cache: AnyCache, reference: AnyCache, row: int, count: int) ->
             yield _known(where, "another model", said)
 
 
-def other_weights(damaged: Damaged, tokens: Int[Tensor, "slots"]) -> Explanation | None:
+def one_for_each_token(
+    damaged: Damaged, tokens: Int[Tensor, "slots"], look_up: LookUp | None = None
+) -> Explanation | None:
     """What is said of slots of the first layer that hold one V for each token, all another one than the reference's.
 
-    V depends on nothing but the token there, but for models that add a position to it, where nothing is recognised.
+    V depends on nothing but the token there, but for models that add a position to it, where nothing is recognised. So
+    either the weights are others, or the tokens are, each replaced by the same one throughout.
+
+    Args:
+        look_up: finds the nearest of all tokens of the model; without it they are looked for in the reference.
     """
     part = next((name for name in ("V", "latent") if name in damaged.parts), None)
     slots = damaged.slots
@@ -64,13 +70,34 @@ def other_weights(damaged: Damaged, tokens: Int[Tensor, "slots"]) -> Explanation
     size = right.norm(dim=1).median()
     within = (held - by_token[which]).norm(dim=1) / size
     moved, spread = (held - right).norm(dim=1) / size, (by_token - by_token.mean(0)).norm(dim=1) / size
-    if not float(within.max()) < min(_EQUAL, float(moved.median()) / 4, float(spread.median()) / 4):
+    equal = min(_EQUAL, float(moved.median()) / 4, float(spread.median()) / 4)
+    if not float(within.max()) < equal:
         return None
+    held_by = f"Slots {slots_in_words(slots)} hold one {part} for each token, another one than the reference"
+    if look_up is None:
+        expected = torch.zeros_like(by_token).index_add(0, which, right) / counts[:, None]
+        distances, place = torch.cdist(by_token, expected).fill_diagonal_(torch.inf).min(1)
+        nearest, fewest = ids[place], 1
+    else:
+        nearest, distances = look_up(part, by_token)
+        fewest = len(ids) / 2
+    replaced = (distances < equal * size) & (nearest != ids)
+    if int(replaced.sum()) >= fewest:
+        pair = int(replaced.int().argmax())
+        return Explanation(
+            "foreign prefix",
+            1.0,
+            f"{held_by}: that of another token for {int(replaced.sum())} of {len(ids)} tokens, as of "
+            f"{int(nearest[pair])} in place of {int(ids[pair])}. They are of another text.",
+            FOREIGN - 1.0,
+        )
+    others = "no token of this model has" if look_up else "no other token of the reference has"
+    either = "" if look_up else ", or hold a text in which each token is replaced by another, which a model tells apart"
     return Explanation(
         "other weights",
         1.0,
-        f"Slots {slots_in_words(slots)} hold one {part} for each token, another one than the reference: they were "
-        "computed by other weights, as those of another model or with an adapter, or were all changed in one way.",
+        f"{held_by}, which {others}: they were computed by other weights, as those of another model or with an "
+        f"adapter, or were all changed in one way{either}.",
     )
 
 

@@ -383,6 +383,26 @@ def test_other_weights_are_told_from_another_text(tiny: Model, right: KVCache):
         assert {cause.kind for cause in diff(foreign, right).causes} <= {"foreign prefix", "stale"}
 
 
+def test_a_text_in_which_each_token_is_replaced_is_told_from_other_weights(tiny: Model):
+    ids = [1 + token % 29 for token in IDS]
+    right = tiny.prefill(ids)
+    elsewhere, inside = (
+        replace(tiny.prefill(new), ledger=right.ledger)
+        for new in ([token + 29 for token in ids], [1 + token % 29 for token in ids])
+    )
+    for cache, reference in ((elsewhere, tiny), (inside, tiny), (inside, right)):
+        (cause,) = diff(cache, reference).causes
+        assert (cause.kind, cause.layers) == ("foreign prefix", (0, 1, 2)), str(cause)
+        assert re.search(r"that of another token for 28 of 28 tokens, as of \d+ in place of 1\.", cause.evidence)
+    (unsure,) = diff(elsewhere, right).causes
+    assert unsure.kind == "other weights"
+    assert "or hold a text in which each token is replaced by another, which a model tells apart" in unsure.evidence
+    weights = replace(llama(seed=1, head_dim=32).prefill(ids), made_by=None)
+    (sure,) = diff(weights, replace(right, made_by=None), model=tiny).causes
+    assert sure.kind == "other weights"
+    assert "which no token of this model has" in sure.evidence
+
+
 def test_slots_that_saw_what_was_evicted_are_not_said_to_be_of_another_text(tiny: Model, right: KVCache):
     evicted = right.evict(slots=[*range(5, 20)])
     for cache in (evicted, tiny.as_seen(evicted.reindex())):
