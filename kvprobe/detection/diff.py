@@ -181,7 +181,7 @@ def diff(
     inside, texts = compared_slots(cache.ledger, reference.ledger)
     count = inside.shape[1]
     if not read_again:  # the model sees every slot
-        texts += other_views(cache.ledger, reference.ledger, inside)
+        texts += other_views(cache.ledger, reference.ledger, inside, {text.row for text in texts})
     floor = floor_of(cache, reference)
     distances = distances_between(
         cache.layers, reference.layers, lambda layer: compared(cache.ledger, reference.ledger, layer, inside)

@@ -1,6 +1,6 @@
 """Whether two caches are of the same text, and which of their slots are compared."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from kvprobe.cache.entries import entries
 from kvprobe.cache.ledger import NO_TOKEN, Ledger
 from kvprobe.errors import UserError
 
@@ -65,8 +66,15 @@ def compared_slots(one: Ledger, other: Ledger) -> tuple[Bool[Tensor, "rows slots
     return inside.to(one.tokens.device), differences
 
 
-def other_views(one: Ledger, other: Ledger, inside: Bool[Tensor, "rows slots"]) -> list[TextDifference]:
-    """Where later tokens see other slots, or the same ones at other positions, among those that are compared."""
+def other_views(
+    one: Ledger, other: Ledger, inside: Bool[Tensor, "rows slots"], ended: Collection[int] = ()
+) -> list[TextDifference]:
+    """Where later tokens see other slots, or the same ones at other positions, among those that are compared; or will
+    themselves stand at other positions.
+
+    Args:
+        ended: rows whose texts differ, so that they end elsewhere.
+    """
     count = inside.shape[1]
     lives = torch.broadcast_tensors(*(ledger.live[..., :count] for ledger in (one, other)))
     hidden = (lives[0] != lives[1]).any(2).any(0) & inside
@@ -88,6 +96,13 @@ def other_views(one: Ledger, other: Ledger, inside: Bool[Tensor, "rows slots"]) 
             f"{int(other.positions[row, slot])} in the second.",
         }
         found.append(TextDifference(kind, row, slot, said[kind]))
+    following = [entries(ledger.following, int) for ledger in (one, other)]
+    for row, (ours, theirs) in enumerate(zip(*following, strict=True)):
+        if row not in ended and ours != theirs:
+            of_row = f" of row {row}" if row else ""
+            said_of_next = f"The next token{of_row} stands at position {ours} after the first cache, at {theirs}"
+            found.append(TextDifference("other positions", row, count, f"{said_of_next} after the second."))
+            break
     return found
 
 

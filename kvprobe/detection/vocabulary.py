@@ -7,6 +7,7 @@ from torch import Tensor
 from kvprobe.detection.columns import computable, lone_columns
 from kvprobe.detection.damaged import LookUp
 from kvprobe.inference.model import Model
+from kvprobe.models.geometry import embedded_tokens
 
 _AT_ONCE = 4096
 
@@ -19,7 +20,7 @@ def look_up(model: Model) -> LookUp | None:
     def nearest(part: str, rows: Float[Tensor, "some numbers"]) -> tuple[Int[Tensor, "some"], Float[Tensor, "some"]]:
         place = list(model.geometry.parts[0]).index(part)
         best, off = torch.zeros(len(rows), dtype=torch.long), torch.full((len(rows),), torch.inf)
-        for tokens in torch.arange(model.lanes.plain.get_input_embeddings().num_embeddings).split(_AT_ONCE):
+        for tokens in torch.arange(embedded_tokens(model.lanes.plain)).split(_AT_ONCE):
             tokens = tokens.to(model.lanes.device)
             columns = lone_columns(model.lanes, tokens, torch.zeros_like(tokens), 1)[0][place]
             distances, which = torch.cdist(rows, columns.transpose(0, 1).flatten(1).cpu()).min(1)

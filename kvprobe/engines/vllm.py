@@ -134,10 +134,10 @@ def loadable(stored: StoredCache, prompt: Sequence[int], block: int) -> int:
             "vLLM attends to every slot of a prompt, so that a cache with masked slots or several rows cannot be "
             "loaded; load caches of one row, and leave masks to transformers or llama.cpp."
         )
-    if not ledger.untouched or ledger.rotated:
+    if not ledger.untouched or ledger.rotated or int(ledger.following[0]) != slots:
         raise UserError(
-            "vLLM takes a slot's index for its position, so that a cache with gapped positions cannot be loaded; load "
-            "one whose positions count from 0."
+            "vLLM takes a slot's index for its position, so that a cache with gapped positions, or a gap at its end, "
+            "cannot be loaded; load one whose positions count from 0, and which goes on right after its last slot."
         )
     most = (len(prompt) - 1) // block * block
     if slots % block or not 0 < slots <= most:

@@ -448,6 +448,18 @@ def test_slots_hidden_or_moved_in_one_cache_alone_are_differences(tiny: Model, r
     assert not diff(right.mask(slots=[3, 4]), tiny).differs
 
 
+def test_what_goes_on_at_another_position_is_a_difference(tiny: Model, right: KVCache):
+    later, fresh = right.evict(slots=[*range(80, 96)]), tiny.prefill(IDS[:80])
+    found = diff(later, fresh)
+    assert (found.differs, found.kind, found.first) == (True, "other positions", None)
+    assert "The next token stands at position 96 after the first cache, at 80 after the second" in str(found)
+    assert not diff(later.reindex(), fresh).differs
+    assert not diff(later, tiny).differs
+    assert diff(fresh, right).kind == "truncated"
+    rows = diff(KVCache.join([right, later]), KVCache.join([right, fresh]))
+    assert "The next token of row 1 stands" in str(rows)
+
+
 def changed(cache: KVCache, layer: int, **parts: torch.Tensor) -> KVCache:
     return replace(cache, layers=tuple({**of, **parts} if at == layer else of for at, of in enumerate(cache.layers)))
 

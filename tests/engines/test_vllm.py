@@ -101,6 +101,9 @@ def test_a_cache_is_loaded_for_whole_blocks_of_its_own_prompt_alone():
     refused(lambda: loadable(stored(cache.evict(slots=[3])), prompt, BLOCK), "gapped")
     refused(lambda: loadable(stored(cache.evict(slots=[3]).reindex()), prompt, BLOCK), "gapped")
     refused(lambda: loadable(stored(random_cache(0, batch=2)), prompt, BLOCK), "several rows")
+    last = cache.evict(slots=range(BLOCK, 2 * BLOCK))  # what comes next keeps its distance
+    refused(lambda: loadable(stored(last), prompt, BLOCK), "gap at its end")
+    assert loadable(stored(last.reindex()), prompt, BLOCK) == BLOCK
     refused(lambda: loadable(replace(stored(cache), lacks="It holds no states."), prompt, BLOCK), "no states")
 
 
