@@ -9,6 +9,7 @@ import secrets
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +131,40 @@ def _named(folder: Path) -> str:
             return f" ({' '.join(file.read(200).split())})"
     except OSError:
         return ""
+
+
+@dataclass(frozen=True)
+class FileVersion:
+    """A file as it was when its beginning was read, so that the rest is not read of another one.
+
+    Attributes:
+        stamp: by which a file that was written again is known; None where there was none.
+    """
+
+    path: Path
+    stamp: tuple[int, int, int] | None
+
+    @classmethod
+    def of(cls, path: Path) -> "FileVersion":
+        """The one that is there now."""
+        return cls(path, _stamp(path))
+
+    def refuse_another(self) -> None:
+        """Refuse a file that was written again since.
+
+        Raises:
+            UserError: it was.
+        """
+        if (now := _stamp(self.path)) is not None and now != self.stamp:
+            raise UserError(f"{self.path} was written again since it was opened; open it once more.")
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:  # whoever reads it says why
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:

@@ -8,15 +8,21 @@ from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.layer import Layer
 from kvprobe.cache.ledger import Ledger
+from kvprobe.files import FileVersion
 from kvprobe.fingerprint import Maker
 
 
 class LazyLayers(Sequence[Layer]):
     """Layers that are read anew each time they are asked for, so that one of them is in memory at a time."""
 
-    def __init__(self, count: int, read: Callable[[int], Layer]) -> None:
-        """Layers 0 to `count` - 1, each read by its number."""
-        self._count, self._read = count, read
+    def __init__(self, count: int, read: Callable[[int], Layer], file: FileVersion | None = None) -> None:
+        """Layers 0 to `count` - 1, each read by its number; from a file, as long as it is as it was."""
+        self._count, self._each, self._file = count, read, file
+
+    def _read(self, number: int) -> Layer:
+        if self._file is not None:
+            self._file.refuse_another()
+        return self._each(number)
 
     def __len__(self) -> int:
         return self._count

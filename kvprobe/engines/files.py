@@ -11,7 +11,7 @@ from kvprobe.cache.file import READ, opened, read_header, read_layer
 from kvprobe.cache.stored import LazyLayers, StoredCache
 from kvprobe.engines.plain import open_plain
 from kvprobe.errors import UserError
-from kvprobe.files import told
+from kvprobe.files import FileVersion, told
 
 
 def open_file(path: Path) -> StoredCache:
@@ -33,8 +33,9 @@ def open_file(path: Path) -> StoredCache:
         with opened(path) as file:
             written_by_kvprobe = (file.metadata() or {}).get("format") in READ
         if written_by_kvprobe:
+            version = FileVersion.of(path)
             count, ledger, made_by = read_header(path)
-            layers = LazyLayers(count, partial(read_layer, path, ledger))
+            layers = LazyLayers(count, partial(read_layer, path, ledger), version)
             return StoredCache(layers, ledger, "a cache of kvprobe", made_by)
         if path.with_suffix(".json").is_file():
             return open_plain(path.with_suffix(".json"))

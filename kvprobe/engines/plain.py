@@ -28,7 +28,7 @@ from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.parts import LAYERS, PARTS
 from kvprobe.cache.stored import LazyLayers, StoredCache
 from kvprobe.errors import UserError
-from kvprobe.files import MAX_BYTES, expanded, read_json, replacing, told, write_whole
+from kvprobe.files import MAX_BYTES, FileVersion, expanded, read_json, replacing, told, write_whole
 from kvprobe.names import shown
 from kvprobe.plain_data import Limits, filled
 
@@ -88,6 +88,7 @@ def open_plain(path: str | Path) -> StoredCache:
             "blocks where there are blocks."
         )
     tensors = path.with_suffix(".safetensors")
+    version = FileVersion.of(tensors)
     with opened(tensors) as file:
         ledger = replace(_ledger(file, tensors), engine=engine_in(header.engine))
         table = _table(file, tensors)
@@ -96,7 +97,7 @@ def open_plain(path: str | Path) -> StoredCache:
         raise UserError(f"Layers in {tensors} have different numbers of blocks or slots; dump all of one text.")
     table = _checked(table, sizes[0], ledger.slots, tensors)
     return StoredCache(
-        layers=LazyLayers(header.layers, partial(_layer, tensors, axes, table, ledger)),
+        layers=LazyLayers(header.layers, partial(_layer, tensors, axes, table, ledger), version),
         ledger=ledger,
         origin=f"a plain dump of {header.engine or 'an unnamed engine'}" + f" ({header.model})" * bool(header.model),
         block=sizes[0]["slots"] if "blocks" in axes else header.block,

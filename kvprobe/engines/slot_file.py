@@ -10,14 +10,14 @@ and left out. Written from llama.cpp's `state_write` and `state_read` of October
 import mmap
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from kvprobe.errors import UserError
-from kvprobe.files import told
+from kvprobe.files import FileVersion, told
 from kvprobe.names import one_line
 
 MAGIC, VERSION = b"qsgg", 4
@@ -101,6 +101,7 @@ class Slot:
         packed: whether the list of tokens is as the server writes it, or plain.
         memories: see above.
         checkpoints: how many follow that are left out.
+        version: of the file, of which no other one is read.
     """
 
     path: Path
@@ -108,13 +109,19 @@ class Slot:
     packed: bool
     memories: tuple[Memory, ...]
     checkpoints: int
+    version: FileVersion = field(repr=False, compare=False)
 
     @property
     def attention(self) -> tuple[SlotAttention, ...]:
         return tuple(memory for memory in self.memories if isinstance(memory, SlotAttention))
 
     def bytes_of(self, rows: StoredRows) -> np.ndarray:
-        """The bytes of each slot, or of each number where they are transposed; read when they are looked at."""
+        """The bytes of each slot, or of each number where they are transposed; read when they are looked at.
+
+        Raises:
+            UserError: the file was written again.
+        """
+        self.version.refuse_another()
         lines = rows.numbers if rows.transposed else rows.slots
         if not rows.nbytes:
             return np.zeros((lines, 0), np.uint8)
@@ -142,8 +149,9 @@ def read_slot(path: Path) -> Slot:
     if not path.is_file():
         raise UserError(f"There is no saved slot at {path}; check the path.")
     try:
+        version = FileVersion.of(path)
         with told(path), path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _SlotWalk(path, data).slot()
+            return _SlotWalk(version, data).slot()
     except (ValueError, struct.error) as error:
         if isinstance(error, UserError):
             raise
@@ -159,8 +167,8 @@ class _Misfit(ValueError):
 class _SlotWalk:
     """Reads a file from its beginning. Each length is compared with the bytes that are left."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self.path, self.data, self.at = path, data, 0
+    def __init__(self, version: FileVersion, data: mmap.mmap) -> None:
+        self.version, self.data, self.at = version, data, 0
         self.reason = ""
 
     def slot(self) -> Slot:
@@ -182,7 +190,7 @@ class _SlotWalk:
             if len(set(memory.positions)) < len(memory.positions):
                 raise ValueError("slots of it share a position")
         self.refuse_few([memory for memory in memories if isinstance(memory, SlotAttention)])
-        return Slot(self.path, tokens, packed, memories, checkpoints)
+        return Slot(self.version.path, tokens, packed, memories, checkpoints, self.version)
 
     def refuse_few(self, memories: Sequence[SlotAttention]) -> None:
         """Refuse memories that would fill far more than they hold, since each layer has all positions."""

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,10 @@ from safetensors.torch import save_file
 
 import kvprobe as kv
 from kvprobe.engines.formats import FORMATS
+from kvprobe.engines.slot import read_slot, stored, write_slot
 from kvprobe.listing import known, lines
+from tests.engines.made_slots import a_slot, attention
+from tests.engines.test_made_slots import KEYS, TOKENS, VALUES
 from tests.random_caches import assert_bit_identical, random_cache
 from tests.refusals import refused
 
@@ -29,11 +33,41 @@ def test_a_damaged_cache_is_opened_though_it_is_not_loaded(tmp_path: Path):
     assert len([*kv.open_cache(path).layers]) == 3
 
 
-def test_a_layer_that_changed_after_the_file_was_opened_is_refused(tmp_path: Path):
+def save_slot(seed: int, path: Path) -> None:
+    path.write_bytes(a_slot(TOKENS, attention(range(5), [keys + seed for keys in KEYS], VALUES)))
+
+
+WRITES: dict[str, Callable[[int, Path], None]] = {
+    "a": lambda seed, path: random_cache(seed, batch=1).save(path),
+    "a.json": lambda seed, path: kv.save_plain(random_cache(seed, batch=1), path),
+    "a.bin": save_slot,
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_file_that_was_written_again_is_not_read_on(name: str, tmp_path: Path):
+    """Of the same size, it would be read as a cache of the old ledger."""
+    WRITES[name](0, path := tmp_path / name)
+    held = kv.open_cache(path)
+    first = held.layers[0]["K"]
+    assert torch.equal(held.layers[0]["K"], first)
+    WRITES[name](1, path)
+    refused(lambda: held.layers[0], "written again since it was opened; open it once more.")
+    refused(held.cache, "written again")
+    assert not torch.equal(kv.open_cache(path).layers[0]["K"], first)
+
+
+def test_a_slot_whose_file_was_written_again_is_no_template(tmp_path: Path):
+    save_slot(0, path := tmp_path / "a")
+    like = read_slot(path)
+    cache = stored(like).cache()
+    save_slot(1, path)
+    refused(lambda: write_slot(tmp_path / "b", cache, like), "written again")
+
+
+def test_a_file_that_is_gone_is_refused(tmp_path: Path):
     random_cache(0).save(path := tmp_path / "cache")
     stored = kv.open_cache(path)
-    random_cache(0, slots=5).save(path)
-    refused(lambda: stored.layers[0], "layer 0")
     path.unlink()
     refused(lambda: stored.layers[0], "no cache file")
 
