@@ -62,7 +62,8 @@ def reference_of(model: Model, cache: AnyCache) -> KVCache:
 
 
 def effect_of(model: Model, cache: AnyCache, reference: AnyCache, row: int) -> OutputEffect | None:
-    """Read the last token of a row again, after each of the caches, and go on greedily."""
+    """Read the last token of a row again, after what stands before it in each of the caches; and after all of each go on
+    greedily."""
     ledger = reference.ledger
     held_slots = entries((~ledger.padding[row]).nonzero()[:, 0], int)
     if len(held_slots) < 2 or bool(ledger.fitted[row, end := held_slots[-1]]):
@@ -74,12 +75,12 @@ def effect_of(model: Model, cache: AnyCache, reference: AnyCache, row: int) -> O
         held = (one.cache() if isinstance(one, StoredCache) else one).rows([row])
         held = replace(held, made_by=model.lanes.maker).to(model.lanes.device)
         layers = tuple({part: tensor.to(model.lanes.dtype) for part, tensor in layer.items()} for layer in held.layers)
-        before = replace(held, layers=layers).rewind(slots=-1)
-        if not all(bool(tensor.isfinite().all()) for tensor in before.tensors):
+        whole = replace(held, layers=layers)
+        if not all(bool(tensor.isfinite().all()) for tensor in whole.tensors):
             return OutputEffect(None, False, 0, 0)
         try:
-            logits.append(_next(model, before, last))
-            written.append(_written(model, before, last))
+            logits.append(_next(model, whole.rewind(slots=-1), last))
+            written.append(_written(model, whole, int(logits[-1].argmax())))
         except UserError:
             if one is reference:
                 raise
@@ -102,12 +103,12 @@ def _next(model: Model, cache: KVCache, token: Tokens) -> Float[Tensor, "vocab"]
         return model.extend(cache, [token])[1][0, -1].float()
 
 
-def _written(model: Model, cache: KVCache, token: Tokens) -> list[int]:
-    """The tokens that follow, each the likeliest."""
-    said: list[int] = []
-    for _ in range(NEW):
+def _written(model: Model, cache: KVCache, first: int) -> list[int]:
+    """The first token that follows, and those after it, each the likeliest; they see the last slot as it is stored."""
+    said = [first]
+    while len(said) < NEW:
+        token = Tokens.of([said[-1]], start=int(cache.ledger.following[0]))
         with torch.no_grad():
             cache, logits = model.extend(cache, [token])
         said.append(int(logits[0, -1].argmax()))
-        token = Tokens.of([said[-1]], start=int(cache.ledger.following[0]))
     return said

@@ -249,6 +249,21 @@ def test_the_output_is_that_of_the_row_that_differs(tiny: Model):
     assert found.effect.kl > 1e-4
 
 
+def test_the_output_is_written_after_the_last_slot_as_it_is_stored(tiny: Model, right: KVCache):
+    """It is read again for the next token alone, which does not depend on what is stored of it."""
+    last = len(IDS) - 1
+    for number in range(1, right.n_layers):
+        values = right.values[number].index_fill(2, torch.tensor([last]), 5.0)
+        right = changed(right, number, V=values)
+    found = diff(right, tiny)
+    assert (found.first and found.first.slot, found.worst and found.worst.slot) == (last, last)
+    assert found.effect is not None
+    assert found.effect.kl == pytest.approx(0, abs=1e-6)
+    assert found.effect.divergence in (1, 2)
+    gone = changed(right, 1, V=right.values[1].index_fill(2, torch.tensor([last]), torch.nan))
+    assert str(diff(gone, tiny).effect) == "Output: the model's logits are not finite."
+
+
 def test_numbers_too_large_for_the_model_are_still_compared(tiny: Model, right: KVCache):
     keys = [part.clone() for part in right.keys]
     keys[1][0, 0, 5] = 3e38
