@@ -162,7 +162,7 @@ class FileVersion:
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     try:
         found = path.stat()
-    except OSError:  # whoever reads it says why
+    except OSError:  # reading it says why
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns
 

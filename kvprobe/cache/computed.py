@@ -24,7 +24,8 @@ ENGINES: tuple[Engine, ...] = ("llama.cpp f32", "llama.cpp f16", "llama.cpp q8_0
 
 def coarsest(engines: Iterable[Engine | None]) -> Engine | None:
     """That of several which rounds most; None where there is none."""
-    return max((engine for engine in engines if engine is not None), key=STEPS.__getitem__, default=None)
+    known: list[Engine] = [engine for engine in engines if engine is not None]
+    return max(known, key=_step) if known else None
 
 
 def engine_in(words: str) -> Engine | None:
@@ -32,3 +33,7 @@ def engine_in(words: str) -> Engine | None:
     if "llama.cpp" not in words:
         return None
     return coarsest(name for name in ENGINES if re.search(rf"\b{name.split()[1]}\b", words)) or "llama.cpp f16"
+
+
+def _step(engine: Engine) -> float:
+    return STEPS[engine]

@@ -1,4 +1,4 @@
-"""In which precision a cache was computed, by its numbers and by what its ledger says of them."""
+"""In which precision a cache was computed, by its numbers, or by the engine that its ledger names."""
 
 from collections.abc import Iterable
 

@@ -62,7 +62,7 @@ def reference_of(model: Model, cache: AnyCache) -> KVCache:
 
 
 def effect_of(model: Model, cache: AnyCache, reference: AnyCache, row: int) -> OutputEffect | None:
-    """Read the last token of a row again, after what stands before it in each of the caches; and after all of each go on
+    """Read the last token of a row again, after what stands before it in each of the caches; after all of each, go on
     greedily."""
     ledger = reference.ledger
     held_slots = entries((~ledger.padding[row]).nonzero()[:, 0], int)

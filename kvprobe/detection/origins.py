@@ -92,7 +92,7 @@ def one_for_each_token(
             FOREIGN - 1.0,
         )
     others = "no token of this model has" if look_up else "no other token of the reference has"
-    either = "" if look_up else ", or hold a text in which each token is replaced by another, which a model tells apart"
+    either = "" if look_up else ", or hold a text in which each token is replaced by another, which `model` would show"
     return Explanation(
         "other weights",
         1.0,

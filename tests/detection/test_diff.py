@@ -411,7 +411,7 @@ def test_a_text_in_which_each_token_is_replaced_is_told_from_other_weights(tiny:
         assert re.search(r"that of another token for 2\d of 28 tokens, as of \d+ in place of 1\.", cause.evidence)
     (unsure,) = diff(elsewhere, right).causes
     assert unsure.kind == "other weights"
-    assert "or hold a text in which each token is replaced by another, which a model tells apart" in unsure.evidence
+    assert "or hold a text in which each token is replaced by another, which `model` would show" in unsure.evidence
     weights = replace(llama(seed=1, head_dim=32).prefill(ids), made_by=None)
     (sure,) = diff(weights, replace(right, made_by=None), model=tiny).causes
     assert sure.kind == "other weights"
