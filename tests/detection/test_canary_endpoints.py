@@ -16,7 +16,7 @@ import torch
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import Ledger
 from kvprobe.detection.canary import EngineAnswer, ScriptSizes, canary, llama_server, openai_endpoint, vllm_endpoint
-from kvprobe.detection.canary.target import SavesSlots
+from kvprobe.detection.canary.target import Forgets, SavesSlots
 from kvprobe.engines.plain import open_plain, save_plain
 from kvprobe.engines.server import LlamaServer, served
 from kvprobe.engines.slot import read_slot, stored, write_slot
@@ -88,6 +88,9 @@ class Handler(BaseHTTPRequestHandler):
         super().__init__(*args)
 
     def do_GET(self) -> None:
+        if self.path == "/reset_prefix_cache":
+            self._reply(405, {"detail": "Method Not Allowed"})
+            return
         self._reply(200, {"data": [{"id": "paged"}]})
 
     def do_POST(self) -> None:
@@ -189,6 +192,15 @@ def test_an_endpoint_of_openai_fails_by_what_its_cache_does(bug: str, failed: li
     assert result.failed[: len(failed)] == failed
     assert bool(result.failed) == bool(failed)
     assert {finding.name: finding.reused for finding in result.findings}["hit"]
+
+
+def test_an_endpoint_as_a_target_keeps_its_cache():
+    with endpoint(engine := PagedEngine()) as url:
+        engine.ask([tuple(range(3, 3 + 2 * BLOCK))], 1, True)
+        assert engine.pool
+        held = dict(engine.pool)
+        assert isinstance(openai_endpoint(url), Forgets)
+        assert engine.pool.keys() == held.keys()
 
 
 def test_what_is_no_answer_of_completions_is_refused_and_counts_are_optional():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from http import HTTPStatus
 from typing import Any, ClassVar
 
 from kvprobe.arguments import checked_arguments
@@ -40,18 +41,15 @@ def openai_endpoint(url: str, model: str | None = None, timeout: float = 120.0) 
 
     A request without reuse carries a `cache_salt` of its own, and for llama-server `cache_prompt`. Where the engine
     offers `/reset_prefix_cache` (vLLM with VLLM_SERVER_DEV_MODE=1), hits of a store outside the engine, such as a
-    connector's, are tested, too.
+    connector's, are tested, too: a run drops the engine's own cache then. Making the target drops nothing.
 
     Args:
         url: without `/v1`.
         model: by its name there; the first that the endpoint lists, by default.
     """
     url = url.rstrip("/").removesuffix("/v1")
-    try:
-        _Endpoint(url, timeout).ask("/reset_prefix_cache", {})
-    except RefusedError:
-        return _OpenAI(url, timeout, model)
-    return _OpenAIWithStore(url, timeout, model)
+    resets = _takes_posts(_Endpoint(url, timeout), "/reset_prefix_cache")
+    return (_OpenAIWithStore if resets else _OpenAI)(url, timeout, model)
 
 
 @checked_arguments
@@ -256,6 +254,15 @@ class _Vllm(_OpenAI):
         """Tokens that came from connectors since the server started; None where it does not count them."""
         counts = _LOADED.findall(self.server.text_at("/metrics"))
         return sum(map(float, counts)) if counts else None
+
+
+def _takes_posts(server: JsonServer, place: str) -> bool:
+    """Whether something is there that acts when it is asked by POST; it is asked by GET, which does nothing."""
+    try:
+        server.text_at(place)
+    except RefusedError as error:
+        return error.status == HTTPStatus.METHOD_NOT_ALLOWED
+    return False
 
 
 def _token(name: str) -> Token:
