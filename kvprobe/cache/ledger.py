@@ -299,6 +299,12 @@ class Ledger(Brief):
         engine = coarsest([self.engine, other.engine])
         return replace(self, **joined, live=live, following=other.following, names=names, others=others, engine=engine)
 
+    def read_on(self, new: "Ledger") -> "Ledger":
+        """This ledger followed by slots that are read after it: where a fitted slot is in view, text that had been
+        there is not, so that they count as recomputed."""
+        after_fitted = (self.fitted & self.live_somewhere).any(1, keepdim=True) & ~new.padding
+        return self.append(replace(new, recomputed=new.recomputed | after_fitted))
+
     def since(self, slot: int) -> "Ledger":
         """The ledger of this slot and all later ones."""
         columns = {name: getattr(self, name)[:, slot:] for name in COLUMNS}

@@ -100,26 +100,27 @@ def _reread(model: Model, cache: KVCache, places: Sequence[int], *, missing: boo
     """The cache with these slots read again, run by run.
 
     Args:
-        missing: whether text that had been before them is gone; it is in any case where slots before them are hidden,
-            or positions empty.
+        missing: whether text that had been before them is gone; it is in any case where slots before them are hidden
+            in some layers or heads, or positions empty, or the slots moved towards the start since.
     """
     whole, some = cache.ledger.live[:, 0].all(1).all(0), cache.ledger.live_somewhere[0]
     if mixed := [place for place in places if some[place] and not whole[place]]:
         raise UserError(f"Slot {mixed[0]} is hidden in some layers or heads alone; choose slots that are live in all.")
     _refuse_gaps(cache, places)
     seen = [place for place in places if whole[place]]
+    nearer = cache.ledger.origins[0] > cache.ledger.positions[0]
     for _, run in groupby(enumerate(seen), lambda pair: pair[1] - pair[0]):
         slots = [place for _, place in run]
         start, stop = slots[0], slots[-1] + 1
         ledger = cache.ledger
-        left_out = missing or not bool(some[:start].all()) or int(ledger.positions[0, start]) != start
+        left_out = missing or not bool(whole[:start].all()) or int(ledger.positions[0, start]) != start
         names = [ledger.names[number] for number in entries(ledger.segments[0, start:stop], int)]
         again = Tokens(
             tuple(entries(ledger.tokens[0, start:stop], int)),
             tuple(entries(ledger.positions[0, start:stop], int)),
             tuple(names),
             (None,) * len(slots),
-            (left_out,) * len(slots),
+            tuple(left_out or moved for moved in entries(nearer[start:stop], bool)),
             tuple(entries(ledger.delimiters[0, start:stop], bool)),
         )
         read = model.extend(cache.rewind(slots=start) if start else None, again)[0]

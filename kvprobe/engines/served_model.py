@@ -273,7 +273,7 @@ class ServedModel(Brief):
         slot.path.unlink()
         last = torch.arange(read.slots - len(text), read.slots)[None]
         new = told(read.take(last, torch.zeros_like(last, dtype=torch.bool)), text)
-        ledger = cache.ledger.append(new.ledger)
+        ledger = cache.ledger.read_on(new.ledger)
         return combined((cache, new), lambda pair: torch.cat(pair, 2), ledger), likeliest
 
     def restored(self, cache: KVCache, question: Tokens) -> "RestoredSlot":

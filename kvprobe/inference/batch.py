@@ -92,7 +92,7 @@ class Batch:
         """Read one token for each row, and return the logits after it."""
         new = new_slots(tokens, self.lanes.device)
         lives, padding, states = self.ledger.live[:, :, 0], self.ledger.padding, dict[int, StateLayer]()
-        self.ledger = self.ledger.append(new)
+        self.ledger = self.ledger.read_on(new)
 
         def state(number: int) -> StateLayer:
             _, writes = slots_and_writes(self.layers[number].shown)

@@ -256,7 +256,7 @@ def forward_pass(
     refuse_unreadable(lanes, past, tokens, lane, chunk)
     new = new_slots(tokens, lanes.device)
     warn_of_taken_positions(past, new)
-    ledger = new if past is None else past.ledger.append(new)
+    ledger = new if past is None else past.ledger.read_on(new)
     shortest = min(map(len, tokens))
     if not 1 <= logits <= shortest:
         raise UserError(f"logits is {logits}; the shortest row allows a whole number from 1 to {shortest}.")

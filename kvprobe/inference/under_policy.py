@@ -94,7 +94,7 @@ def watch(
     shape, kv_heads = lanes.geometry, heads_apart(lanes.geometry.layers)
     before = one_row_each(lanes, past and past.cache, len(tokens))
     new = new_slots(tokens, lanes.device)
-    ledger = new if before is None else before.ledger.append(new)
+    ledger = new if before is None else before.ledger.read_on(new)
     digests: dict[int, list[Digest]] = {source: [] for source in shape.sources}
 
     def observe(layer: int, pattern: Tensor) -> None:

@@ -113,6 +113,10 @@ def test_slots_read_again_without_text_that_was_evicted_or_hidden_count_as_recom
     model, past = held("llama")
     hidden, gone = (recompute(model, left, "b").ledger.recomputed[0] for left in (past.mask("a"), past.evict("a")))
     assert hidden[4:].tolist() == gone.tolist() == [True] * 3 + [False] * 3
+    closed = recompute(model, past.evict("a").reindex(), "b").ledger.recomputed[0]
+    partly = recompute(model, past.mask("a", layers=[0]), "b").ledger.recomputed[0]
+    assert closed.tolist() == [True] * 3 + [False] * 3
+    assert partly.tolist() == [False] * 4 + [True] * 3 + [False] * 3
     assert not recompute(model, with_padding(model), "b").ledger.recomputed.any()
 
 

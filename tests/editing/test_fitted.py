@@ -12,13 +12,23 @@ import kvprobe as kv
 from kvprobe.attention import attend
 from kvprobe.cache.cache import KVCache
 from kvprobe.detection.audit import audit
-from kvprobe.editing import attention_error, concatenate, divergence, match_attention, recompute, train_eraser
+from kvprobe.editing import (
+    attention_error,
+    concatenate,
+    divergence,
+    erratum,
+    match_attention,
+    recompute,
+    replace_text,
+    train_eraser,
+)
 from kvprobe.editing.matching import fit_head
 from kvprobe.editing.queries import Readings
 from kvprobe.engines.plain import save_plain
 from kvprobe.inference.model import Model, load
+from kvprobe.policies.policy import Scene
 from kvprobe.text.tokens import WITHOUT_TOKEN, Tokens, token_texts
-from tests.models import tiny_tokenizer
+from tests.models import llama, tiny_tokenizer
 from tests.models.every import tiny
 from tests.refusals import refused
 
@@ -108,6 +118,39 @@ def test_fitted_slots_are_saved_joined_and_shown(tmp_path: Path):
     assert of_one.fitted.sum(1).tolist() == [0, 8], "padding in the place of an evicted slot is not fitted"
     assert token_texts([3, -1], cast("Any", tiny_tokenizer()))[1] == WITHOUT_TOKEN
     assert attend(model, [7, 11], again).weights.shape[-1] == 26
+
+
+@pytest.mark.parametrize("keep", [8, len(SPAN)])
+@pytest.mark.parametrize("closed", [False, True])
+def test_whatever_is_computed_with_fitted_slots_in_view_counts_as_recomputed(keep: int, closed: bool):
+    model, edited = held("llama")[0], fitted("llama", keep)
+    edited = edited.reindex() if closed else edited
+    new = Tokens.of([7, 11, 30], "next", int(edited.ledger.following[0]))
+    ways = {
+        "read again": (recompute(model, edited, "c"), "c"),
+        "other text": (replace_text(model, edited, "c", [9, 4]), "c"),
+        "a window": (replace_text(model, model.extend(edited, new)[0], "c", [9, 4], window=1), "c"),
+        "read": (model.extend(edited, new)[0], "next"),
+        "watched": (model.watch(new, Scene(edited)).cache, "next"),
+    }
+    for way, (after, name) in ways.items():
+        ledger = after.ledger
+        assert bool(ledger.recomputed[ledger.in_segments(name)].all()), way
+    assert not edited.ledger.recomputed.any(), "what is retained had the span in view"
+    rows = model.extend(KVCache.join([edited, held("llama")[1]]), [new, Tokens.of([7, 11], "next", 40)])[0].ledger
+    assert (rows.recomputed & rows.in_segments("next")).sum(1).tolist() == [3, 0], "row by row, and no padding"
+    hidden = model.extend(edited.mask(slots=edited.ledger.fitted), new)[0]
+    assert not hidden.ledger.recomputed.any()
+
+
+def test_what_is_generated_with_fitted_slots_in_view_counts_as_recomputed():
+    model = llama(tokenizer=tiny_tokenizer())
+    past = model.prefill("the mill has 4")
+    told = erratum(model, match_attention(model, past, slots=[1, 2, 3], keep=2), "on Friday")
+    ledger = model.generate(told, "the inn", max_new_tokens=3).cache.ledger
+    later = torch.arange(ledger.slots) >= past.slots - 1
+    assert later.sum() > told.slots - past.slots + 3
+    assert torch.equal(ledger.recomputed[0], later)
 
 
 def test_what_needs_tokens_refuses_fitted_slots(tmp_path: Path):
