@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from kvprobe.cache.layer import Layer
 from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.parts import Shape, described
 from kvprobe.cache.visibility import refuse_dropped
@@ -20,6 +21,8 @@ class OfModel(Protocol):
 
     @property
     def shape(self) -> Shape: ...
+    @property
+    def layers(self) -> Sequence[Layer]: ...
     @property
     def tensors(self) -> tuple[Tensor, ...]: ...
     @property
@@ -118,6 +121,27 @@ def refuse_other_slots(
             f"Slot {slot} of row {row} was fitted, or computed by another model, in one of the two caches alone, which "
             "the ledger would not show after a patch; choose other slots, or see `kvprobe.editing.splice`."
         )
+
+
+def refuse_other_time(base: OfModel, donor: OfModel, chosen: Bool[Tensor, "batch slots"]) -> None:
+    """Refuse the decays of a donor with the same slots where gaps were closed in one of the two caches alone, so that
+    states pass through time in one of them that is gone in the other."""
+    own, other = base.ledger, donor.ledger
+    moved = ((own.positions != other.positions) & ~own.padding).any(1) | (own.following != other.following)
+    chosen = chosen & ~own.padding & moved[:, None]
+    for ours, theirs in zip(base.layers, donor.layers, strict=True):
+        if "decay" not in ours:
+            continue
+        passes = [
+            torch.stack([part.any(-1).any(1) for part in layer["decay"].chunk(2, -1)]) for layer in (ours, theirs)
+        ]
+        timeless = (passes[0] != passes[1]).any(0) & chosen
+        if bool(timeless.any()):
+            row, slot = map(int, timeless.nonzero()[0])
+            raise UserError(
+                f"States decay at slot {slot} of row {row} in one of the two caches alone, since gaps were closed by "
+                "reindex() in the other; do the same in both, or take another part than the decay."
+            )
 
 
 def lack_others(

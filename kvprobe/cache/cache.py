@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvprobe.arguments import AtLeastOne, checked_arguments
-from kvprobe.cache.alike import refuse_other_model, refuse_other_slots, refuse_overlap
+from kvprobe.cache.alike import refuse_other_model, refuse_other_slots, refuse_other_time, refuse_overlap
 from kvprobe.cache.computed import coarsest
 from kvprobe.cache.contents import Contents
 from kvprobe.cache.device import pick_device
@@ -264,7 +264,8 @@ class KVCache(Contents):
 
         Raises:
             UserError: the donor is of another model, slots or positions of keys (see
-                `kvprobe.cache.alike.refuse_other_slots`), or there is no such segment, layer, head or part.
+                `kvprobe.cache.alike.refuse_other_slots`), decays of states of which gaps were closed in one of the two
+                alone, or there is no such segment, layer, head or part.
         """
         chosen = self.chosen(segments, slots)
         wanted = {"KV": KV, "writes": WRITES}.get(part or "", (part,))
@@ -273,6 +274,8 @@ class KVCache(Contents):
             raise UserError(unknown("part", str(part), [*{name: None for layer in self.layers for name in layer}]))
         moves = any(name in ROTATED for names in taken for name in names)
         refuse_other_slots(self, donor, chosen, segments, keys=moves)
+        if any("decay" in names for names in taken):
+            refuse_other_time(self, donor, chosen)
         where = (chosen[None, :, None, :] & self._within(layers, heads))[..., None]
         patched = (
             {

@@ -30,7 +30,7 @@ def zero(
 ) -> KVCache:
     """The cache with zeros for the values of these slots, which still take the attention that their keys draw.
 
-    To undo it, patch the slots from the old cache.
+    To undo it, patch the part of these slots from the old cache.
 
     Args:
         segments, slots, layers, heads: which, as for `KVCache.mask`.
@@ -60,7 +60,8 @@ def steer(
 ) -> KVCache:
     """The cache with a direction added to a part of these slots, another in each layer and head.
 
-    The same with `-scale` undoes it, up to rounding. Keys are those of the cache: rotated to `ledger.origins`.
+    The same with `-scale` undoes it, up to rounding. Keys are those of the cache: rotated to `ledger.origins`, which
+    `Model.as_seen` changes.
 
     Args:
         directions: one for each of `layers`, for each head (or one for all) and each number of the part.

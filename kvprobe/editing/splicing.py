@@ -14,6 +14,11 @@ from kvprobe.cache.layer import Layer
 from kvprobe.errors import UserError
 from kvprobe.text.tokens import refuse_reserved
 
+PARTLY_FILLED = (
+    "A recurrent layer decays over the gap at this place, which the piece would fill in part; give a piece that fills "
+    "it, or close the gap first with reindex()."
+)
+
 
 @checked_arguments
 def splice(
@@ -27,7 +32,8 @@ def splice(
     """The cache with the slots of a piece put in, the first of them at position `at`.
 
     Slots of the cache from there on move only as far as the piece needs room, so that one that was evicted fits where
-    it stood. Every slot keeps where it was computed (`ledger.origins`). `KVCache.evict` is the inverse.
+    it stood. Every slot keeps where it was computed (`ledger.origins`). `KVCache.evict` is the inverse where the piece
+    filled a gap, and `KVCache.rewind` where it came after everything; elsewhere later slots stay moved.
 
     Args:
         piece: slots of the same model, such as `cache.select("T1")`; a single row is put into every row.
@@ -70,6 +76,7 @@ def splice(
     )
     new = replace(new, following=moved.following)
     filled = _gap_filled(base.positions, base.padding, later, start, after, end)
+    _refuse_lost_time(cache, ~later & ~base.padding, filled, end < after)
     layers = tuple(_time_between(layer, ~later & ~base.padding, filled) for layer in cache.layers)
     ends = ~added.padding
     pieces = tuple(_time_between(layer, ends, torch.ones_like(filled, dtype=torch.long)) for layer in piece.layers)
@@ -150,6 +157,18 @@ def _gap_filled(
     return torch.where(after <= start, 0, torch.where((before == start) & (end >= after), 1, 2))
 
 
+def _refuse_lost_time(
+    cache: KVCache,
+    before: Bool[Tensor, "batch slots"],
+    filled: Int[Tensor, "batch"],
+    open_after: Bool[Tensor, "batch"],
+) -> None:
+    """Refuse a gap between a piece and what follows it of which no slot before the piece holds the decay."""
+    recurrent = any("decay" in layer for layer in cache.layers)
+    if recurrent and bool(((filled == 2) & open_after & ~before.any(1)).any()):
+        raise UserError(PARTLY_FILLED)
+
+
 def _time_between(layer: Layer, before: Bool[Tensor, "batch slots"], filled: Int[Tensor, "batch"]) -> Layer:
     """A layer whose state does not decay after the last slot before a place, where what stood there comes back."""
     if "decay" not in layer or not layer["decay"].shape[2]:
@@ -160,9 +179,6 @@ def _time_between(layer: Layer, before: Bool[Tensor, "batch slots"], filled: Int
     passing, passed = decay.chunk(2, -1)
     gap = (passed * last[:, None, :, None]).abs().amax((1, 2, 3)) > 0
     if bool((gap & (filled == 2)).any()):
-        raise UserError(
-            "A recurrent layer decays over the gap at this place, which the piece would fill in part; give a piece "
-            "that fills it, or close the gap first with reindex()."
-        )
+        raise UserError(PARTLY_FILLED)
     kept = torch.where((last & (filled == 1)[:, None])[:, None, :, None], torch.zeros_like(passed), passed)
     return {**layer, "decay": torch.cat([passing, kept], -1)}

@@ -1,5 +1,6 @@
 """Edits of caches over every kind of memory: known answers."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -225,3 +226,54 @@ def test_what_cannot_be_edited_is_refused_in_a_sentence():
     refused(lambda: zero(past, "b", layers=[0]), "V is stored by layers [3]")
     refused(lambda: steer(past, torch.ones(1, 1, 3), "b", layers=[0], part="value"), "numbers")
     refused(lambda: steer(past, torch.full((1, 1, 3), torch.nan), "b", layers=[0], part="value"), "NaN")
+
+
+DISJOINT = {
+    "mask": lambda past: past.mask("c"),
+    "mask in a layer": lambda past: past.mask("c", layers=[3]),
+    "reindex": lambda past: past.reindex(),
+    "evict": lambda past: past.evict("a"),
+    "evict the last": lambda past: past.evict(slots=[past.slots - 1]),
+    "mask, close": lambda past: past.mask("a").reindex(),
+    "rewind": lambda past: past.rewind(slots=-1),
+}
+"""Edits that change no number of other slots."""
+
+
+@pytest.mark.parametrize("edit", DISJOINT)
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "qwen3_next", "granitemoehybrid"])
+def test_an_edit_undone_after_another_one_leaves_what_the_other_gives_alone_or_is_refused(kind: str, edit: str):
+    model = held(kind)[0]
+    whole = model.prefill(A + B + C + Tokens.of([44, 2], "d", 10))
+    part = {"llama": "V", "deepseek_v3": "latent"}.get(kind, "value")
+    piece, change = model.prefill(Tokens.of([50, 51], "p")), DISJOINT[edit]
+    for base in (whole, whole.evict("c") if edit[:6] != "mask" or edit == "mask, close" else whole):
+        alone = change(base)
+        width = next(layer[part].shape[3] for layer in base.layers if part in layer)
+        count = sum(part in layer for layer in base.layers)
+        direction = torch.arange(1.0, width + 1).expand(count, 1, -1)
+
+        def undone(edited: KVCache, undo: Callable[[KVCache], KVCache], change=change) -> KVCache | str:
+            try:
+                return undo(change(edited))
+            except kv.UserError as error:
+                return str(error)
+
+        place = int(alone.ledger.positions[0, alone.ledger.in_segments("b")[0]].min())
+        results = {
+            "zero": undone(zero(base, "b", part=part), lambda past: past.patch(base, "b")),
+            "zero, the part": undone(zero(base, "b", part=part), lambda past: past.patch(base, "b", part=part)),
+            "steer": undone(
+                steer(base, direction, "b", part=part), lambda past: steer(past, direction, "b", part=part, scale=-1)
+            ),
+            "evict": undone(base.evict("b"), lambda past: splice(past, base.select("b"), at=place)),
+        }
+        if edit not in ("evict the last", "rewind"):
+            results["splice"] = undone(splice(base, piece), lambda past: past.rewind("p"))
+        for name, result in results.items():
+            if isinstance(result, KVCache):
+                # Hidden slots whose gap was closed take no place, and may come before a piece or after it.
+                visible = [one.evict(slots=~one.ledger.live_somewhere) for one in (result, alone)]
+                assert close(visible[0], visible[1], model), name
+            else:
+                assert result.startswith(("The donor has", "States decay", "A recurrent layer decays")), result
