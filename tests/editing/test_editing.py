@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -247,33 +248,42 @@ def test_an_edit_undone_after_another_one_leaves_what_the_other_gives_alone_or_i
     whole = model.prefill(A + B + C + Tokens.of([44, 2], "d", 10))
     part = {"llama": "V", "deepseek_v3": "latent"}.get(kind, "value")
     piece, change = model.prefill(Tokens.of([50, 51], "p")), DISJOINT[edit]
-    for base in (whole, whole.evict("c") if edit[:6] != "mask" or edit == "mask, close" else whole):
-        alone = change(base)
-        width = next(layer[part].shape[3] for layer in base.layers if part in layer)
-        count = sum(part in layer for layer in base.layers)
-        direction = torch.arange(1.0, width + 1).expand(count, 1, -1)
+    closes = edit in ("mask, close", "reindex") or "evict" in edit
+    for base in (whole, whole.evict("c")) if closes else (whole,):
+        for name, (edited, undo) in edits_of(base, part, piece, change(base)).items():
+            if name == "splice" and edit in ("evict the last", "rewind"):
+                continue
+            alone = change(base)
+            result = edited_or_refusal(lambda edited=edited, undo=undo: undo(change(edited)))
+            if isinstance(result, str):
+                assert result.startswith(("The donor has", "States decay", "A recurrent layer decays")), name
+                continue
+            # Hidden slots whose gap was closed take no place, and may come before a piece or after it.
+            visible = [one.evict(slots=~one.ledger.live_somewhere) for one in (result, alone)]
+            assert close(visible[0], visible[1], model), name
 
-        def undone(edited: KVCache, undo: Callable[[KVCache], KVCache], change=change) -> KVCache | str:
-            try:
-                return undo(change(edited))
-            except kv.UserError as error:
-                return str(error)
 
-        place = int(alone.ledger.positions[0, alone.ledger.in_segments("b")[0]].min())
-        results = {
-            "zero": undone(zero(base, "b", part=part), lambda past: past.patch(base, "b")),
-            "zero, the part": undone(zero(base, "b", part=part), lambda past: past.patch(base, "b", part=part)),
-            "steer": undone(
-                steer(base, direction, "b", part=part), lambda past: steer(past, direction, "b", part=part, scale=-1)
-            ),
-            "evict": undone(base.evict("b"), lambda past: splice(past, base.select("b"), at=place)),
-        }
-        if edit not in ("evict the last", "rewind"):
-            results["splice"] = undone(splice(base, piece), lambda past: past.rewind("p"))
-        for name, result in results.items():
-            if isinstance(result, KVCache):
-                # Hidden slots whose gap was closed take no place, and may come before a piece or after it.
-                visible = [one.evict(slots=~one.ledger.live_somewhere) for one in (result, alone)]
-                assert close(visible[0], visible[1], model), name
-            else:
-                assert result.startswith(("The donor has", "States decay", "A recurrent layer decays")), result
+def edited_or_refusal(edit: Callable[[], KVCache]) -> KVCache | str:
+    try:
+        return edit()
+    except kv.UserError as error:
+        return str(error)
+
+
+def edits_of(
+    base: KVCache, part: Any, piece: KVCache, alone: KVCache
+) -> dict[str, tuple[KVCache, Callable[[KVCache], KVCache]]]:
+    """Edits of segment b, and the inverse of each, after another edit that by itself gives `alone`."""
+    sizes = [layer[part].shape[3] for layer in base.layers if part in layer]
+    direction = torch.arange(1.0, sizes[0] + 1).expand(len(sizes), 1, -1)
+    place = int(alone.ledger.positions[0, alone.ledger.in_segments("b")[0]].min())
+    return {
+        "zero": (zero(base, "b", part=part), lambda past: past.patch(base, "b")),
+        "zero, the part": (zero(base, "b", part=part), lambda past: past.patch(base, "b", part=part)),
+        "steer": (
+            steer(base, direction, "b", part=part),
+            lambda past: steer(past, direction, "b", part=part, scale=-1.0),
+        ),
+        "evict": (base.evict("b"), lambda past: splice(past, base.select("b"), at=place)),
+        "splice": (splice(base, piece), lambda past: past.rewind("p")),
+    }
