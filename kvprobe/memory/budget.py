@@ -107,7 +107,8 @@ def budget(
     config = text_model(found)
     numbers = chosen or dtype_of(config)
     built = unloaded(config)
-    stored = weight_bytes(built.weights, config, numbers) if given is None else given
+    wide = None if engine == "vllm" else built.wide.get(numbers.name)
+    stored = weight_bytes(built.weights, config, numbers, wide) if given is None else given
     made = Budget(
         config=config,
         assumed=built.assumed,

@@ -23,24 +23,30 @@ def dtype_of(config: Config) -> Numbers:
     return plain_named("bfloat16")
 
 
-def weight_bytes(weights: Weights, config: Config, dtype: Numbers) -> int:
+def weight_bytes(weights: Weights, config: Config, dtype: Numbers, wide: Weights | None = None) -> int:
     """Bytes of all weights: packed with their scales if the config says so, the rest in `dtype`.
+
+    Args:
+        wide: those of them that stay in float32 unless they are packed; none by default.
 
     Raises:
         UserError: they are packed in an unknown way.
     """
     if config.has("compression_config"):
         raise UserError(_unknown(config, "compressed-tensors"))
+    kept = Weights() if wide is None else wide
     if not config.has("quantization_config"):
-        return dtype.bytes(weights.total)
+        return _plain(weights.total, kept.total, dtype)
     packing = config.within("quantization_config")
     in_bits = packing.has("load_in_4bit") or packing.has("load_in_8bit")
     method = packing.word("quant_method", default="bitsandbytes") if in_bits else packing.word("quant_method")
     if method == "mxfp4":
         # One byte of scale for 32 numbers of four bits (OCP microscaling formats 1.0).
-        return _packed(weights.experts, 4, 32, 8) + dtype.bytes(weights.total - weights.experts)
+        return _packed(weights.experts, 4, 32, 8) + _plain(
+            weights.total - weights.experts, kept.total - kept.experts, dtype
+        )
     matrices = weights.linear + weights.experts
-    rest = dtype.bytes(weights.total - matrices)
+    rest = _plain(weights.total - matrices, kept.total - kept.linear - kept.experts, dtype)
     if method == "fp8":
         return _packed(matrices, 8, _block(packing), 32) + rest
     if method in ("gptq", "awq"):
@@ -68,6 +74,11 @@ def _unknown(config: Config, method: str) -> str:
         f"{config.name} has weights packed as {method[:40]!r}, but only {', '.join(known)} are known; give the bytes "
         "of the weights with weights=…."
     )
+
+
+def _plain(numbers: int, wide: int, dtype: Numbers) -> int:
+    """Bytes of numbers that are not packed, so many of which are in float32."""
+    return dtype.bytes(numbers - wide) + 4 * wide
 
 
 def _packed(numbers: int, bits: int, group: int, scale_bits: int) -> int:

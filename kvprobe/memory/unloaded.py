@@ -76,6 +76,7 @@ class Unloaded:
         config: all its fields, those that the file leaves out included.
         layers: what each stores.
         weights: how many there are.
+        wide: those of them that stay in float32, by the dtype in which the model is loaded.
         kernel: of attention, by default.
         assumed: sizes that the file leaves out.
     """
@@ -83,6 +84,7 @@ class Unloaded:
     config: Config
     layers: tuple[LayerStore, ...]
     weights: Weights
+    wide: Mapping[str, Weights]
     kernel: Kernel
     assumed: Mapping[str, object]
 
@@ -148,7 +150,10 @@ def _unloaded(name: str, document: str) -> Unloaded:
     try:
         with torch.device("meta"), _at_most(MOST_MODULES):
             model = build._from_config(
-                made(**_decoded(fields)), attn_implementation=kernel, experts_implementation="batched_mm"
+                made(**_decoded(fields)),
+                dtype=HALF,  # some parameters are float32 even so
+                attn_implementation=kernel,
+                experts_implementation="batched_mm",
             )
     except UserError:
         raise
@@ -162,7 +167,8 @@ def _unloaded(name: str, document: str) -> Unloaded:
         if not {name, made.attribute_map.get(name, name)} & fields.keys() and hasattr(model.config, name)
     }
     complete = Config(config.name, model.config.to_dict())
-    return Unloaded(complete, _layers(config, model), _weights(model), kernel, assumed)
+    wide = {dtype: _weights(model, among=_wide(model, dtype)) for dtype in ("bfloat16", "float16")}
+    return Unloaded(complete, _layers(config, model), _weights(model), wide, kernel, assumed)
 
 
 def _check(config: Config, made: Any, name: str, value: object) -> None:
@@ -200,11 +206,30 @@ def _at_most(count: int) -> Generator[None]:
         _KERNELS.is_torchdynamo_exporting = exporting
 
 
-def _weights(model: nn.Module) -> Weights:
-    """The parameters by what file formats do with them."""
+def _wide(model: PreTrainedModel, dtype: str) -> set[str]:
+    """The parameters that transformers keeps in float32 when it loads the model in half precision.
+
+    Args:
+        dtype: in which; bfloat16 or float16.
+    """
+    patterns = {*(model._keep_in_fp32_modules_strict or ())}
+    if dtype == "float16":  # against overflow, which bfloat16 has not
+        patterns |= {*(model._keep_in_fp32_modules or ())}
+    kept = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)) or "(?!)")
+    return {name for name, own in model.named_parameters() if own.dtype == torch.float32 or kept.search(name)}
+
+
+def _weights(model: nn.Module, among: set[str] | None = None) -> Weights:
+    """The parameters by what file formats do with them.
+
+    Args:
+        among: those of these names alone.
+    """
     modules = dict(model.named_modules())
     sizes = dict.fromkeys(("embedding", "head", "linear", "experts", "other"), 0)
     for name, parameter in model.named_parameters():
+        if among is not None and name not in among:
+            continue
         module = modules[name.rpartition(".")[0]]
         if isinstance(module, nn.Embedding):
             kind = "embedding"
@@ -282,11 +307,9 @@ def _one_token(model: PreTrainedModel, config: Any, kinds: list[str]) -> tuple[A
 
 def in_half_precision(model: PreTrainedModel) -> PreTrainedModel:
     """The model with its parameters in half precision, as loading gives it, so that its states show which have it."""
-    model.bfloat16()
-    kept = tuple(model._keep_in_fp32_modules_strict or ())
+    wide = _wide(model, "bfloat16") if model.dtype == HALF else _wide(model.bfloat16(), "bfloat16")
     for name, parameter in model.named_parameters():
-        if any(part in name for part in kept):
-            parameter.data = parameter.data.float()
+        parameter.data = parameter.data.to(torch.float32 if name in wide else HALF)
     return model
 
 

@@ -1,11 +1,15 @@
 """Counts of weights are those of the models that transformers builds, sorted by what file formats do with them."""
 
+from pathlib import Path
+
 import pytest
 
+import kvprobe as kv
 from kvprobe.memory.config import Config
 from kvprobe.memory.unloaded import text_model, unloaded
 from kvprobe.memory.weights import Weights
 from tests.memory.families import TINY, settings, tiny
+from tests.models import every
 from tests.refusals import refused
 
 LLAMA = {
@@ -64,3 +68,18 @@ def test_without_experts_every_parameter_is_active():
 def test_more_experts_for_a_token_than_there_are_is_refused():
     few = Config("tiny", {"num_experts": 4, "num_experts_per_tok": 5})
     refused(lambda: Weights(experts=8).active(few), "5 of 4 experts")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", "deepseek_v32", "gpt_oss", "glm_moe_dsa", "hunyuan_v1_moe", "hy_v4", "kimi_linear", "nemotron_h",
+     "olmo_hybrid"],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore")
+def test_parameters_that_loading_keeps_in_float32_are_counted_so(kind: str, dtype: str, tmp_path: Path):
+    model = every.tiny(kind)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=dtype)
+    held = sum(parameter.nbytes for parameter in loaded.parameters())
+    assert kv.budget(tmp_path, context=8, dtype=dtype).weights == held
