@@ -3,11 +3,13 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 
 from kvprobe.arguments import check_fields
 from kvprobe.brief import Brief
+from kvprobe.checks import is_mapping
 from kvprobe.errors import UserError
 from kvprobe.names import unknown
 from kvprobe.text.chat_template import Tokenizer
@@ -27,7 +29,8 @@ class HiddenSecret(Brief):
     Attributes:
         chat: the conversation, with everything in it.
         hide: the segments to forget.
-        secret: a text in these and nowhere else, that others can take the place of.
+        secret: a text in these and nowhere else, that others can take the place of; also in what a template reads
+            beside the text, such as a call of a tool.
 
     Raises:
         UserError: there is no such segment, none stays, or the secret is not in hidden text, or in text that stays.
@@ -50,7 +53,16 @@ class HiddenSecret(Brief):
             raise UserError("All segments are to be hidden, so nothing stays that could know of them; hide fewer.")
         if not self.secret.strip():
             raise UserError("The secret is empty; give the text that is to be forgotten, such as a code or a name.")
-        said = {message.segment for message in self.chat.messages if self.secret in message.text}
+        if _holds(self.chat.arguments, self.secret):
+            raise UserError(
+                "The secret also stands in what the chat template is given beside the messages (tools, documents), "
+                "which stays; take it out of there."
+            )
+        said = {
+            message.segment
+            for message in self.chat.messages
+            if self.secret in message.text or _holds(message.fields, self.secret)
+        }
         if stays := sorted(said - set(self.hide)):
             raise UserError(
                 f"The secret also stands in {stays[0]!r}, which stays; hide that segment too, or nothing is forgotten."
@@ -68,7 +80,11 @@ class HiddenSecret(Brief):
         return replace(self.chat, messages=tuple(self._with(message, secret) for message in self.chat.messages))
 
     def _with(self, message: Message, secret: str) -> Message:
-        if message.segment not in self.hide or self.secret not in message.text:
+        if message.segment not in self.hide:
+            return message
+        if _holds(message.fields, self.secret):
+            message = replace(message, fields=_exchanged(message.fields, self.secret, secret))
+        if self.secret not in message.text:
             return message
         within = sum(part.text.count(self.secret) for part in message.parts)
         if within < message.text.count(self.secret):  # it runs over a border of parts
@@ -105,6 +121,30 @@ class HiddenSecret(Brief):
                 f"{FEWEST_SECRETS} are needed, so give more others of this length."
             )
         return tuple(found)
+
+
+def _holds(value: object, secret: str) -> bool:
+    """Whether a text or number somewhere in plain data holds the secret, names of fields included."""
+    if is_mapping(value):
+        return any(_holds(name, secret) or _holds(inner, secret) for name, inner in value.items())
+    if isinstance(value, list | tuple):
+        return any(_holds(inner, secret) for inner in cast(Sequence[object], value))
+    return isinstance(value, str | int | float) and secret in str(value)
+
+
+def _exchanged(value: Any, secret: str, other: str) -> Any:
+    """Plain data with another secret in the place of one; a number stays a number where it still is one."""
+    if is_mapping(value):
+        return {_exchanged(name, secret, other): _exchanged(inner, secret, other) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_exchanged(inner, secret, other) for inner in cast(Sequence[object], value)]
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or secret not in str(value):
+        return value
+    changed = str(value).replace(secret, other)
+    try:
+        return changed if isinstance(value, str) else type(value)(changed)
+    except ValueError:
+        return changed
 
 
 def _redrawn(secret: str, rng: np.random.Generator) -> str:

@@ -32,6 +32,7 @@ from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
 from tests.models import llama, tiny_tokenizer
 from tests.models.every import tiny
+from tests.refusals import refused
 
 CHAT = Transcript.from_messages(
     [
@@ -439,3 +440,40 @@ def test_what_is_all_there_is_read_up_to_what_its_places_hold_and_no_further():
     counts = torch.stack([torch.bincount(place, minlength=10) for place in labels]).double() / 120
     entropy = float(-(counts * counts.clamp(min=1e-9).log2()).sum(1).mean())
     assert entropy < reading.bits.mean <= reading.held
+
+
+CALLED = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{{ m.call['code'] if m.call else '' }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""A template that writes a call of a tool."""
+
+
+def with_call(at: int, code: object, **arguments: object) -> Transcript:
+    said = [
+        {"role": "user", "content": "The code is 481."},
+        {"role": "assistant", "content": "I see it."},
+        {"role": "user", "content": "Then what is the time?"},
+    ]
+    said[at] = {**said[at], "call": {"code": code}}  # pyright: ignore[reportArgumentType]
+    return Transcript.from_messages(said, names=["T1", "reply", "T2"], **arguments)
+
+
+@pytest.mark.parametrize("code", ["481", 481, ["no", "x481"]])
+def test_a_secret_that_stays_beside_the_text_of_a_message_is_refused(code: object):
+    refused(lambda: HiddenSecret(with_call(1, code), ("T1",), "481"), "stands in 'reply', which stays")
+    tools = [{"type": "function", "function": {"name": "door", "description": "opens by 481"}}]
+    refused(lambda: HiddenSecret(with_call(0, "0", tools=tools), ("T1",), "481"), "beside the messages")
+
+
+@pytest.mark.parametrize("code", ["481", 481])
+def test_a_secret_in_a_hidden_call_is_another_in_each_conversation(code: object):
+    model = llama(tokenizer=tiny_tokenizer(CALLED), intermediate_size=64)
+    case = HiddenSecret(with_call(0, code), ("T1",), "481")
+    others = ["123", "234", "345", "456", "567", "678", "789", "321", "432"]
+    assert case.said("123").messages[0].fields == {"call": {"code": type(code)(123)}}
+    texts = {model.tokenizer.decode(case.said(other).tokens(model.tokenizer).ids) for other in others}
+    assert len(texts) == len(others)
+    assert not any("481" in text for text in texts)
+    assert certify(model, case, "mask", others=others, secrets=8, searched=0).trace.places
+    assert certify(model, case, "restart", others=others, secrets=8, searched=0).forgotten
