@@ -450,12 +450,12 @@ CALLED = """{% for m in messages %}<|im_start|>{{ m.role }}
 
 
 def with_call(at: int, code: object, **arguments: object) -> Transcript:
-    said = [
+    said: list[dict[str, object]] = [
         {"role": "user", "content": "The code is 481."},
         {"role": "assistant", "content": "I see it."},
         {"role": "user", "content": "Then what is the time?"},
     ]
-    said[at] = {**said[at], "call": {"code": code}}  # pyright: ignore[reportArgumentType]
+    said[at]["call"] = {"code": code}
     return Transcript.from_messages(said, names=["T1", "reply", "T2"], **arguments)
 
 
@@ -471,7 +471,7 @@ def test_a_secret_in_a_hidden_call_is_another_in_each_conversation(code: object)
     model = llama(tokenizer=tiny_tokenizer(CALLED), intermediate_size=64)
     case = HiddenSecret(with_call(0, code), ("T1",), "481")
     others = ["123", "234", "345", "456", "567", "678", "789", "321", "432"]
-    assert case.said("123").messages[0].fields == {"call": {"code": type(code)(123)}}
+    assert case.said("123").messages[0].fields == {"call": {"code": "123" if code == "481" else 123}}
     texts = {model.tokenizer.decode(case.said(other).tokens(model.tokenizer).ids) for other in others}
     assert len(texts) == len(others)
     assert not any("481" in text for text in texts)
