@@ -148,7 +148,7 @@ def sound(count: int, first: int) -> None:
             print(
                 f"seed {seed}, {way}: failed: {', '.join(found.failed) or 'nothing'}; "
                 f"beyond it once: {', '.join(once) or 'nothing'}; worst {worst:.3g} nats, "
-                f"threshold {found.threshold:.3g}, power {found.power:.0%}, "
+                f"threshold {found.threshold:.3g} (long {found.long_threshold:.3g}), power {found.power:.0%}, "
                 f"{found.requests} requests in {found.seconds:.0f} s",
                 flush=True,
             )
@@ -161,7 +161,7 @@ def faulty(names: list[str]) -> None:
     with TemporaryDirectory() as folder:
         gguf = gguf_of("smollm2-135m", Path(folder))
         for name in names or FAULTS:
-            with served(gguf, slots=4, threads=1) as server:
+            with served(gguf, slots=4, threads=2) as server:
                 report(name, llama_server(Planted(server.url, folder=server.folder, damage=FAULTS[name])))
 
 
