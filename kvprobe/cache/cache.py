@@ -354,14 +354,18 @@ class KVCache(Contents):
         return chosen
 
     def take(self, slots: Int[Tensor, "batch kept"], padding: Bool[Tensor, "batch kept"]) -> "KVCache":
-        """The cache of the slots at these indices, row by row and in this order; `padding` marks empty ones."""
+        """The cache of the slots at these indices, row by row and in this order; `padding` marks empty ones, which
+        hold zeros."""
         same_in_all_rows = self.batch == 1 or bool((slots == slots[:1]).all())
+        padded, empty = bool(padding.any()), padding[:, None, :, None]
 
         def taken(tensor: Tensor) -> Tensor:
             if same_in_all_rows:
-                return tensor.index_select(2, slots[0])
-            index = slots[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
-            return tensor.gather(2, index)
+                chosen = tensor.index_select(2, slots[0])
+            else:
+                index = slots[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
+                chosen = tensor.gather(2, index)
+            return chosen.masked_fill(empty, 0) if padded else chosen
 
         held = ~self.ledger.padding
         layers = (time_moved(layer, slots, padding, held) if recurrent(layer) else layer for layer in self.layers)

@@ -34,6 +34,8 @@ SINK_HIDDEN = (
 )
 COLUMNS = ("tokens", "positions", "origins", "segments", "recomputed", "delimiters", "quantised", "makers", "dropped")
 """Fields with one entry per row and slot."""
+_BLANK = {"segments": PADDING, "quantised": -1, "makers": OWN}
+"""What padding holds in these fields where it is not 0."""
 
 
 @dataclass(frozen=True)
@@ -235,8 +237,9 @@ class Ledger(Brief):
         """The ledger of the slots at these indices, row by row; `padding` marks those that hold no token."""
         layers, _, heads, _ = self.live.shape
         index = slots[None, :, None, :].expand(layers, -1, heads, -1)
-        taken = {name: getattr(self, name).gather(1, slots) for name in COLUMNS}
-        taken["segments"] = taken["segments"].masked_fill(padding, PADDING)
+        taken = {
+            name: getattr(self, name).gather(1, slots).masked_fill(padding, _BLANK.get(name, 0)) for name in COLUMNS
+        }
         return replace(self, **taken, live=self.live.gather(3, index) & ~padding[None, :, None, :])
 
     def rewound(
@@ -322,8 +325,7 @@ class Ledger(Brief):
             missing = slots - self.slots
             return torch.nn.functional.pad(tensor, (0, missing) if at_end else (missing, 0), value=value)
 
-        blank = {"segments": PADDING, "quantised": -1, "makers": OWN}
-        columns = {name: longer(getattr(self, name), blank.get(name, 0)) for name in COLUMNS}
+        columns = {name: longer(getattr(self, name), _BLANK.get(name, 0)) for name in COLUMNS}
         return replace(self, **columns, live=longer(self.live))
 
     @staticmethod

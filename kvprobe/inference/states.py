@@ -6,7 +6,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.recurrence import fold, last_inputs
+from kvprobe.cache.recurrence import fold, last_inputs, timeless
 from kvprobe.inference.model import Model
 
 _KERNELS = ("conv_L_cache", "linear_conv_kernel_dim", "mamba_d_conv", "short_conv_kernel_size")
@@ -29,4 +29,6 @@ def _live(cache: KVCache, layer: int) -> Bool[Tensor, "rows slots"]:
 def state_of(model: Model, cache: KVCache, layer: int) -> Float[Tensor, "rows heads d_key d_value"]:
     """The state of one layer, in fp32; of a short convolution alone, the inputs that it keeps."""
     writes = cache.layers[layer]
-    return fold(writes, keep=_live(cache, layer)).cpu() if "decay" in writes else inputs_of(model, cache, layer)
+    if "decay" not in writes:
+        return inputs_of(model, cache, layer)
+    return fold(timeless(writes, cache.ledger.padding), keep=_live(cache, layer)).cpu()

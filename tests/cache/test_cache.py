@@ -176,6 +176,19 @@ def test_rows_that_lose_different_numbers_of_slots_are_padded_and_not_live():
     assert torch.equal(evicted.ledger.following, cache.ledger.positions[:, -1] + 1)
 
 
+def test_what_a_row_lost_is_not_in_its_padding():
+    cache = random_cache(6)
+    chosen = torch.zeros_like(cache.ledger.padding)
+    chosen[0, 2:5] = True
+    evicted = cache.evict(slots=chosen)
+    padding = evicted.ledger.padding
+    assert padding.sum(1).tolist() == [3] + [0] * (cache.batch - 1)
+    assert not evicted.ledger.tokens[padding].any()
+    assert not any(tensor.transpose(1, 2)[padding].any() for tensor in evicted.tensors)
+    alone = cache.rows([0]).evict(slots=[2, 3, 4])
+    assert_bit_identical(evicted.rows([0]).take(*evicted.rows([0]).ledger.order(~padding[:1])), alone)
+
+
 def test_eviction_drops_padding_that_no_row_needs():
     cache = random_cache(10, batch=1, slots=8, padded=True)
     length = int((cache.ledger.segments != PADDING).sum())

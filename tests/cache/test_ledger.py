@@ -69,9 +69,9 @@ def test_taking_slots_gathers_row_by_row_and_blanks_the_padding(ledger: Ledger, 
     taken = ledger.take(slots, padding)
     for row in range(ledger.batch):
         for place, (slot, gone) in enumerate(zip(slots[row].tolist(), padding[row].tolist(), strict=True)):
-            assert taken.tokens[row, place] == ledger.tokens[row, slot]
-            assert taken.positions[row, place] == ledger.positions[row, slot]
-            assert taken.recomputed[row, place] == ledger.recomputed[row, slot]
+            assert taken.tokens[row, place] == (0 if gone else ledger.tokens[row, slot])
+            assert taken.positions[row, place] == (0 if gone else ledger.positions[row, slot])
+            assert taken.recomputed[row, place] == (not gone and ledger.recomputed[row, slot])
             assert taken.segments[row, place] == (PADDING if gone else ledger.segments[row, slot])
             expected = torch.zeros_like(ledger.live[:, row, :, slot]) if gone else ledger.live[:, row, :, slot]
             assert torch.equal(taken.live[:, row, :, place], expected)

@@ -22,6 +22,7 @@ from kvprobe.faults import BitFlips, OverlappingKV, PositionShift, Scope, Zeros
 from kvprobe.inference.doctor import examine
 from kvprobe.inference.forward import taps
 from kvprobe.inference.model import Model, load
+from kvprobe.inference.states import state_of
 from kvprobe.models import recurrent
 from kvprobe.models.geometry import Geometry
 from kvprobe.models.hf_cache import CACHE, empty_layers, held_by, library_cache, past_key_values
@@ -168,6 +169,21 @@ def test_rows_of_unequal_length_and_joined_caches_are_read_as_alone():
     both = model.generate([IDS[:4], IDS], max_new_tokens=4, stop=())
     alone = [model.generate([row], max_new_tokens=4, stop=()) for row in (IDS[:4], IDS)]
     assert list(both.tokens) == [row.tokens[0] for row in alone]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "granitemoehybrid", "kimi_linear"])
+def test_the_state_of_a_padded_row_is_that_of_the_row_alone(kind: str):
+    """Padding at the end, at the beginning, and where other rows lost fewer slots."""
+    model = built(kind)
+    alone, pair = model.prefill(IDS[:6]), model.prefill([IDS[:6], IDS])
+    lost = torch.zeros_like(pair.ledger.padding)
+    lost[0, 1:3] = True
+    begin = pair.take(torch.tensor([[9] * 4 + [*range(6)], [*range(10)]]), torch.arange(10) < torch.tensor([[4], [0]]))
+    gapped = alone.evict(slots=[1, 2])
+    for padded, whole in ((pair, alone), (begin, alone), (pair.evict(slots=lost), gapped)):
+        for layer in range(3):
+            state = state_of(model, whole, layer)
+            assert close(state_of(model, padded, layer)[:1], state)
 
 
 def test_a_row_that_has_ended_writes_nothing_more():
