@@ -66,7 +66,7 @@ class Certificate(Brief):
         way: by its name.
         hidden: the segments that were forgotten.
         secrets: how many were tried in the place of the secret, its own among them.
-        stored: slots that later tokens do not see, and that still hold something that depends on the secret.
+        stored: slots that still hold something that depends on the secret where later tokens do not see it.
         trace: where caches of different secrets differ.
         known: what each reader makes of it that has learned from other secrets of this conversation.
         from_others: what each makes of it that has learned from other conversations; empty where they were not asked.

@@ -79,11 +79,16 @@ def seen(model: Model, cache: KVCache, slots: Slots, number: int, layer: int) ->
     parts = cache.layers[layer]
     live = slots.live[layer if len(slots.live) > 1 else 0][..., None].cpu()
     chosen = list(slots.index[number])
-    kept = {name: one[0][:, chosen].float().cpu() * live for name, one in parts.items() if name not in WRITES}
+    kept = {name: _whole(one[0][:, chosen]).cpu() * live for name, one in parts.items() if name not in WRITES}
     if recurrent(parts):
         kept[STATE] = state_of(model, cache, layer)[0].flatten(1)[:, None]
         kept[INPUTS] = inputs_of(model, cache, layer)[0].flatten(1)[:, None]
     return kept
+
+
+def _whole(numbers: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """In fp32, or in fp64 where that would round."""
+    return numbers.to(torch.promote_types(numbers.dtype, torch.float32))
 
 
 @dataclass(frozen=True, repr=False)
@@ -211,12 +216,22 @@ def in_layers(layers: Sequence[int]) -> str:
 
 
 def stored(caches: Sequence[KVCache]) -> int:
-    """How many slots that later tokens do not see hold something that depends on the secret."""
+    """How many slots hold something that depends on the secret where later tokens do not see it: in some layers or
+    heads, or as the token that the ledger names."""
+    lives = [cache.ledger.live[:, 0].cpu() for cache in caches]
     if len({cache.slots for cache in caches}) > 1:
-        return max(int((~cache.ledger.live_somewhere & ~cache.ledger.padding).sum()) for cache in caches)
-    first, differ = caches[0], torch.zeros(caches[0].slots, dtype=torch.bool)
-    for other in caches[1:]:
-        differ |= (other.ledger.tokens != first.ledger.tokens)[0].cpu()
-        for mine, theirs in zip(first.tensors, other.tensors, strict=True):
-            differ |= (mine[0] != theirs[0]).any(-1).any(0).cpu()
-    return int((differ & ~first.ledger.live_somewhere[0].cpu()).sum())
+        padding = (cache.ledger.padding[0].cpu() for cache in caches)
+        return max(int((~live.all(1).all(0) & ~empty).sum()) for live, empty in zip(lives, padding, strict=True))
+    first, held = caches[0], torch.zeros(caches[0].slots, dtype=torch.bool)
+    for live, other in zip(lives, caches, strict=True):
+        both, shown = live & lives[0], torch.zeros_like(held)
+        for layer, parts in enumerate(first.layers):
+            visible = both[layer if len(both) > 1 else 0]
+            for name, mine in parts.items():
+                differs = (mine[0] != other.layers[layer][name][0]).any(-1).cpu()
+                # Writes to a state have heads of their own, and are hidden in all of them.
+                heads = visible if len(visible) == len(differs) else visible[:1]
+                held |= (differs & ~heads).any(0)
+                shown |= (differs & heads).any(0)
+        held |= (other.ledger.tokens != first.ledger.tokens)[0].cpu() & ~shown
+    return int(held.sum())

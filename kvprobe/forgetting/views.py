@@ -123,7 +123,7 @@ def _tokens(
         beside.append(pad(principal(folded).float()[:, None, -STATES:], (0, 0, 0, len(places) - 1)))
     for name in [name for name in parts if name not in (STATE, INPUTS)]:
         held = parts[name][:, :, list(places)].transpose(1, 2).flatten(2)
-        beside.append(held - held.mean(0))
+        beside.append((held - held.mean(0)).float())
     return torch.cat(beside, -1)
 
 

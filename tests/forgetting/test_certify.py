@@ -421,6 +421,41 @@ def test_a_mask_of_the_last_turn_hides_it_and_removes_nothing(model: Model):
     assert evicted.forgotten
 
 
+@pytest.mark.parametrize("heads", [None, [0]])
+def test_what_layers_or_heads_hide_of_slots_that_others_see_is_still_stored(model: Model, heads: list[int] | None):
+    """Slots after the secret know it in all layers but the first."""
+
+    def hidden(model: Model, chat: Transcript, hide: tuple[str, ...]) -> KVCache:
+        left = WAYS["evict"](model, chat, hide)
+        if heads:
+            blank = [torch.cat([values[:, :1], torch.zeros_like(values[:, 1:])], 1) for values in left.values]
+            left = left.with_parts({"K": blank, "V": blank})
+        return left.mask("reply", "T2", layers=[1, 2], heads=heads)
+
+    found = certified(model, hidden, secrets=16, searched=0)
+    assert found.clean
+    assert found.stored > 10
+    assert not found.forgotten
+
+
+def test_a_token_that_the_ledger_names_is_stored_though_no_number_of_its_slot_differs(model: Model):
+    def blank(model: Model, chat: Transcript, hide: tuple[str, ...]) -> KVCache:
+        cache = model.prefill(chat).rewind("reply")
+        return cache.with_parts({part: list(map(torch.zeros_like, cache.part(part))) for part in ("K", "V")})
+
+    found = certified(model, blank, secrets=16, searched=0)
+    assert found.clean
+    assert 0 < found.stored <= 3
+
+
+def test_what_differs_by_less_than_single_precision_is_a_trace_in_a_model_of_double_precision():
+    plain: Any = llama().lanes.plain
+    model = load(plain.double(), tokenizer=tiny_tokenizer())
+    way = by_parity(with_number(1, "V", -2, 1e-12), same, "restart")
+    assert not certified(model, way, secrets=40).clean
+    assert certified(model, "restart", secrets=16).clean
+
+
 def test_a_cache_whose_slots_are_hidden_is_not_one_from_which_they_were_removed(model: Model):
     with pytest.raises(UserError, match="is not what 'evict' makes"):
         certified(model, "evict", cache=model.prefill(CHAT).mask("T1"))
