@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from kvprobe.arguments import AtLeastOne, checked_arguments
 from kvprobe.cache.alike import refuse_other_model, refuse_other_slots, refuse_other_time, refuse_overlap
-from kvprobe.cache.computed import coarsest
 from kvprobe.cache.contents import Contents
 from kvprobe.cache.device import pick_device
 from kvprobe.cache.file import load_cache, save_cache
@@ -284,8 +283,7 @@ class KVCache(Contents):
             }
             for own, other, names, place in zip(self.layers, donor.layers, taken, where, strict=True)
         )
-        ledger = replace(self.ledger, engine=coarsest([self.ledger.engine, donor.ledger.engine]))
-        return replace(self, layers=tuple(patched), ledger=ledger)
+        return replace(self, layers=tuple(patched), ledger=self.ledger.computed_as(donor.ledger))
 
     def to(self, device: torch.device | str) -> "KVCache":
         """The same cache on another device."""

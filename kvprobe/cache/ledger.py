@@ -237,9 +237,8 @@ class Ledger(Brief):
         """The ledger of the slots at these indices, row by row; `padding` marks those that hold no token."""
         layers, _, heads, _ = self.live.shape
         index = slots[None, :, None, :].expand(layers, -1, heads, -1)
-        taken = {
-            name: getattr(self, name).gather(1, slots).masked_fill(padding, _BLANK.get(name, 0)) for name in COLUMNS
-        }
+        columns = ((name, getattr(self, name).gather(1, slots)) for name in COLUMNS)
+        taken = {name: column.masked_fill(padding, _BLANK.get(name, 0)) for name, column in columns}
         return replace(self, **taken, live=self.live.gather(3, index) & ~padding[None, :, None, :])
 
     def rewound(
@@ -298,9 +297,8 @@ class Ledger(Brief):
         joined["segments"] = torch.cat([self.segments, other.numbered(names)], 1)
         others = _distinct([*self.others, *other.others])
         joined["makers"] = torch.cat([ledger._made_by(others) for ledger in (self, other)], 1)
-        live = torch.cat([wide(self.live), wide(other.live)], 3)
-        engine = coarsest([self.engine, other.engine])
-        return replace(self, **joined, live=live, following=other.following, names=names, others=others, engine=engine)
+        joined["live"] = torch.cat([wide(self.live), wide(other.live)], 3)
+        return replace(self.computed_as(other), **joined, following=other.following, names=names, others=others)
 
     def read_on(self, new: "Ledger") -> "Ledger":
         """This ledger followed by slots that are read after it: where a fitted slot is in view, text that had been
@@ -373,6 +371,10 @@ class Ledger(Brief):
         makers = torch.where(self.makers == OWN, _place(others, own), self._made_by(others))
         makers = makers.masked_fill((makers == _place(others, other)) | self.padding, OWN)
         return replace(self, makers=makers, others=others).without_unused()
+
+    def computed_as(self, donor: "Ledger") -> "Ledger":
+        """The ledger of slots that hold numbers of a donor, too: `engine` is the coarser of the two."""
+        return replace(self, engine=coarsest([self.engine, donor.engine]))
 
     def of_like_origin(self, other: "Ledger") -> Bool[Tensor, "batch slots"]:
         """Slots of one model and, in both or neither, of a token; the other ledger has as many slots."""

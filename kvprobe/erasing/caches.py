@@ -6,6 +6,7 @@ too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -80,7 +81,8 @@ def interchange(
         subspace = subspaces[layer_part]
         return vectors + strength * _of_slots(change, subspace, subspace.inside)
 
-    return _rewritten(base, subspaces, chosen, exchanged)
+    changed = _rewritten(base, subspaces, chosen, exchanged)
+    return replace(changed, ledger=base.ledger.computed_as(donor.ledger))
 
 
 @checked_arguments

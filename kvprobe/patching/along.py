@@ -42,7 +42,7 @@ def split(base: KVCache, other: KVCache, along: Along) -> dict[str, KVCache]:
         for name, subspace in along.items()
     }
     inside = interchange(base, other, subspaces, slots=torch.ones_like(base.ledger.padding))
-    rest = combined((base, other, inside), lambda held: held[0] + held[1] - held[2], base.ledger)
+    rest = combined((base, other, inside), lambda held: held[0] + held[1] - held[2], inside.ledger)
     return {"full": other, "along": inside, "rest": rest}
 
 

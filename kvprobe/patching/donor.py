@@ -98,7 +98,7 @@ def aligned(model: Rotating, base: KVCache, donor: KVCache, align: Align = None)
     moved = replace(moved, layers=tuple(map(_with_time_of, moved.layers, base.layers)))
     here, there = base.ledger.positions, moved.ledger.origins
     ledger = replace(base.ledger, origins=torch.where(have[None], there, here))
-    whole = replace(model.as_seen(replace(moved, ledger=ledger)), ledger=base.ledger)
+    whole = replace(model.as_seen(replace(moved, ledger=ledger)), ledger=base.ledger.computed_as(donor.ledger))
     return Aligned(base, donor, base.patch(whole, slots=have[None]), source, reasons)
 
 

@@ -1,12 +1,16 @@
 """Erasing inside a cache, and patching along an eraser: what is touched, and what is not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.computed import Engine
 from kvprobe.erasing import Eraser, Subspace, erase, interchange, leace, mix
 from kvprobe.inference.model import Model
-from kvprobe.patching import LogitDiff, patch_sweep
+from kvprobe.patching import LogitDiff, aligned, patch_sweep
+from kvprobe.patching.along import split
 from kvprobe.text.tokens import Tokens
 from tests.refusals import refused
 
@@ -43,6 +47,26 @@ def test_erasing_changes_only_chosen_slots_of_layers_and_parts_with_an_eraser(ti
     vectors = cache.values[1][0].transpose(0, 1).flatten(1)
     expected = eraser.erased(vectors)[6:]
     torch.testing.assert_close(erased.values[1][0].transpose(0, 1).flatten(1)[6:], expected)
+
+
+@pytest.mark.parametrize("engine", ["llama.cpp f16", "llama.cpp q8_0"])
+def test_what_takes_numbers_of_a_donor_takes_the_engine_that_rounded_them(tiny_llama: Model, engine: Engine):
+    """The coarser of the two: the base is of llama.cpp with 8 bits."""
+    base, donor = cache_of(tiny_llama, 0), cache_of(tiny_llama, 2)
+    base, donor = (
+        replace(one, ledger=replace(one.ledger, engine=known))
+        for one, known in ((base, engine), (donor, "llama.cpp q4_0"))
+    )
+    subspaces = {(1, "V"): Subspace.spanned(torch.eye(width_of(base))[:2])}
+    results = {
+        "patch": base.patch(donor, "T2"),
+        "interchange": interchange(base, donor, subspaces, "T2"),
+        "mix": mix(base, donor, "T2", strength=0.5),
+        "aligned": aligned(tiny_llama, base, donor).cache,
+        **split(base, donor, subspaces),
+    }
+    assert {name: one.ledger.engine for name, one in results.items()} == dict.fromkeys(results, "llama.cpp q4_0")
+    assert interchange(donor, base, subspaces, "T2").ledger.engine == "llama.cpp q4_0"
 
 
 def test_an_eraser_of_each_head_reads_only_its_own(tiny_llama: Model):
