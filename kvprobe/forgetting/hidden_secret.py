@@ -95,32 +95,40 @@ class HiddenSecret(Brief):
     def secrets(
         self, tokenizer: Tokenizer, count: int, rng: np.random.Generator, others: Sequence[str] = ()
     ) -> tuple[str, ...]:
-        """The secret, and others of as many tokens, so that every later token stands where it stood.
+        """The secret, and others of as many tokens, so that every later token stands where it stood; no two of the same
+        tokens.
 
         Args:
             others: to choose from; by default each digit of the secret is drawn anew.
 
         Raises:
-            UserError: the secret has no digit and no others were given, or too few take as many tokens.
+            UserError: the secret has no digit and no others were given, the model never reads it, or too few take as
+                many tokens.
         """
-        length, own = len(self.chat.tokens(tokenizer)), self.secret
+        first, own = tuple(self.chat.tokens(tokenizer).ids), self.secret
         if not others and not re.search(r"\d", own):
             raise UserError(
                 "The secret has no digit that could be drawn anew; give others (--others), at least "
                 f"{FEWEST_SECRETS - 1} texts that could have been said in its place."
             )
-        found = dict.fromkeys([own])
+        read, tried = {first: own}, {own}
         for drawn in others or (_redrawn(own, rng) for _ in range(_TRIES * count)):
-            if len(found) >= count:
+            if len(read) >= count:
                 break
-            if drawn not in found and len(self.said(drawn).tokens(tokenizer)) == length:
-                found[drawn] = None
-        if len(found) < FEWEST_SECRETS:
+            if drawn not in tried and len(ids := tuple(self.said(drawn).tokens(tokenizer).ids)) == len(first):
+                read.setdefault(ids, drawn)
+                tried.add(drawn)
+        if len(read) == 1 and len(tried) > 1:
             raise UserError(
-                f"Only {len(found)} secrets, with its own, take as many tokens in this conversation; at least "
+                "The model reads the same tokens whatever the secret is: the chat template leaves out where it stands, "
+                "or the tokenizer does not know it; hide what the model reads."
+            )
+        if len(read) < FEWEST_SECRETS:
+            raise UserError(
+                f"Only {len(read)} secrets, with its own, take as many tokens in this conversation; at least "
                 f"{FEWEST_SECRETS} are needed, so give more others of this length."
             )
-        return tuple(found)
+        return tuple(read.values())
 
 
 def _holds(value: object, secret: str) -> bool:

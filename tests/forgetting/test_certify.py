@@ -512,3 +512,12 @@ def test_a_secret_in_a_hidden_call_is_another_in_each_conversation(code: object)
     assert not any("481" in text for text in texts)
     assert certify(model, case, "mask", others=others, secrets=8, searched=0).trace.places
     assert certify(model, case, "restart", others=others, secrets=8, searched=0).forgotten
+
+
+def test_a_secret_that_the_model_never_reads_is_refused_and_not_called_forgotten():
+    """A template that leaves out thoughts of earlier turns, as those of reasoning models do."""
+    model = llama(tokenizer=tiny_tokenizer(CALLED.replace("m.content", "m.content.split('</think>')[-1]")))
+    said = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "<think>It is 481.</think>Hello."}]
+    chat = Transcript.from_messages([*said, {"role": "user", "content": "Then?"}], names=["T1", "reply", "T2"])
+    case = HiddenSecret(chat, ("reply",), "481")
+    refused(lambda: certify(model, case, "nothing", secrets=8, searched=0), "the same tokens whatever the secret is")
