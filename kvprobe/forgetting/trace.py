@@ -15,6 +15,7 @@ from torch import Tensor
 from kvprobe.brief import Brief, Table
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.parts import WRITES, recurrent
+from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
 from kvprobe.inference.states import inputs_of, state_of
 from kvprobe.names import number_ranges
@@ -83,6 +84,8 @@ def seen(model: Model, cache: KVCache, slots: Slots, number: int, layer: int) ->
     if recurrent(parts):
         kept[STATE] = state_of(model, cache, layer)[0].flatten(1)[:, None]
         kept[INPUTS] = inputs_of(model, cache, layer)[0].flatten(1)[:, None]
+        if not bool(kept[STATE].isfinite().all()):
+            raise UserError(f"The state of layer {layer} holds NaN or infinity, of which nothing could be compared.")
     return kept
 
 

@@ -411,6 +411,21 @@ def test_a_cache_that_holds_nan_is_refused_and_not_called_clean(model: Model):
         certified(model, way, secrets=16, searched=0)
 
 
+def test_a_state_that_overflows_is_refused_and_not_called_clean():
+    """Each write is finite."""
+    model = load_hybrid("granitemoehybrid")
+    layer = next(number for number, parts in enumerate(model.geometry.parts) if "gain" in parts)
+
+    def huge(model: Model, chat: Transcript, hide: tuple[str, ...]) -> KVCache:
+        cache = model.prefill(chat)
+        layers = [dict(parts) for parts in cache.layers]
+        layers[layer] |= {name: torch.full_like(layers[layer][name], 1e30) for name in ("value", "gain")}
+        return replace(cache, layers=tuple(layers))
+
+    with pytest.raises(UserError, match="holds NaN or infinity"):
+        certified(model, huge, secrets=16, searched=0)
+
+
 def test_a_mask_of_the_last_turn_hides_it_and_removes_nothing(model: Model):
     chat = Transcript.from_messages([*CHAT_LATER, {"role": "user", "content": "The code is 481."}], names=["T1", "T2"])
     case = HiddenSecret(chat, ("T2",), "481")
