@@ -1,11 +1,13 @@
 """How often `diff` calls a benign pair different, from pairs that are independent: each has a text of its own, and one
 way to differ, drawn at random.
 
-    python benchmarks/benign_pairs.py [--pairs smollm2-135m=120 …] [--longest 64] [--seed …] --out pairs.jsonl
+    python benchmarks/benign_pairs.py [--pairs smollm2-135m=120 …] [--longest 64] [--seed …] [--gone-on] --out PATH
 
 Ways are portions, a batch, eager attention, numbers stored in 16 bits, all of it in bfloat16, bfloat16 against float32,
 and llama.cpp (4-bit weights) in f32, f16 and q8_0 against transformers and against each other. `random` is a model with
-random weights, which is read in float32 alone. Pairs that are in the file already are not computed again.
+random weights, which is read in float32 alone. `--gone-on` draws other ways: llama.cpp computed the first part of a
+cache and transformers the second, or the other way round, against transformers. Pairs that are in the file already are
+not computed again.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.cache.stored import AnyCache
 from kvprobe.detection.clean_texts import clean_texts
 from kvprobe.detection.diff import diff
+from kvprobe.engines.llamacpp import to_slot
 from kvprobe.engines.server import served
 from kvprobe.inference.model import Model
 from kvprobe.models.catalogue import gguf_of
@@ -39,6 +42,9 @@ PAIRS = ("random=80", "smollm2-135m=130", "gemma3-270m=80", "qwen2.5-coder-0.5b=
 TYPES = ("f32", "f16", "q8_0")
 ACROSS = tuple(f"llama.cpp {one} / {other}" for one, other in (
     ("f32", "float32"), ("f16", "float32"), ("q8_0", "float32"), ("q8_0", "f16"), ("f16", "f32"), ("q8_0", "f32"),
+))  # fmt: skip
+GONE_ON = tuple(f"{first}, then {second}" for kind in TYPES for first, second in (
+    (f"llama.cpp {kind}", "float32"), ("float32", f"llama.cpp {kind}"),
 ))  # fmt: skip
 IN_FLOAT = {"portions": 6, "batch": 5, "eager": 6, "stored in bfloat16": 1, "stored in float16": 1}
 IN_HALF = {"bfloat16 portions": 3, "bfloat16 batch": 3, "bfloat16 eager": 3, "bfloat16 / float32": 4}
@@ -94,11 +100,41 @@ def in_llama_cpp(name: str, model: Model, texts: Sequence[Tokens], ways: dict[in
             yield number, (held, right)
 
 
-def pairs_of(name: str, count: int, longest: int, seed: int, done: set[int]) -> Iterator[tuple[int, str, Pair]]:
+def gone_on(
+    name: str, model: Model, texts: Sequence[Tokens], ways: dict[int, str], cuts: Sequence[float]
+) -> Iterator[tuple[int, Pair]]:
+    """Pairs of which the first cache went on elsewhere than it began."""
+    with TemporaryDirectory() as folder:
+        gguf, longest = gguf_of(name, Path(folder)), max(len(texts[number]) for number in ways)
+        for kind in TYPES:
+            with served(gguf, cache=kind, context=longest + 8, flash=kind != "f32", threads=1) as server:
+                for number, way in ways.items():
+                    if kind not in way.replace(",", "").split():
+                        continue
+                    text, begins = texts[number], way.startswith("llama.cpp")
+                    server.complete([*text[: max(2, int(cuts[number] * len(text)))].ids], reuse=False)
+                    server.save(0, "run")
+                    first = kv.open_cache(server.path("run"), model).cache()
+                    if begins:
+                        yield number, (model.extend(first, [text[first.slots :]])[0], model.prefill([text]))
+                        continue
+                    shutil.copy(server.path("run"), like := Path(folder) / "like")
+                    to_slot(model.prefill([text[: first.slots]]), server.path("run"), like, model)
+                    server.restore(0, "run")
+                    server.complete([*text.ids])
+                    server.save(0, "run")
+                    whole = kv.open_cache(server.path("run"), model).cache()
+                    yield number, (whole, model.prefill([text[: whole.slots]]))
+
+
+def pairs_of(
+    name: str, count: int, longest: int, seed: int, done: set[int], elsewhere: bool
+) -> Iterator[tuple[int, str, Pair]]:
     model = random_model() if name == "random" else kv.load(name, dtype="float32")
     rng = np.random.default_rng([seed, crc32(name.encode())])
     texts = clean_texts(model, 2 * count, longest, rng)
     weights = IN_FLOAT if name == "random" else IN_FLOAT | IN_HALF | dict.fromkeys(ACROSS, 2)
+    weights = dict.fromkeys(GONE_ON, 1) if elsewhere else weights
     shares = np.array([*weights.values()]) / sum(weights.values())
     ways = {number: str(way) for number, way in enumerate(rng.choice([*weights], count, p=shares))}
     cuts = rng.uniform(0.1, 0.9, count)
@@ -117,6 +153,9 @@ def pairs_of(name: str, count: int, longest: int, seed: int, done: set[int]) -> 
     if across := {number: way for number, way in left.items() if way in ACROSS}:
         for number, pair in in_llama_cpp(name, model, texts, across):
             yield number, across[number], pair
+    if mixed := {number: way for number, way in left.items() if way in GONE_ON}:
+        for number, pair in gone_on(name, model, texts, mixed, cuts):
+            yield number, mixed[number], pair
 
 
 def main() -> None:
@@ -124,6 +163,7 @@ def main() -> None:
     parser.add_argument("--pairs", nargs="+", default=PAIRS, help="how many of each model")
     parser.add_argument("--longest", type=int, default=64)
     parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--gone-on", action="store_true", help="caches that went on elsewhere than they began")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -132,7 +172,7 @@ def main() -> None:
         done = {row["number"] for row in rows if (row["model"], row["seed"]) == (name, arguments.seed)}
         if len(done) >= int(count):
             continue
-        for number, way, pair in pairs_of(name, int(count), arguments.longest, arguments.seed, done):
+        for number, way, pair in pairs_of(name, int(count), arguments.longest, arguments.seed, done, arguments.gone_on):
             found = diff(*pair)
             row = {"model": name, "seed": arguments.seed, "number": number, "way": way, "slots": found.slots}
             row |= {"excess": float(found.excess.max()), "differs": found.differs, "verdict": found.verdict}

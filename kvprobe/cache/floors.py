@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float
 
 from kvprobe.arguments import AtLeastOne, Share, checked_arguments
-from kvprobe.cache.computed import STEPS, Computed
+from kvprobe.cache.computed import ENGINES, STEPS, Computed
 from kvprobe.cache.differences import vectors_apart
 from kvprobe.cache.layer import Layer
 from kvprobe.cache.parts import ROTATED
@@ -177,6 +177,11 @@ class NoiseFloor:
         """The distance that no place of a sound cache exceeds, but at this rate; of "outlier" and "block" it is what is
         allowed where the median of the layer is usual. See `usual` and `times`."""
         return self.usual(part, depth, first) * self.times(slots, place=place, rate=rate)
+
+    @property
+    def of_one_engine(self) -> bool:
+        """Whether an engine computed one of the two caches, or slots of it, and transformers the other."""
+        return (self.one in ENGINES) != (self.other in ENGINES)
 
     @property
     def longest(self) -> int:

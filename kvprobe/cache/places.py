@@ -140,7 +140,7 @@ def damage_of(distances: Distances, floor: NoiseFloor, block: int) -> DamagedPla
         excess: dict[str, Tensor] = {}
         for part, off in parts.items():
             limit = raised * slot_limit * noise[part][None, :, None].expand_as(off)
-            young = newborn[number][:, None].expand_as(off)
+            young = newborn[number][:, None].expand_as(off) & (not floor.of_one_engine)
             limit = torch.where(young, torch.full_like(limit, newborn_limit), limit)
             if raised > 1:
                 limit = limit.clamp(min=newborn_limit)
@@ -213,7 +213,8 @@ def _noise(off: Float[Tensor, "rows heads slots"], counts: Bool[Tensor, "rows sl
 def _capped(
     own: Mapping[int, Mapping[str, Tensor]], present: Sequence[int], number: int, part: str, floor: NoiseFloor
 ) -> Float[Tensor, "heads"]:
-    """The noise of a layer's part, at most that of the layers around it times `RISE`, and that of such pairs."""
+    """The noise of a layer's part, at most that of the layers around it times `RISE`, and that of such pairs. Where one
+    of them is of an engine it is what is usual at least: a cache that went on elsewhere has it in some slots alone."""
     noise, place = own[number][part], present.index(number)
     around = [
         other
@@ -226,7 +227,8 @@ def _capped(
         most.append(2 * float(torch.tensor(positive).median()))
     least = floor.newborn / SLOT_LIMIT
     depth = place / max(1, len(present) - 1)
-    return noise.clamp(max=min(max(least, RISE * min(most)), floor.most_usual(part, depth)))
+    capped = noise.clamp(max=min(max(least, RISE * min(most)), floor.most_usual(part, depth)))
+    return capped.clamp(min=floor.usual(part, depth)) if floor.of_one_engine else capped
 
 
 def _block_medians(off: Float[Tensor, "rows heads slots"], block: int) -> Float[Tensor, "rows heads slots"]:

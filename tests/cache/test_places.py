@@ -40,3 +40,23 @@ def test_texts_that_differ_from_the_first_token_on_have_no_place_in_common():
         tuple({"V": torch.zeros(1, 2, 0)} for _ in range(2)), tuple(torch.ones(2, 1, 0, dtype=torch.bool))
     )
     assert not damage_of(nothing, FLOOR, 16).layers
+
+
+@pytest.mark.parametrize("before", [8, 24, 56])
+@pytest.mark.parametrize("engine_first", [True, False])
+def test_a_cache_that_went_on_elsewhere_has_the_noise_of_an_engine_in_some_slots_alone(before: int, engine_first: bool):
+    """The first part of llama.cpp and the second of transformers, whose slots are off from the second layer on, since
+    they read the first; or the first of transformers, stored in 16 bits."""
+    floor = floor_between("llama.cpp f16", "float32")
+    layers, slots = 12, 64
+    off = torch.rand(layers, 1, 2, slots, generator=torch.Generator().manual_seed(0)) * 0.5 + 0.75
+    for layer in range(layers):
+        off[layer] *= floor.usual("V", layer / (layers - 1))
+        if engine_first:
+            off[layer, ..., before:] *= min(1.0, layer / 10)
+        else:
+            off[layer, ..., :before] = 1e-4
+    compared = torch.ones(layers, 1, slots, dtype=torch.bool)
+    assert not damage_of(Distances(tuple({"V": layer} for layer in off), tuple(compared)), floor, 16).layers
+    off[5, ..., 32:48] = 0.5
+    assert damage_of(Distances(tuple({"V": layer} for layer in off), tuple(compared)), floor, 16).layers == [5]
