@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvprobe.cache.ledger import QuantisationFormat
@@ -20,6 +20,8 @@ GROUP = 32
 _PER_VECTOR = 3
 _LEVELS = 16
 """Numbers of 4 bits at one scale."""
+_MOST_VECTORS, _FEWEST = 512, 8
+"""Vectors in which steps are looked for; and of numbers that share one, in how many groups of how many each."""
 _GROUPS, _BITS = (32, 16, 64, 128), range(8, 1, -1)
 
 
@@ -161,8 +163,9 @@ def _on_a_grid(damaged: Damaged) -> Iterator[Explanation]:
     for part in damaged.parts:
         held, right = damaged.vectors(part)
         near = max(near, float((held - right).norm() / right.norm().clamp(min=1e-30)))
-        grid = _grid_of(held)
-        if grid is None or _grid_of(right) is not None:
+        where = damaged.places[part].nonzero()
+        grid = _grid_of(held) or _steps_of(held, where)
+        if grid is None or _grid_of(right) is not None or _steps_of(right, where) is not None:
             return
         grids.append(grid)
     if near < 0.35 and grids:
@@ -179,6 +182,36 @@ def _grid_of(numbers: Float[Tensor, "damaged d"]) -> str | None:
     groups = numbers.unflatten(1, (-1, 32)).flatten(0, 1)[:256]
     most = max(len(group.unique()) for group in groups)
     return f"those of a group of 32 take at most {most} values" if most <= _LEVELS else None
+
+
+def _steps_of(numbers: Float[Tensor, "damaged d"], where: Int[Tensor, "damaged 2"]) -> str | None:
+    """Of what numbers are whole multiples in 8 bits, in words; None where there is no such step.
+
+    Args:
+        where: head and slot of each vector.
+    """
+    some = slice(None, None, -(-len(numbers) // _MOST_VECTORS))
+    numbers, (heads, slots) = numbers[some], where[some].T[:, :, None]
+    width = torch.arange(numbers.shape[1])
+    for words, index in (
+        ("for all", torch.zeros_like(heads)),
+        ("for each head", heads),
+        ("for each slot", slots),
+        ("for each vector", torch.arange(len(heads))[:, None]),
+        ("for each channel", heads * len(width) + width),
+    ):
+        ids = index.unique()
+        groups = [numbers[(index == one).expand_as(numbers)] for one in ids[:: -(-len(ids) // _FEWEST)]]
+        if min(map(len, groups)) >= _FEWEST and all(map(_in_steps, groups)):
+            return f"they are whole multiples of a step {words}, in 8 bits"
+    return None
+
+
+def _in_steps(group: Float[Tensor, "numbers"]) -> bool:
+    """Whether all numbers are multiples of the largest one's n-th part, for some n up to 127."""
+    times = group / (group.abs().max().clamp(min=1e-30) / torch.arange(1, 128)[:, None])
+    rounding = 2**-9 * times.abs() if bool((group.bfloat16() == group).all()) else 0.0
+    return bool(((times - times.round()).abs() <= 1e-3 + rounding).all(1).any())
 
 
 def in_q8(tensor: Tensor) -> Tensor:

@@ -186,6 +186,28 @@ def test_fp8_at_a_scale_of_its_own_is_quantisation_whatever_it_is_held_in(
     assert not diff(eight, eight).differs
 
 
+@pytest.mark.parametrize("axes", [(0, 1, 2, 3), (2, 3), (1, 3), (3,), (2,)], ids=str)
+@pytest.mark.parametrize("times", [1.0, 1.37], ids=["from the largest", "set before"])
+def test_numbers_in_steps_are_quantisation_whatever_shares_a_step(
+    axes: tuple[int, ...], times: float, right: KVCache, chunked: KVCache
+):
+    """A scale that was set before: the largest number has fewer than 127 steps."""
+
+    def rounded(part: Tensor) -> Tensor:
+        step = times * part.abs().amax(axes, keepdim=True) / 127
+        return (part / step).round() * step
+
+    layers = ({name: rounded(part) for name, part in layer.items()} for layer in right.layers)
+    found = diff(replace(right, layers=tuple(layers)), chunked)
+    assert found.kind == "quantisation", str(found)
+    noise = torch.Generator().manual_seed(0)
+    layers = (
+        {name: part * (1 + 0.004 * torch.randn(part.shape, generator=noise)) for name, part in layer.items()}
+        for layer in right.layers
+    )
+    assert diff(replace(right, layers=tuple(layers)), chunked).kind != "quantisation"
+
+
 def test_one_rounded_layer_makes_no_cache_of_a_coarser_precision(right: KVCache):
     for rounded, scaled in ((0, 2), (2, 0)):
         layers = [{**layer} for layer in right.layers]
