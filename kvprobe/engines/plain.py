@@ -122,7 +122,7 @@ def save_plain(
 
     Raises:
         UserError: the cache has several rows, hidden or fitted slots, slots of other models, keys that were given
-            other positions, or does not go on right after its last slot.
+            other positions, or does not go on right after its last slot; or another file has the name of its tensors.
     """
     ledger = cache.ledger
     ledger.refuse_fitted("A plain dump")
@@ -154,7 +154,13 @@ def save_plain(
     path = expanded(path)
     if path.suffix != ".json":
         raise UserError(f"{path} is to be the JSON of a plain dump; let its name end in .json.")
-    with replacing(path.with_suffix(".safetensors")) as partial_file:
+    beside = path.with_suffix(".safetensors")
+    if beside.exists() and not path.exists():
+        raise UserError(
+            f"{beside} exists and is no part of a dump at {path.name}, whose tensors would take its place; choose "
+            "another name."
+        )
+    with replacing(beside) as partial_file:
         save_file(tensors, partial_file)
     write_whole(path, json.dumps(asdict(header), indent=2) + "\n")
 

@@ -184,3 +184,13 @@ def test_what_the_layout_has_no_place_for_is_not_written(tmp_path: Path, cache: 
     refused(lambda: kv.save_plain(cache, path, block=0), "at least 1")
     refused(lambda: kv.save_plain(cache, path, engine="a\nb"), "printed")
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_dump_takes_the_place_of_a_dump_and_of_no_other_file(tmp_path: Path, cache: kv.KVCache):
+    """The tensors of `model.json` would be written to `model.safetensors`."""
+    (weights := tmp_path / "model.safetensors").write_bytes(b"weights")
+    refused(lambda: kv.save_plain(cache, tmp_path / "model.json"), "no part of a dump")
+    assert weights.read_bytes() == b"weights"
+    for _ in range(2):
+        kv.save_plain(cache, tmp_path / "a.json")
+    assert kv.open_cache(tmp_path / "a.json").ledger.slots == SLOTS
