@@ -151,6 +151,18 @@ def canary(
         sys.exit(1)
 
 
+def engines(
+    *,
+    model: Annotated[
+        str, Parameter(help="As `kvprobe ls models` names it; its GGUF file is fetched.")
+    ] = "smollm2-135m",
+) -> None:
+    """Take a cache out of llama.cpp and back, edited, beside transformers."""
+    from kvprobe.engines.round_trip import llamacpp_round_trip, vllm_here
+
+    print(llamacpp_round_trip(model), vllm_here(), sep="\n\n")
+
+
 def _end_of_dumps(folder: Path, model: str | None, json: bool) -> NoReturn:
     if model is not None:
         check_source(model)

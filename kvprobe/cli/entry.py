@@ -11,7 +11,7 @@ from typing import Any
 from cyclopts import App, CycloptsError
 
 from kvprobe.cli.app import serve
-from kvprobe.cli.caches import audit, canary, diff
+from kvprobe.cli.caches import audit, canary, diff, engines
 from kvprobe.cli.instruments import attend, budget, certify, compare, doctor, prefix, scan
 from kvprobe.cli.runs import add_run_commands, list_names, merge, new, publish, report, runs_app, status, view
 from kvprobe.cli.training import train_app
@@ -51,6 +51,7 @@ for command in (
 ):
     app.command(command)
 app.command(serve, name="app")
+app.command(engines, show=False)  # a demonstration, which the guide names
 app.register_install_completion_command(help="Let a shell complete commands, presets and flags.", show=False)
 
 
