@@ -20,6 +20,8 @@ EXACT = 1e-4
 """How far a way done for many secrets at once may be from the same way done for one, by rounding."""
 POWER = 0.5
 """The share of the places that probes must read with everything in view."""
+COSTS = {"cost": "tokens", "computation": "flops", "duration": "time"}
+"""What a way costs, as a share of a restart's, and the column that has it."""
 
 
 def estimands(partial: Sequence[str]) -> tuple[Estimand, ...]:
@@ -46,7 +48,7 @@ def estimands(partial: Sequence[str]) -> tuple[Estimand, ...]:
         Mean(name="cosine", of="cosine", by=("way",), within=(-1.0, 1.0)),
         Mean(name="spread", of="spread", by=("way",), within=UNBOUNDED),
         Mean(name="tokens", of="tokens", by=("way",), unit="tokens"),
-        Ratio(name="cost", of="tokens", over="anew", by=("way",), within=UNBOUNDED),
+        *(Ratio(name=name, of=of, over=f"{of}_anew", by=("way",), within=UNBOUNDED) for name, of in COSTS.items()),
         Mean(name="flops", of="flops", by=("way",), unit="GFLOP"),
         Mean(name="time", of="time", by=("way",), unit="seconds"),
     )
@@ -66,9 +68,9 @@ def concluded(table: Rows, config: Config, chat: Any, ask: str) -> Conclusion:
         beyond=table["bits"] - beside(table, "bits", {"way": MASK}, on),
         # Each conversation by its own measure: what one kind of secret is used by is ten times what another is.
         used=table["use"] / full.where(full > 0),
-        anew=beside(table, "tokens", {"way": RESTART}, on),
         flops=table["flops"] / 1e9,
     )
+    rows = rows.assign(**{f"{of}_anew": beside(rows, of, {"way": RESTART}, on) for of in COSTS.values()})
     partial = tuple(way for way in ways(config) if way not in (*CLEAN, NOTHING))
     findings = measure(rows, estimands(partial))
     facts: dict[str, Any] = {"chat": chat, "ask": ask, "ways": list(ways(config))}

@@ -1,5 +1,6 @@
 """What is left against what it costs: a point for each way."""
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +27,7 @@ from kvprobe.studies.forgetting.ways import (
 )
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 PANELS = {
@@ -33,6 +35,12 @@ PANELS = {
     "used": "used by the model (share of\nthe effect in full view)",
     "kl": "KL of other replies from the\nsame text read anew (nats)",
 }
+COSTS = {
+    "cost": "tokens read again",
+    "computation": "FLOPs of the model's passes",
+    "duration": "seconds",
+}
+"""Findings along the axes, each as a share of a restart's."""
 STYLES = {
     NOTHING: Style("#000000", "D"),
     ERRATUM: Style("#cc79a7", "P"),
@@ -48,20 +56,22 @@ REPLACED = Style("#7f7f7f", "o")
 """Of ways that put other text in, which a line joins."""
 FITTED = Style("#f0e442", "d")
 TRAINED = Style("#882255", "p")
-FARTHEST = 1.5
-"""Share of a restart's tokens at which ways stand that cost more."""
+FARTHEST = 1.7
+"""Share of a restart's cost at which ways stand that cost more."""
+FREE = 0.03
+"""Share below which a cost counts as none: the seconds of an edit."""
 
 
 class Frontier:
-    """A panel for each measure. Along the axis: tokens read again, as a share of those of a restart; ways that read
-    none stand side by side."""
+    """A column for each measure and a row for each cost, as a share of a restart's; ways that cost nothing stand side
+    by side."""
 
     file = "frontier"
     caption = (
-        "What each way leaves and breaks against the tokens that the model reads again, as a share of a restart's; "
-        "95 % intervals over conversations. Joined: other text in the message's place, with more and more slots read "
-        "again. Ways that read nothing again stand side by side at zero; ways that cost more than is shown, at the "
-        "right edge."
+        "What each way leaves and breaks against what it costs, as a share of a restart's: tokens that the model reads "
+        "again, FLOPs of its passes (what is fitted between them is not counted), seconds on this machine; 95 % "
+        "intervals over conversations. Joined: other text in the message's place, with more and more slots read again. "
+        "Ways that cost nothing stand side by side at zero; ways that cost more than is shown, at the right edge."
     )
 
     def draw(self, findings: Findings, labels: Labels, title: str) -> "Figure | None":
@@ -69,52 +79,61 @@ class Frontier:
 
         if "cost" not in findings:
             return None
-        costs: dict[str, float] = {str(one.keys["way"]): one.value.mean for one in findings.where("cost")}
-        costs = {way: cost for way, cost in costs.items() if np.isfinite(cost)}
-        free = [way for way, cost in costs.items() if cost == 0]
-        places = {way: min(cost, FARTHEST) for way, cost in costs.items()}
-        places |= {way: -0.05 * place for place, way in enumerate(reversed(free))}
         shown: list[Shown] = []
         with styled():
-            figure, grid = plt.subplots(1, len(PANELS), figsize=(12.5, 4.4), squeeze=False)
-            looks = {way: _look(way) for way in places}
-            for axis, (measure, label) in zip(grid[0], PANELS.items(), strict=True):
-                known: list[Finding] = [
-                    one for one in findings.where(measure) if one.keys["way"] in places and not one.value.unknown
-                ]
-                points = {str(one.keys["way"]): (places[str(one.keys["way"])], one.value) for one in known}
-                joined = sorted(spot for way, spot in points.items() if way.startswith(OTHER))
-                axis.plot([x for x, _ in joined], [value.mean for _, value in joined], color=REPLACED.colour, lw=1.1)
-                for way, (across, value) in points.items():
-                    style = looks[way]
-                    low, high = value.ends
-                    axis.errorbar(
-                        across,
-                        value.mean,
-                        yerr=np.clip([[value.mean - low], [high - value.mean]], 0, None),
-                        fmt=style.marker,
-                        color=style.colour,
-                        mfc="white" if way == ALL else style.colour,
-                        ms=9 if style.marker == "*" else 6,
-                        elinewidth=0.8,
-                        label=labels("way", way),
-                    )
-                    if way.startswith(OTHER):
-                        text = way.removeprefix(OTHER).strip() or "0"
-                        axis.annotate(text, (across, value.mean), (4, 6), textcoords="offset points", fontsize=7)
-                    if costs[way] > FARTHEST:
-                        text = f"→ {costs[way]:.0f}"
-                        axis.annotate(text, (across, value.mean), (-8, 6), textcoords="offset points", fontsize=7)
-                axis.axvline(0.03, color="0.85", lw=0.8, zorder=0)
-                axis.axhline(0.0, color="0.85", lw=0.8, zorder=0)
-                axis.set(xlabel="tokens read again (share of a restart's)", ylabel=label)
-                axis.set_xticks([0.0, 0.5, 1.0])
-                shown.append((axis, known))
+            figure, grid = plt.subplots(len(COSTS), len(PANELS), figsize=(12.5, 11.0), squeeze=False)
+            for row, (cost, said) in zip(grid, COSTS.items(), strict=True):
+                costs = {str(one.keys["way"]): one.value.mean for one in findings.where(cost)}
+                costs = {way: share for way, share in costs.items() if np.isfinite(share)}
+                shown += self._row(row, findings, labels, costs, said)
             handles, names = grid[0][0].get_legend_handles_labels()
             figure.legend(handles, names, loc="outside lower center", ncols=5, frameon=False)
-            say(figure, shown, labels, title, "a scale for each panel")
+            say(figure, shown, labels, title, "a scale for each column")
             figure.set_layout_engine("constrained")
         return figure
+
+    def _row(
+        self, row: "Sequence[Axes]", findings: Findings, labels: Labels, costs: Mapping[str, float], said: str
+    ) -> list[Shown]:
+        """One cost's panels."""
+        free = [way for way, cost in costs.items() if cost < FREE]
+        places = {way: min(cost, FARTHEST) for way, cost in costs.items()}
+        places |= {way: -0.05 * place for place, way in enumerate(reversed(free))}
+        looks = {way: _look(way) for way in places}
+        shown: list[Shown] = []
+        for axis, (measure, label) in zip(row, PANELS.items(), strict=True):
+            known: list[Finding] = [
+                one for one in findings.where(measure) if one.keys["way"] in places and not one.value.unknown
+            ]
+            points = {str(one.keys["way"]): (places[str(one.keys["way"])], one.value) for one in known}
+            joined = sorted(spot for way, spot in points.items() if way.startswith(OTHER))
+            axis.plot([x for x, _ in joined], [value.mean for _, value in joined], color=REPLACED.colour, lw=1.1)
+            for way, (across, value) in points.items():
+                style = looks[way]
+                low, high = value.ends
+                axis.errorbar(
+                    across,
+                    value.mean,
+                    yerr=np.clip([[value.mean - low], [high - value.mean]], 0, None),
+                    fmt=style.marker,
+                    color=style.colour,
+                    mfc="white" if way == ALL else style.colour,
+                    ms=9 if style.marker == "*" else 6,
+                    elinewidth=0.8,
+                    label=labels("way", way),
+                )
+                if way.startswith(OTHER):
+                    text = way.removeprefix(OTHER).strip() or "0"
+                    axis.annotate(text, (across, value.mean), (4, 6), textcoords="offset points", fontsize=7)
+                if costs[way] > FARTHEST:
+                    text = f"→ {costs[way]:.2g}"
+                    axis.annotate(text, (across, value.mean), (-8, 6), textcoords="offset points", fontsize=7)
+            axis.axvline(FREE, color="0.85", lw=0.8, zorder=0)
+            axis.axhline(0.0, color="0.85", lw=0.8, zorder=0)
+            axis.set(xlabel=f"{said} (share of a restart's)", ylabel=label)
+            axis.set_xticks([0.0, 0.5, 1.0])
+            shown.append((axis, known))
+        return shown
 
 
 def _look(way: str) -> Style:

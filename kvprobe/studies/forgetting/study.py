@@ -102,6 +102,8 @@ STUDY = Study(
                 "same",
                 "used",
                 "cost",
+                "computation",
+                "duration",
             ),
             percent,
         ),
