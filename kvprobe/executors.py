@@ -123,7 +123,8 @@ class Cluster:
     Attributes:
         address: of a cluster, `auto` for one that this machine belongs to; None starts one here for the work alone.
         workers: that each hold a model.
-        threads: of torch in each worker; by default those of this process, shared out.
+        threads: of torch in each worker; by default those of this process, or the CPUs of a cluster that has an
+            address, shared out.
         gpus: that each worker takes; with a part of one, several share it.
     """
 
@@ -149,14 +150,16 @@ class Cluster:
             UserError: Ray is not installed or not reached, the cluster is too small, or a worker cannot hold the model,
                 or holds another one.
         """
-        ray, again = _ray(), abroad(held)
-        threads = self.threads or max(1, torch.get_num_threads() // self.workers)
+        ray, again = _ray(self.address), abroad(held)
         if device.type == "cuda" and not self.gpus:
             raise UserError("The model is on a GPU; say how many GPUs each worker takes, or which part of one: gpus=1.")
         mine = not ray.is_initialized()
+        threads = self.threads or max(1, torch.get_num_threads() // self.workers)
         if mine:
             _begin(ray, self.address, self.workers * threads)
         try:
+            if self.threads is None and self.address is not None:
+                threads = _threads_each(ray, self.workers, self.gpus)
             _refuse_too_small(ray, self.workers, threads, self.gpus)
             worker = ray.remote(
                 num_cpus=threads, num_gpus=self.gpus, max_restarts=RESTARTS, max_task_retries=TRIES
@@ -259,7 +262,12 @@ class _Worker:
         return function(self.held, item, *given)
 
 
-def _ray() -> Any:
+def _ray(address: str | None) -> Any:
+    """Ray, which sends the token of this machine to a cluster at an address, as it does by itself to that of `auto`; it
+    looks for that when it is imported."""
+    token = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if address not in (None, "auto") and (token or (Path.home() / ".ray" / "auth_token").is_file()):
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         ray = import_module("ray")
         import_module("ray.exceptions")
@@ -279,12 +287,22 @@ def _begin(ray: Any, address: str | None, cpus: int) -> None:
     try:
         ray.init(address=address or "local", **settings)
     except Exception as error:  # Ray raises plain ones, too
-        place = "on this machine" if address is None else f"at {address}"
-        raise UserError(f"No Ray cluster is reached {place}: {str(error).splitlines()[0]}") from None
+        place, reason = "on this machine" if address is None else f"at {address}", str(error).splitlines()[0]
+        token = (
+            "" if address is None else " If it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as there."
+        )
+        raise UserError(f"No Ray cluster is reached {place}: {reason.rstrip('.')}.{token}") from None
 
 
-def _refuse_too_small(ray: Any, workers: int, threads: int, gpus: float) -> None:
-    """Refuse what would wait for ever: a worker is on one machine, and parts of a GPU are of one GPU."""
+def _threads_each(ray: Any, workers: int, gpus: float) -> int:
+    """The most threads with which so many workers find room."""
+    every = int(sum(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]))
+    shares = range(every // workers, 1, -1)
+    return next((threads for threads in shares if _places(ray, threads, gpus) >= workers), 1)
+
+
+def _places(ray: Any, threads: int, gpus: float) -> int:
+    """For how many workers a cluster has room: a worker is on one machine, and parts of a GPU are of one GPU."""
     places = 0
     for node in ray.nodes():
         if node["Alive"]:
@@ -294,7 +312,12 @@ def _refuse_too_small(ray: Any, workers: int, threads: int, gpus: float) -> None
                 cards = int(there.get("GPU", 0))
                 fitting = min(fitting, cards * int(1 / gpus) if gpus < 1 else int(cards // gpus))
             places += fitting
-    if places < workers:
+    return places
+
+
+def _refuse_too_small(ray: Any, workers: int, threads: int, gpus: float) -> None:
+    """Refuse what would wait for ever."""
+    if (places := _places(ray, threads, gpus)) < workers:
         each = f"{threads} CPUs" + f" and {gpus:g} GPUs" * bool(gpus)
         raise UserError(
             f"The cluster has room for {places} workers with {each} each, not for {workers}; give fewer workers, or "

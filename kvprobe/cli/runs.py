@@ -29,6 +29,7 @@ from kvprobe.shipped import shipped
 from kvprobe.studies import STUDIES, Entry, find, study_of
 
 EVERY_STUDY = Group("Every study", sort_key=2)
+THREADS = "Of each worker of Ray; by default the CPUs of the cluster, shared out."
 PROCESSES = "Parts of the run that are worked on side by side: on a CPU under Linux, or by workers of Ray."
 ADDRESS = "Of a Ray cluster, `auto` for one that this machine belongs to; by default one is started here."
 
@@ -93,13 +94,14 @@ def _add_run_command(command: str, preset: Preset) -> None:
         executor: Annotated[Literal["local", "ray"], Parameter(help="What works on them.")] = "local",
         address: Annotated[str | None, Parameter(help=ADDRESS)] = None,
         gpus: Annotated[float, Parameter(help="GPUs that each worker of Ray takes, or a part of one.")] = 0.0,
+        threads: Annotated[Whole | None, Parameter(help=THREADS)] = None,
         share: Annotated[str, Parameter(help="Measure one share of the cases alone: 1/2, and 2/2 elsewhere.")] = "1/1",
         dry_run: Annotated[bool, Parameter(help="Say what would run and how long it would take.", negative="")] = False,
     ) -> None:
         chosen = study.config(**as_mapping(config or flags()))
         check_source(chosen.model)
-        if executor == "local" and (address is not None or gpus):
-            raise UserError("--address and --gpus are of Ray's workers; add --executor ray.")
+        if executor == "local" and (address is not None or gpus or threads is not None):
+            raise UserError("--address, --gpus and --threads are of Ray's workers; add --executor ray.")
         if dry_run:
             _check_files(study, chosen)
             print("\n".join(plan(study.name, chosen, out, name)))
@@ -111,7 +113,7 @@ def _add_run_command(command: str, preset: Preset) -> None:
             if executor == "ray":
                 from kvprobe.executors import Cluster
 
-                cluster = Cluster(address, processes, gpus=gpus)
+                cluster = Cluster(address, processes, threads, gpus)
                 directory = study.run(chosen, out, name, cluster=cluster, share=_share(share))
             else:
                 directory = study.run(chosen, out, name, processes=processes, share=_share(share))

@@ -2,12 +2,16 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -16,7 +20,7 @@ import pytest
 import torch
 
 from kvprobe.errors import UserError
-from kvprobe.executors import Cluster, RayWorkers
+from kvprobe.executors import Cluster, RayWorkers, _threads_each
 from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
@@ -202,3 +206,58 @@ def test_what_workers_cannot_hold_is_refused_in_a_sentence(model: Model, workers
         workers.started(model, lambda _: len, torch.device("cpu")).__enter__()
     config = robustness.Config()
     refused(lambda: find("robustness").run(config, tmp_path, model=model, cluster=Cluster()), "by its name")
+
+
+def test_the_cpus_of_a_cluster_are_shared_out_as_its_machines_allow():
+    def each(workers: int, gpus: float, *machines: dict[str, float]) -> int:
+        nodes = [{"Alive": True, "Resources": there} for there in machines]
+        return _threads_each(SimpleNamespace(nodes=lambda: nodes), workers, gpus)
+
+    assert each(32, 1.0, *[{"CPU": 64.0, "GPU": 8.0}] * 4) == 8
+    assert each(5, 0.0, *[{"CPU": 6.0}] * 4) == 3
+    assert each(2, 0.0, {"CPU": 8.0}, {"CPU": 1.0}) == 4
+    assert each(9, 0.0, {"CPU": 8.0}) == 1
+
+
+CONNECTS = """
+import sys
+from kvprobe.executors import _begin, _ray
+ray = _ray(sys.argv[1])
+_begin(ray, sys.argv[1], 1)
+print(ray.cluster_resources()["CPU"])
+"""
+
+
+def test_a_cluster_at_an_address_gets_the_token_that_it_asks_for(tmp_path: Path):
+    """`ray start` asks for one by default, and what connects to an address sends none by default."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
+        "HOME": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    starting = ["start", "--head", "--block", f"--port={port}", "--num-cpus=1", "--include-dashboard=false"]
+    with TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # its sockets need a short path
+        command = [sys.executable, "-m", "ray.scripts.scripts", *starting, f"--temp-dir={folder}"]
+        head = subprocess.Popen(
+            [*command, "--object-store-memory=100000000"],
+            env=place,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            while head.poll() is None and not _listens(port):
+                time.sleep(0.2)
+            done = subprocess.run(
+                [sys.executable, "-c", CONNECTS, f"127.0.0.1:{port}"], env=place, capture_output=True, text=True
+            )
+            assert done.stdout.split() == ["1.0"], done.stderr[-500:]
+        finally:
+            head.terminate()
+            head.wait()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as asking:
+        return asking.connect_ex(("127.0.0.1", port)) == 0
