@@ -28,7 +28,7 @@ from kvprobe.wording import percent, plain
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 LINKED = ("claims", "index")
-"""Pages whose intervals are those of the pages that they link; those of claims, line by line."""
+"""Pages whose intervals are those of the pages that they link; claims has tests of its own."""
 NUMBER = r"[−+]?\d[\d,]*(?:\.\d+)?"
 INTERVAL = re.compile(
     rf"(?<![\w.,–/−+-])({NUMBER})(?:[^()|\d]{{0,60}}\(|(?: %| (?:points|nats|logits)[a-z ]*)?, )"
@@ -104,10 +104,14 @@ def held(page: str) -> set[str]:
     declared = re.findall(r"\(runs/([\w.-]+?)(?:/config\.yaml)?\)", text_of(page).rpartition(" Runs: ")[2])
     if not declared:
         return set()
-    found = np.concatenate([ends_of(run) for run in declared])
-    variants = np.concatenate([found * times for times in VARIANTS])
-    variants = np.column_stack([variants[:, 0], np.sort(variants[:, 1:], axis=1)])
+    variants = variants_of(np.concatenate([ends_of(run) for run in declared]))
     return {interval for interval in intervals(text_of(page)) if is_among(interval, variants)}
+
+
+def variants_of(findings: np.ndarray) -> np.ndarray:
+    """Findings in all the ways they may be written."""
+    variants = np.concatenate([findings * times for times in VARIANTS])
+    return np.column_stack([variants[:, 0], np.sort(variants[:, 1:], axis=1)])
 
 
 def is_among(interval: str, findings: np.ndarray) -> bool:
@@ -319,28 +323,6 @@ def test_the_figure_of_compaction_shows_the_paired_differences_of_its_run():
         assert len(shown) == outcomes
         assert {round(float(x), 6) for x in shown} <= known, name
     plt.close(figure)
-
-
-CLAIMS = [line for line in (RESULTS / "claims.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
-
-
-def test_each_sentence_has_a_verdict_a_strength_and_what_it_rests_on():
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in CLAIMS]
-    rows = [row for row in rows if row[0] != "sentence"]
-    assert len(rows) > 50
-    for sentence, verdict, strength, found, run in rows:
-        assert (strength == "○") == (verdict == "untested"), sentence
-        if verdict not in ("untested", "not testable here"):
-            assert run != "–", sentence
-            assert "](" in found, sentence
-
-
-@pytest.mark.parametrize("line", [line for line in CLAIMS if re.search(r"\d to ", line)])
-def test_the_numbers_of_a_sentence_are_those_of_the_page_it_links(line: str):
-    (page,) = set(re.findall(r"\]\(([\w-]+)\.md\)", line))
-    assert bare(line) <= bare(text_of(page))
-    for low, high in re.findall(r"([−+]?\d[\d.]*) to ([−+]?\d[\d.]*)", line):
-        assert f"{low} to {high}" in text_of(page), (low, high)
 
 
 ANSWERED = {
