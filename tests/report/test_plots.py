@@ -380,7 +380,7 @@ def test_dots_of_one_unit_have_one_scale_and_a_legend_says_on_how_many_each_rest
     first, second, third = (axis.get_xlim() for axis in figure.axes)
     assert first == second
     assert first[0] < 0.1 < 0.9 < first[1] < third[0]
-    assert "panels of one unit have one scale" in said_of(figure)
+    assert "one scale: a, b" in said_of(figure)
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["kept (n = 12)", "masked (n = 24)"]
     four = Dots("f", "c", (*panels, panels[0])).draw(found, label, "t")
     assert four is not None

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from string import ascii_lowercase
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -96,10 +97,17 @@ class Dots:
                 texts = [f"{text}{counted.get(text, '')}" for text in named]
                 figure.legend(named.values(), texts, loc="outside lower center", ncols=5, frameon=False)
             own = "a scale for each panel" if len(scales) == len(self.panels) > 1 else ""
-            several = "panels of one unit have one scale" if 1 < len(scales) < len(self.panels) else ""
+            several = "" if len(scales) == 1 else self._sharing()
             say(figure, shown, labels, title, own, several, beyond(shown, sideways=True))
             figure.set_layout_engine("constrained")
         return figure
+
+    def _sharing(self) -> str:
+        """Which panels share a scale."""
+        by_scale: dict[str, list[str]] = {}
+        for letter, panel in zip(ascii_lowercase, self.panels, strict=False):
+            by_scale.setdefault(panel.scale or letter, []).append(letter)
+        return "; ".join(f"one scale: {', '.join(those)}" for those in by_scale.values() if len(those) > 1)
 
     def _counted(self, shown: Sequence[Shown], labels: Labels) -> dict[str, str]:
         """By how dots are called, on how many clusters they rest, if that differs between them and not otherwise."""
