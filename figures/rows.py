@@ -27,7 +27,7 @@ LEFT_OUT = ("claims", "index")
 NUMBER = r"[−+]?\d[\d,]*(?:\.\d+)?"
 INTERVAL = re.compile(
     rf"(?<![\w.,–/−+-])({NUMBER})(?:[^()|\d]{{0,60}}\(|(?: %| (?:points|nats|logits)[a-z ]*)?, )"
-    rf"({NUMBER}) to ({NUMBER})(?=[ %a-z]*[),;])"
+    rf"(?:range )?({NUMBER}) to ({NUMBER})(?=[ %a-z]*[),;])"
 )
 """A number and its interval: "x (a to b)", "x points (a to b)", "(x %, a to b)"."""
 TIMES = (1, -1, 100, -100)
@@ -130,34 +130,28 @@ def proposed(page: str) -> list[tuple[Cell, Bound]]:
     chosen = [bounds[0] for bounds in candidates]
     for _ in range(6):
         for place, (cell, bounds) in enumerate(zip(places, candidates, strict=True)):
+            table = [other for other, at in enumerate(places) if at.table == cell.table and other != place]
+            taken = {chosen[other] for other in table}
             lines = [
-                [(items(chosen[other]), 1 / len(candidates[other])) for other in others]
-                for others in beside(place, places)
+                [(items(chosen[other]), 1 / len(candidates[other])) for other in table if places[other][side] == cell[side]]
+                for side in (2, 3)
             ]
             chosen[place] = max(
                 bounds,
-                key=lambda bound, cell=cell, lines=lines: ((cell, bound) in known, fit(bound, cell, lines)),
+                key=lambda bound, cell=cell, lines=lines, taken=taken: ((cell, bound) in known, fit(bound, cell, lines) - 0.05 * (bound in taken)),
             )
     return [*zip(places, chosen, strict=True)]
 
 
-def beside(place: int, places: list[Cell]) -> tuple[list[int], list[int]]:
-    """The other intervals of a row, and of a column."""
-    cell = places[place]
-    near = [other for other, it in enumerate(places) if it.table == cell.table and other != place]
-    return [o for o in near if places[o].row == cell.row], [o for o in near if places[o].column == cell.column]
-
-
 def fit(bound: Bound, cell: Cell, lines: list[list[tuple[set[str], float]]]) -> float:
-    """How much a finding shares with its labels, and with those of its row and of its column."""
-    mine = items(bound)
-    alike = sum(
-        sum(weight * len(mine & its) / len(mine | its) for its, weight in line) / sum(weight for _, weight in line)
-        for line in lines
-        if line
-    )
+    """How much a finding shares with its labels, and each of its items with those of its row or its column."""
+    whole = [sum(weight for _, weight in line) or 1.0 for line in lines]
+    alike = [
+        max(sum(weight for its, weight in line if item in its) / total for line, total in zip(lines, whole, strict=True))
+        for item in items(bound)
+    ]
     labels, called = (set(re.findall(r"[a-z]+|\d+", str(label).lower())) for label in (cell[2:], bound[:3]))
-    return 2 * alike + len(labels & called) / len(labels | called)
+    return sum(alike) / len(alike) + len(labels & called) / len(labels | called)
 
 
 def items(bound: Bound) -> set[str]:
