@@ -88,12 +88,13 @@ def run_of(run: str) -> dict[tuple[str, str], tuple[float, ...]]:
 
 
 def cells(page: str) -> Iterator[tuple[Cell, str]]:
-    """Every interval in the tables of a page. A row is labelled by its first cells, as many as set it apart."""
+    """Every interval in the tables of a page. A row is labelled by its first cell, or as many as set it apart."""
     lines = (RESULTS / f"{page}.md").read_text(encoding="utf-8").splitlines()
     tables = [[*table] for is_table, table in groupby(lines, lambda line: line.startswith("|")) if is_table]
     for number, table in enumerate(tables, 1):
         rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in table]
-        labels = next(n for n in range(1, len(rows[0]) + 1) if len({(*row[:n],) for row in rows}) == len(rows))
+        free = [n for n, column in enumerate(zip(*rows, strict=True), 1) if not INTERVAL.search("|".join(column))]
+        labels = next((n for n in free if len({(*row[:n],) for row in rows}) == len(rows)), 1)
         for row in rows:
             for cell, column in zip(row, rows[0], strict=True):
                 for interval in INTERVAL.finditer(cell):
