@@ -3,9 +3,9 @@
     python figures/rows.py [PAGE …]
 
 writes docs/results/rows.csv: a line for each interval, in the order of the pages, with its run, the finding's name and
-keys, and how often the finding is taken (100 in percent, −1 with its sign turned). Where several findings have these
-numbers, the recorded one is kept; else the one is proposed that shares most with the row, the column and the findings
-beside it. It cannot know what a label means: read the lines that changed. A test holds the pages against them.
+keys, and what it is multiplied by (100 in percent, −1 with its sign turned). What is recorded is kept. Where several
+findings have the numbers of a new cell, the one is written that shares most with the row, the column and the findings
+beside it; it cannot know what a label means, so read the lines that changed. A test holds the pages against them.
 """
 
 import csv
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from itertools import groupby
+from math import isnan
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,9 +82,10 @@ def run_of(run: str) -> dict[tuple[str, str], tuple[float, ...]]:
     findings = {}
     for record in records:
         keys = record.get("keys", {key: record[key] for key in record if key not in (*ENDS, "measure")})
-        mean, *ends = (float("nan" if record.get(end) in ("", None) else record[end]) for end in ENDS)
-        called = record.get("name") or record["measure"], "; ".join(f"{key}={value}" for key, value in keys.items())
-        findings[called] = (mean, *(ends[2:] if np.isnan(ends[:2]).any() else ends[:2]))
+        mean, low, high, *span = (float("nan" if record.get(end) in ("", None) else record[end]) for end in ENDS)
+        name = record["name" if "name" in record else "measure"]
+        called = "; ".join(f"{key}={value}" for key, value in keys.items())
+        findings[name, called] = (mean, *(span if isnan(low) or isnan(high) else (low, high)))
     return findings
 
 
@@ -109,7 +111,10 @@ def is_among(interval: str, findings: np.ndarray) -> np.ndarray:
     return (np.abs(findings - values) <= half).all(1)
 
 
+@cache
 def recorded() -> list[tuple[Cell, Bound]]:
+    if not RECORD.exists():
+        return []
     with RECORD.open(encoding="utf-8", newline="") as file:
         return [
             (Cell(page, int(table), row, column), Bound(run, finding, keys, int(times)))
@@ -117,41 +122,58 @@ def recorded() -> list[tuple[Cell, Bound]]:
         ]
 
 
-def proposed(page: str) -> list[tuple[Cell, Bound]]:
-    """The finding of each interval in the tables of a page; stops at one that no finding is."""
+def recorded_of(page: str) -> list[tuple[Cell, Bound]]:
+    """What is recorded of a page."""
+    return [line for line in recorded() if line[0].page == page]
+
+
+def bound_to(page: str) -> list[tuple[Cell, Bound]]:
+    """The finding of each interval in the tables of a page: the recorded one, or for a new cell the likeliest.
+
+    Raises:
+        SystemExit: an interval is no finding, or not the one that is recorded for its row and column.
+    """
     findings = findings_of(page)
-    ends, names = np.array([*findings.values()]), [*findings]
-    known = {*recorded()} if RECORD.exists() else set()
+    names, ends = [*findings], np.array([*findings.values()])
     places, candidates = [], []
     for cell, interval in cells(page):
+        known = {bound for at, bound in recorded() if (at.page, *at[2:]) == (page, *cell[2:])}
+        bounds = [names[place] for place in np.flatnonzero(is_among(interval, ends))]
+        candidates.append([bound for bound in bounds if not known or bound in known])
         places.append(cell)
-        candidates.append([names[place] for place in np.flatnonzero(is_among(interval, ends))])
         if not candidates[-1]:
-            raise SystemExit(f"No finding of the runs of {page} is {interval}, in {cell}.")
-    chosen = [bounds[0] for bounds in candidates]
-    for _ in range(6):
-        for place, (cell, bounds) in enumerate(zip(places, candidates, strict=True)):
-            table = [other for other, at in enumerate(places) if at.table == cell.table and other != place]
-            taken = {chosen[other] for other in table}
-            lines = [
-                [(items(chosen[other]), 1 / len(candidates[other])) for other in table if places[other][side] == cell[side]]
-                for side in (2, 3)
-            ]
-            chosen[place] = max(
-                bounds,
-                key=lambda bound, cell=cell, lines=lines, taken=taken: ((cell, bound) in known, fit(bound, cell, lines) - 0.05 * (bound in taken)),
+            raise SystemExit(
+                f"{interval} is not the finding of {cell}: {known or 'no run has it'}. Correct the page or the run; "
+                f"if the record is wrong, delete its line in {RECORD.name}."
             )
+    chosen = [bounds[0] for bounds in candidates]
+    exact = {*recorded()}
+    for _ in range(6):  # a choice depends on those beside it
+        for place, cell in enumerate(places):
+            table = [other for other, at in enumerate(places) if at.table == cell.table and other != place]
+            lines = [
+                [(items(chosen[other]), 1 / len(candidates[other])) for other in table if places[other][side] == label]
+                for side, label in ((2, cell.row), (3, cell.column))
+            ]
+            taken = {chosen[other] for other in table}
+            scores = [
+                ((cell, bound) in exact, likeness(bound, cell, lines) - 0.05 * (bound in taken))
+                for bound in candidates[place]
+            ]
+            chosen[place] = candidates[place][scores.index(max(scores))]
     return [*zip(places, chosen, strict=True)]
 
 
-def fit(bound: Bound, cell: Cell, lines: list[list[tuple[set[str], float]]]) -> float:
+def likeness(bound: Bound, cell: Cell, lines: list[list[tuple[set[str], float]]]) -> float:
     """How much a finding shares with its labels, and each of its items with those of its row or its column."""
-    whole = [sum(weight for _, weight in line) or 1.0 for line in lines]
     alike = [
-        max(sum(weight for its, weight in line if item in its) / total for line, total in zip(lines, whole, strict=True))
+        max(
+            sum(weight for others, weight in line if item in others) / (sum(weight for _, weight in line) or 1)
+            for line in lines
+        )
         for item in items(bound)
     ]
-    labels, called = (set(re.findall(r"[a-z]+|\d+", str(label).lower())) for label in (cell[2:], bound[:3]))
+    labels, called = (set(re.findall(r"[a-z]+|\d+", str(words).lower())) for words in (cell[2:], bound[:3]))
     return sum(alike) / len(alike) + len(labels & called) / len(labels | called)
 
 
@@ -160,13 +182,11 @@ def items(bound: Bound) -> set[str]:
 
 
 def main(named: list[str]) -> None:
-    bound = recorded() if RECORD.exists() else []
-    lines = {page: [line for line in bound if line[0].page == page] for page in pages()}
-    lines |= {page: proposed(page) for page in named or pages()}
+    lines = [line for page in pages() for line in (bound_to(page) if page in (named or pages()) else recorded_of(page))]
     with RECORD.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow((*Cell._fields, *Bound._fields))
-        writer.writerows((*cell, *finding) for page in pages() for cell, finding in lines[page])
+        writer.writerows((*cell, *bound) for cell, bound in lines)
 
 
 if __name__ == "__main__":
