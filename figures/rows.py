@@ -133,13 +133,15 @@ def bound_to(page: str) -> list[tuple[Cell, Bound]]:
     Raises:
         SystemExit: an interval is no finding, or not the one that is recorded for its row and column.
     """
-    findings = findings_of(page)
+    findings, recorded = findings_of(page), recorded_of(page)
     names, ends = [*findings], np.array([*findings.values()])
-    places, candidates = [], []
+    places: list[Cell] = []
+    candidates: list[list[Bound]] = []
     for cell, interval in cells(page):
-        known = {bound for at, bound in recorded() if (at.page, *at[2:]) == (page, *cell[2:])}
         bounds = [names[place] for place in np.flatnonzero(is_among(interval, ends))]
-        candidates.append([bound for bound in bounds if not known or bound in known])
+        here = [bound for at, bound in recorded if at == cell][places.count(cell) :][:1]
+        known = {bound for at, bound in recorded if at[2:] == cell[2:]}  # in any table, for one may have been added
+        candidates.append([*{*here} & {*bounds}] or [bound for bound in bounds if not known or bound in known])
         places.append(cell)
         if not candidates[-1]:
             raise SystemExit(
@@ -147,7 +149,6 @@ def bound_to(page: str) -> list[tuple[Cell, Bound]]:
                 f"if the record is wrong, delete its line in {RECORD.name}."
             )
     chosen = [bounds[0] for bounds in candidates]
-    exact = {*recorded()}
     for _ in range(6):  # a choice depends on those beside it
         for place, cell in enumerate(places):
             table = [other for other, at in enumerate(places) if at.table == cell.table and other != place]
@@ -156,10 +157,7 @@ def bound_to(page: str) -> list[tuple[Cell, Bound]]:
                 for side, label in ((2, cell.row), (3, cell.column))
             ]
             taken = {chosen[other] for other in table}
-            scores = [
-                ((cell, bound) in exact, likeness(bound, cell, lines) - 0.05 * (bound in taken))
-                for bound in candidates[place]
-            ]
+            scores = [likeness(bound, cell, lines) - 0.05 * (bound in taken) for bound in candidates[place]]
             chosen[place] = candidates[place][scores.index(max(scores))]
     return [*zip(places, chosen, strict=True)]
 

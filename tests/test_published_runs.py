@@ -36,10 +36,6 @@ def script(path: str) -> ModuleType:
 bound = script("figures/rows.py")
 
 
-def text_of(page: str) -> str:
-    return " ".join((RESULTS / f"{page}.md").read_text(encoding="utf-8").split())
-
-
 def intervals(text: str) -> set[str]:
     """As `x (a to b)`."""
     return {f"{mean} ({low} to {high})" for mean, low, high in bound.INTERVAL.findall(text)}
@@ -48,7 +44,7 @@ def intervals(text: str) -> set[str]:
 @pytest.mark.parametrize("page", bound.pages())
 def test_every_interval_of_a_page_is_that_of_a_run_beside_it(page: str):
     findings = np.array([*bound.findings_of(page).values()]).reshape(-1, 3)
-    assert not {interval for interval in intervals(text_of(page)) if not bound.is_among(interval, findings).any()}
+    assert not {interval for interval in intervals(bound.text_of(page)) if not bound.is_among(interval, findings).any()}
 
 
 @pytest.mark.parametrize("page", sorted({*bound.pages(), *(cell.page for cell, _ in bound.recorded())}))
@@ -61,8 +57,8 @@ def test_every_interval_in_a_table_is_that_of_the_finding_recorded_for_its_cell(
 
 
 def test_every_interval_of_the_index_is_on_a_page_that_it_links():
-    links = re.findall(r"\]\(([\w-]+)\.md\)", text_of("index"))
-    assert bare(text_of("index")) <= {interval for link in links for interval in bare(text_of(link))}
+    links = re.findall(r"\]\(([\w-]+)\.md\)", bound.text_of("index"))
+    assert bare(bound.text_of("index")) <= {interval for link in links for interval in bare(bound.text_of(link))}
 
 
 def bare(text: str) -> set[str]:
@@ -147,6 +143,6 @@ def test_each_sentence_has_a_verdict_a_strength_and_what_it_rests_on():
 @pytest.mark.parametrize("line", [line for line in CLAIMS if re.search(r"\d to ", line)])
 def test_the_numbers_of_a_sentence_are_those_of_the_page_it_links(line: str):
     (page,) = set(re.findall(r"\]\(([\w-]+)\.md\)", line))
-    assert bare(line) <= bare(text_of(page))
+    assert bare(line) <= bare(bound.text_of(page))
     for low, high in re.findall(r"([−+]?\d[\d.]*) to ([−+]?\d[\d.]*)", line):
-        assert f"{low} to {high}" in text_of(page), (low, high)
+        assert f"{low} to {high}" in bound.text_of(page), (low, high)
