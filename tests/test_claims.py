@@ -9,7 +9,7 @@ import pytest
 
 from kvprobe.files import read_yaml
 from kvprobe.presets import presets
-from tests.test_published_runs import RESULTS, bare, ends_of, intervals, is_among, text_of, variants_of
+from tests.test_published_runs import RESULTS, bare, bound, intervals
 
 RUNS = RESULTS / "runs"
 TABLE = [line for line in (RESULTS / "claims.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
@@ -45,9 +45,9 @@ def test_each_sentence_has_a_verdict_a_strength_and_what_it_rests_on(row: list[s
 def test_the_numbers_of_a_sentence_are_those_of_the_page_it_links(row: list[str]):
     found = row[3]
     (page,) = set(re.findall(r"\]\(([\w-]+)\.md\)", found))
-    assert bare(found) <= bare(text_of(page))
+    assert bare(found) <= bare(bound.text_of(page))
     for low, high in re.findall(r"([−+]?\d[\d.]*) to ([−+]?\d[\d.]*)", found):
-        assert f"{low} to {high}" in text_of(page), (low, high)
+        assert f"{low} to {high}" in bound.text_of(page), (low, high)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if "/config.yaml" in row[4]], ids=lambda row: row[0])
@@ -67,12 +67,14 @@ def test_models_and_n_are_those_of_the_findings_that_a_sentence_quotes(row: list
 def models_and_n(run: str, interval: str) -> set[tuple[str, int]]:
     """Of the findings of a run that have such an interval."""
     model = MODELS[read_yaml(RUNS / run / "config.yaml")["settings"]["model"]]
-    clusters = [n for n, ends in zip(clusters_of(run), ends_of(run), strict=True) if is_written(interval, ends)]
+    found = zip(clusters_of(run), bound.run_of(run).values(), strict=True)
+    clusters = [n for n, ends in found if is_written(interval, ends)]
     return {("toys" if n in TOYS_OF_A_RUN.get(run, ()) else model, n) for n in clusters}
 
 
-def is_written(interval: str, ends: np.ndarray) -> bool:
-    return is_among(interval, variants_of(ends[None]))
+def is_written(interval: str, ends: tuple[float, ...]) -> bool:
+    variants = [(times * ends[0], *sorted(times * end for end in ends[1:])) for times in bound.TIMES]
+    return bool(bound.is_among(interval, np.array(variants)).any())
 
 
 @cache

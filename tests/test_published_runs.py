@@ -124,25 +124,3 @@ def test_the_figure_of_compaction_shows_the_paired_differences_of_its_run():
         assert len(shown) == outcomes
         assert {round(float(x), 6) for x in shown} <= known, name
     plt.close(figure)
-
-
-CLAIMS = [line for line in (RESULTS / "claims.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
-
-
-def test_each_sentence_has_a_verdict_a_strength_and_what_it_rests_on():
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in CLAIMS]
-    rows = [row for row in rows if row[0] != "sentence"]
-    assert len(rows) > 50
-    for sentence, verdict, strength, found, run in rows:
-        assert (strength == "○") == (verdict == "untested"), sentence
-        if verdict not in ("untested", "not testable here"):
-            assert run != "–", sentence
-            assert "](" in found, sentence
-
-
-@pytest.mark.parametrize("line", [line for line in CLAIMS if re.search(r"\d to ", line)])
-def test_the_numbers_of_a_sentence_are_those_of_the_page_it_links(line: str):
-    (page,) = set(re.findall(r"\]\(([\w-]+)\.md\)", line))
-    assert bare(line) <= bare(bound.text_of(page))
-    for low, high in re.findall(r"([−+]?\d[\d.]*) to ([−+]?\d[\d.]*)", line):
-        assert f"{low} to {high}" in bound.text_of(page), (low, high)
