@@ -288,7 +288,7 @@ def view(run: Path, *, study: StudyFile = None) -> None:
 
 
 def new(what: Literal["study"], name: str) -> None:
-    """Write a commented study of your own to NAME.py, to begin with."""
+    """Write a commented study of your own, as in `new study NAME`."""
     from kvprobe.experiments.skeleton import write_skeleton
 
     print(write_skeleton(name))

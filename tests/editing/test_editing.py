@@ -19,8 +19,9 @@ from tests.refusals import refused
 
 A, B, C = Tokens.of([5, 9, 33, 17], "a"), Tokens.of([40, 8, 21], "b", 4), Tokens.of([60, 12, 3], "c", 7)
 NEXT = Tokens.of([7, 11, 30], "next")
-ROUNDING = 4e-6
-"""What is read in other portions rounds otherwise: by up to 2.6e-6 with the delta rule, and in Gemma 3n 2.1e-6."""
+ROUNDING = dict.fromkeys(("qwen3_next", "granitemoehybrid", "gemma3n_text"), 3e-6)
+"""What is read in other portions rounds otherwise: by up to 2.6e-6 with the delta rule, and in Gemma 3n 2.1e-6; without
+states by 1e-6 at most."""
 KINDS = ["llama", "deepseek_v3", "gemma3n_text", "qwen3_next", "granitemoehybrid", "lfm2"]
 
 
@@ -43,7 +44,8 @@ def close(one: KVCache, other: KVCache, model: Model) -> bool:
         [*model.as_seen(one).tensors, after(model, one)], [*model.as_seen(other).tensors, after(model, other)],
         strict=True,
     )  # fmt: skip
-    return all(float((a - b).abs().max()) <= ROUNDING * max(1.0, float(b.abs().max())) for a, b in pairs)
+    rounding = ROUNDING.get(model.lanes.plain.config.model_type, 1e-6)
+    return all(float((a - b).abs().max()) <= rounding * max(1.0, float(b.abs().max())) for a, b in pairs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,8 +168,9 @@ def test_zero_and_steer_change_the_chosen_part_of_the_chosen_slots_and_are_undon
     assert close(steer(moved, direction, "b", layers=[layer], part=part, scale=-0.5), past, model)
 
 
-def test_an_erratum_is_the_users_next_turn_and_is_taken_back_by_rewinding():
-    model = llama(tokenizer=tiny_tokenizer())
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_erratum_is_the_users_next_turn_and_is_taken_back_by_rewinding(kind: str):
+    model = load(tiny(kind), tokenizer=tiny_tokenizer())
     told = [{"role": "user", "content": "on Monday"}, {"role": "assistant", "content": "Noted."}]
     chat = kv.Transcript.from_messages(told, names=["said", "reply"])
     past = model.prefill(chat)
