@@ -48,7 +48,7 @@ _NUMPY: Any = np  # its annotations are incomplete
 FILE = Path(__file__).with_name("floors.json")
 """What `benchmarks/floors.py` measured."""
 _LEAST = float(torch.finfo(torch.float32).eps)
-_ONE_PRODUCT, _NEWBORN = 1e-6, 5e-6
+_ONE_PRODUCT, _NEWBORN = 1e-6, 1e-5
 _TAIL, _KEPT = 0.2, 40
 """The share of caches whose most unusual places are the tail, and how many are kept."""
 
