@@ -129,7 +129,7 @@ def certify(
     by: Annotated[str, Parameter(help="How: mask, evict, re-index, restart …, or a policy, \"RestartRebuilt('m0')\".")],
     cache: Annotated[Path | None, Parameter(help="A saved cache, which must be what the way makes.")] = None,
     ask: Annotated[str, Parameter(help="The user's next message, which asks for the secret.")] = "",
-    lead: Annotated[str, Parameter(help="How the answer begins, before the secret.")] = "",
+    lead: Annotated[str, Parameter(help="How the answer begins; by default as the model begins it.")] = "",
     others: Annotated[tuple[str, ...], several("Secrets in its place; its digits are drawn anew by default.")] = (),
     secrets: Annotated[Whole, Parameter(help="How many secrets are tried.")] = 96,
     asked: Annotated[Whole, Parameter(help="With how many of them the model is asked.")] = 16,

@@ -27,7 +27,7 @@ from kvprobe.forgetting.readers import (
 )
 from kvprobe.forgetting.search import Search, search
 from kvprobe.forgetting.trace import SecretTrace, Slots, in_layers, stored, trace_of
-from kvprobe.forgetting.use import Use, answers, use_of
+from kvprobe.forgetting.use import Use, uses
 from kvprobe.forgetting.ways import NOTHING, WAYS, Way, forgotten, way_of
 from kvprobe.inference.model import Model
 from kvprobe.policies.policy import Policy
@@ -40,6 +40,8 @@ UNLIKELY = 0.05
 """Probability below which blind guesses would have found as many."""
 SMALL = 0.05
 """Share of the effect with everything in view below which a use is called none."""
+SAYS = 0.5
+"""Share of the secrets that the model must say with everything in view before what it does not say counts."""
 
 
 @dataclass(frozen=True)
@@ -176,12 +178,21 @@ class Certificate(Brief):
         if self.use is None or self.use_in_view is None:
             return Verdict(question, "was not asked", None, "Give ask, the user's next message.")
         effect, full = self.use.effect, self.use_in_view.effect
-        moved, whole, said = plain(effect), plain(full), percent(self.use.said)
+        says, would_say = self.use.said, self.use_in_view.said
+        answers = would_say.mean >= SAYS
         shown = (
-            f"Exchanging the cache for that of another secret takes {moved} nats from the secret as the answer, of "
-            f"{whole} with everything in view; said in {said} of {effect.clusters} cases."
+            f"Exchanging the cache for that of another secret takes {plain(effect)} nats from the secret as the "
+            f"answer, of {plain(full)} with everything in view. "
         ).replace("-", "−")
-        if full.above() and effect.has_interval and max(-effect.low, effect.high) < SMALL * full.low:
+        shown += (
+            f"The model says it in {percent(says)} of {effect.clusters} replies, with everything in view in "
+            f"{percent(would_say)}."
+            if answers
+            else f"With everything in view, too, the model says it in {percent(would_say)} of {effect.clusters} "
+            "replies alone, so that it says nothing of it here decides nothing; give another question (--ask) or how "
+            "the answer begins (--lead)."
+        )
+        if answers and full.above() and effect.has_interval and max(-effect.low, effect.high) < SMALL * full.low:
             return Verdict(question, "hardly any use", False, shown)
         if effect.differs():
             return Verdict(question, "it is used", True, shown)
@@ -308,7 +319,7 @@ def certify(
             hide) that returns the cache. It is carried out once for every secret.
         cache: that you hold; it must be what the way makes of this conversation.
         ask: the user's next message, which asks for the secret.
-        lead: how the answer begins, before the secret.
+        lead: how the answer begins, before the secret; by default the model begins it itself.
         others: secrets that could have been said in its place; by default its digits are drawn anew.
         secrets: how many are tried.
         asked: with how many the model is asked.
@@ -344,17 +355,11 @@ def certify(
         if searched:
             found = search(model, act, case, caches, tried, searched, rng)
         if ask:
-            some = tried[:asked]
-            use = use_of(answers(model, _asking(caches[:asked]), some, ask, lead))
-            full = [forgotten(model, WAYS[NOTHING], case, secret) for secret in some]
-            in_view = use_of(answers(model, _asking(full), some, ask, lead))
+            full = [forgotten(model, WAYS[NOTHING], case, secret) for secret in tried[:asked]]
+            use, in_view = uses(model, caches[:asked], full, tried[:asked], ask, lead)
     return Certificate(
         model.name, name, case.hide, len(tried), stored(caches), trace, known, foreign, found, use, in_view
     )
-
-
-def _asking(caches: Sequence[KVCache]) -> Bar:
-    return Bar(caches, desc="Asking", unit="cache")
 
 
 def _refuse_another(model: Model, cache: KVCache, made: KVCache, again: KVCache, way: str) -> None:

@@ -1,7 +1,9 @@
-"""Whether the model uses what is left: asked for the secret, does it lean to the one whose cache it is given?"""
+"""Whether the model uses what is left: asked for the secret, does it lean to the one whose cache it is given, and does
+it say it?"""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,10 +12,20 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
+from kvprobe.forgetting.hidden_secret import FEWEST_SECRETS
 from kvprobe.inference.forced import asked_logits
+from kvprobe.inference.forward import onwards
+from kvprobe.inference.generate import decode_text, generate, stop_tokens
 from kvprobe.inference.model import Model
+from kvprobe.progress import Bar
 from kvprobe.stats import SHARE, Estimate, estimate, jackknife
 from kvprobe.text.tokens import Tokens, common_length
+
+REPLY = 32
+"""Tokens of a reply beside the secret, within which it has to be said."""
+
+REPLY = 32
+"""Tokens beside the secret within which a reply has to say it."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +34,7 @@ class Answers:
 
     Attributes:
         log_probs: of each secret as the answer under the cache of each, in nats.
-        said: whether each is likeliest at every token.
+        said: whether each is likeliest at every token; of `uses`, whether it stands in the model's own reply.
     """
 
     log_probs: Float[Tensor, "caches secrets"]
@@ -37,12 +49,66 @@ class Use:
         effect: by how many nats a secret is likelier under its own cache than under that of another one: what
             exchanging the two would move.
         chosen: share of the caches under which its own gains more than any other secret; by chance one of them all.
-        said: share of the caches under which the model would say it.
+        said: share of the caches under which the model says it.
     """
 
     effect: Estimate
     chosen: Estimate
     said: Estimate
+
+
+def uses(
+    model: Model, left: Sequence[KVCache], in_view: Sequence[KVCache], secrets: Sequence[str], ask: str, lead: str
+) -> tuple[Use, Use]:
+    """How much the secret decides the answer under what is left, and with everything in view.
+
+    A secret is said if it stands in the model's own reply. How likely it is as the answer is read off the place where
+    the model says it with everything in view (in most replies, where these differ), or after the lead if it never does.
+
+    Raises:
+        UserError: too few secrets take equally many tokens in the answer.
+    """
+    lead = lead.rstrip(" ")  # a word brings its space along
+    longest = REPLY + max(len(model.tokenizer(secret)["input_ids"]) for secret in secrets)
+    texts = [_replies(model, caches, ask, lead, longest) for caches in (left, in_view)]
+    leads = Counter(
+        text[:at] for text, secret in zip(texts[1], secrets, strict=True) if (at := _said_at(text, secret, lead)) >= 0
+    )
+    begun = leads.most_common(1)[0][0] if leads else lead
+    lengths = [len(model.tokenizer(begun + secret, add_special_tokens=False)["input_ids"]) for secret in secrets]
+    common = max(set(lengths), key=lengths.count)
+    if (alike := lengths.count(common)) < FEWEST_SECRETS:
+        raise UserError(
+            f"In an answer that begins {begun!r} the {len(secrets)} secrets that are asked for take {min(lengths)} to "
+            f"{max(lengths)} tokens, and no {FEWEST_SECRETS} of them as many (most: {alike}), so they cannot be "
+            "compared; give others of one length, another lead, or a larger asked."
+        )
+    rows = [row for row, length in enumerate(lengths) if length == common]
+    some = [secrets[row] for row in rows]
+
+    def of(caches: Sequence[KVCache], texts: Sequence[str]) -> Use:
+        said = torch.tensor([[_said_at(texts[row], secret, lead) >= 0 for secret in some] for row in rows])
+        asking = Bar([caches[row] for row in rows], desc="Asking", unit="cache")
+        return use_of(replace(answers(model, asking, some, ask, begun), said=said))
+
+    return of(left, texts[0]), of(in_view, texts[1])
+
+
+def _replies(model: Model, caches: Sequence[KVCache], ask: str, lead: str, longest: int) -> list[str]:
+    """The likeliest reply under each cache, from the lead on, which it begins with."""
+    begun = model.tokenizer(lead, add_special_tokens=False)["input_ids"] if lead else []
+    prompts = [
+        prompt + Tokens.of(begun, "answer", prompt.following) for one in caches for prompt in model.prompts(one, ask)
+    ]
+    joined = KVCache.join(caches)
+    replied = generate(model.lanes, prompts, joined, max_new_tokens=longest).tokens
+    ends = stop_tokens(model.lanes)
+    return [decode_text(model.tokenizer, [*begun, *ids], ends) for ids in replied]
+
+
+def _said_at(text: str, secret: str, lead: str) -> int:
+    """Where a reply says the secret after its lead; -1 where it does not."""
+    return text.lower().find(secret.lower(), len(lead))
 
 
 def answers(model: Model, caches: Iterable[KVCache], secrets: Sequence[str], ask: str, lead: str) -> Answers:
