@@ -22,7 +22,7 @@ from kvprobe.forgetting.readers import (
     readings_from_others,
 )
 from kvprobe.forgetting.trace import INPUTS, STATE, Slots, trace_of
-from kvprobe.forgetting.use import Answers, answers, exchange, use_of
+from kvprobe.forgetting.use import Answers, answers, exchange, use_of, uses
 from kvprobe.forgetting.views import View, rotated
 from kvprobe.forgetting.ways import WAYS, forgotten
 from kvprobe.inference.forced import given_answer
@@ -176,6 +176,48 @@ def test_a_secret_is_answered_token_by_token_from_the_lead_on_though_all_begin_a
             whole = given_answer(model, cache, asked + Tokens.of(ids[:led], "answer", asked.following), ids[led:])
             assert log_probs[number] == pytest.approx(whole.log_prob, abs=1e-4)
             assert said[number] == whole.likeliest
+
+
+@pytest.fixture(scope="module")
+def gate() -> tuple[Model, tuple[str, ...], list[KVCache], list[KVCache]]:
+    """SmolLM2, codes, and its caches of a conversation with each: untouched, and after a restart."""
+    model = load("smollm2-135m", device="cpu", dtype="float32")
+    chat = Transcript.from_messages(
+        [{"role": "user", "content": "The gate code is 48213."}, {"role": "assistant", "content": "I have noted it."}],
+        names=["T1", "reply"],
+    )
+    case = HiddenSecret(chat, ("T1",), "48213")
+    secrets = case.secrets(model.tokenizer, 8, np.random.default_rng(0))
+    untouched, restarted = (
+        [forgotten(model, WAYS[way], case, one) for one in secrets] for way in ("nothing", "restart")
+    )
+    return model, secrets, untouched, restarted
+
+
+@pytest.mark.parametrize("lead", ["", "The gate code is"])
+def test_what_the_model_says_of_an_untouched_cache_is_said_whatever_the_lead(gate: Any, lead: str):
+    """SmolLM2 replies "The gate code is 48213."; a space belongs to the word after it."""
+    model, secrets, untouched, restarted = gate
+    anew, whole = uses(model, restarted, untouched, secrets, "What is the gate code?", lead)
+    assert whole.said.mean == 1.0
+    assert whole.effect.low > 10
+    assert anew.said.mean == 0.0
+    assert abs(anew.effect.mean) < 1e-3
+
+
+def test_what_the_model_does_not_say_of_an_untouched_cache_either_decides_nothing(model: Model):
+    found = certified(model, "mask", secrets=16, searched=0, ask="Which?").verdicts[-1]
+    assert found.words in ("is not decided", "it is used")
+    assert "With everything in view, too, the model says it in 0.0 %" in found.sentence
+    assert "--lead" in found.sentence
+
+
+def test_secrets_of_another_length_than_most_are_not_asked_for(model: Model):
+    secrets = ["481", "593", "226", "817", "935", "104", "673", "259", "48111"]
+    caches = [model.prefill(CASE.said(secret)) for secret in secrets]
+    use, _ = uses(model, caches, caches, secrets, "Which?", "")
+    assert use.effect.clusters == 8
+    refused(lambda: uses(model, caches[1:], caches[1:], secrets[1:], "Which?", ""), "larger asked")
 
 
 def test_what_only_the_own_cache_says_is_used_and_a_common_lean_is_not():
