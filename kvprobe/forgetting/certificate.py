@@ -19,6 +19,7 @@ from kvprobe.errors import UserError
 from kvprobe.forgetting.hidden_secret import FEWEST_SECRETS, HiddenSecret
 from kvprobe.forgetting.readers import (
     RIDGE,
+    SHOWN_READERS,
     SecretReader,
     SecretReading,
     known_readings,
@@ -26,6 +27,7 @@ from kvprobe.forgetting.readers import (
     refuse_unreadable,
 )
 from kvprobe.forgetting.search import Search, search
+from kvprobe.forgetting.secret_places import TO_LEARN_FROM
 from kvprobe.forgetting.trace import SecretTrace, Slots, in_layers, stored, trace_of
 from kvprobe.forgetting.use import Use, uses
 from kvprobe.forgetting.ways import NOTHING, WAYS, Way, forgotten, way_of
@@ -100,8 +102,8 @@ class Certificate(Brief):
 
     @property
     def bits(self) -> float:
-        """Bits of each digit that the best reader reads which reads more than chance: the number for a report; 0 where
-        none does."""
+        """Bits of each digit (or word, or which secret it is) that the best reader reads which reads more than chance:
+        the number for a report; 0 where none does."""
         return max(0.0, best.bits.mean) if (best := self._best) and best.above_chance else 0.0
 
     @property
@@ -115,7 +117,7 @@ class Certificate(Brief):
         """The answers."""
         return (
             self._where(),
-            self._read("Can one who knows the conversation read it?", self.known, "Give more secrets with digits."),
+            self._read("Can one who knows the conversation read it?", self.known, TO_LEARN_FROM),
             self._read("Can one read it who has never seen the conversation?", self.from_others, "Give conversations."),
             self._recovered(),
             self._used(),
@@ -147,8 +149,9 @@ class Certificate(Brief):
             return Verdict(question, "nothing to read", False, "No reader can: nothing differs.")
         if not readings:
             return Verdict(question, "was not asked", None, wanted)
-        read = (f"{_NAMES[one.reader]} {percent(one.digits)}, {one.bits.mean:.2f} bits each" for one in readings)
-        said = f"Of the digits (chance {max(one.chance for one in readings):.0%}): {'; '.join(read)}.".replace("-", "−")
+        read = (f"{SHOWN_READERS[one.reader]} {percent(one.digits)}, {one.bits.mean:.2f} bits each" for one in readings)
+        chance = max(one.chance for one in readings)
+        said = f"Of the {readings[0].noun}s (chance {chance:.0%}): {'; '.join(read)}.".replace("-", "−")
         if any(one.above_chance for one in readings):
             return Verdict(question, "can be read", True, said)
         if all(one.control is not None and one.control.mean < POWER for one in readings):
@@ -207,7 +210,7 @@ class Certificate(Brief):
             return f"Nothing is left that later tokens see, but {self.stored} hidden slots still hold the secret."
         said = dict.fromkeys(one.words for one in self.verdicts[1:] if one.left is not None)
         found = f": {'; '.join(said)}" if said else ""
-        read = f" Readers read {self.bits:.2f} bits a digit, of {best.held:.2f}." if (best := self._best) else ""
+        read = f" Readers read {self.bits:.2f} bits a {best.noun}, of {best.held:.2f}." if (best := self._best) else ""
         return f"Something is left{found}.{read}"
 
     @property
@@ -231,7 +234,7 @@ class Certificate(Brief):
     def _unread(self) -> Iterator[str]:
         """Readers that were not tried."""
         readings = (*self.known, *self.from_others)
-        tried = " and ".join(dict.fromkeys(_NAMES[one.reader] for one in readings))
+        tried = " and ".join(dict.fromkeys(SHOWN_READERS[one.reader] for one in readings))
         yield f"Other readers than those that were tried ({tried})." if tried else "Readers: none was tried."
         if readings and all(one.reader == RIDGE for one in readings):
             yield "A secret that no single number shows but several together; give a stronger reader (--reader)."
@@ -243,7 +246,7 @@ class Certificate(Brief):
         """What each reader made of it, and of what holds nothing; None where none was asked."""
         rows = [
             (
-                _NAMES[one.reader],
+                SHOWN_READERS[one.reader],
                 knows,
                 one.place,
                 *("–" if of is None else percent(of).replace("-", "−") for of in one.shares.values()),
@@ -378,25 +381,16 @@ def _refuse_another(model: Model, cache: KVCache, made: KVCache, again: KVCache,
         )
 
 
-_NAMES: dict[SecretReader, str] = {
-    "ridge": "a ridge on one part of one layer",
-    "slot": "a ridge on one slot of one layer",
-    "hidden": "a network with one hidden layer",
-    "attention": "attention over slots and layers",
-    "transformer": "a transformer over slots and layers",
-}
-
-
 _COLUMNS = (
     "reader",
     "knows",
     "reads",
-    "digits",
+    "right",
     "all of them",
     "after a restart",
     "dealt out at random",
     "with everything in view",
-    "bits a digit",
+    "bits each",
 )
 
 

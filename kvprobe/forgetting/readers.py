@@ -1,5 +1,7 @@
 """Whether readers read the secret: such as know the conversation, and such as have never seen it.
 
+They read its digits, or else words that recur in several secrets; of other conversations, else which secret it is.
+
 A ridge on one part of one layer always does; a stronger reader of the ladder (`kvprobe.probing.readers`) may read
 beside it. Each is held against itself: after a restart, with secrets dealt out at random, and with everything in view.
 """
@@ -16,6 +18,7 @@ from torch import Tensor
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.forgetting.hidden_secret import HiddenSecret, up_to
+from kvprobe.forgetting.secret_places import CLASSES, FEWEST_READ, REPEATS, Noun, SecretPlaces, are_codes, learnable
 from kvprobe.forgetting.trace import SecretTrace, Slots
 from kvprobe.forgetting.views import View, ViewOfOthers, view_of
 from kvprobe.forgetting.ways import NOTHING, WAYS, Way, forgotten
@@ -25,17 +28,13 @@ from kvprobe.probing.linear import log_frequency
 from kvprobe.probing.readers import BEST, Known, Rung, calibrated, read
 from kvprobe.progress import Bar
 from kvprobe.stats import SHARE, Estimate, estimate
-from kvprobe.tasks.grammar import draw, random_codes
+from kvprobe.tasks.grammar import Conversation, draw, random_codes
 
 SecretReader = Literal["ridge", "slot", "hidden", "attention", "transformer"]
 """Ridge on one part of one layer, or on one slot; one hidden layer on the best parts; attention over slots and layers;
 a transformer over them."""
 RIDGE: SecretReader = "ridge"
 FOLDS = 4
-CLASSES = 10
-"""Of a digit."""
-FEWEST_READ = 3 * CLASSES
-"""Secrets of one conversation below which readers have nothing to learn from."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class SecretReading:
     """What a reader makes of secrets.
 
     Attributes:
-        digits: share of the digits that were read right.
+        digits: share of the digits that were read right, or of what `noun` names.
         whole: share of the secrets of which every digit was.
         bits: read of each digit, of `held`; below zero where the reader misleads.
         place: the layers, parts or slots that it read.
@@ -66,6 +65,7 @@ class SecretReading:
     dealt: Estimate | None = None
     control: Estimate | None = None
     chance: float = 1 / CLASSES
+    noun: Noun = "digit"
 
     @property
     def shares(self) -> dict[str, Estimate | None]:
@@ -75,7 +75,8 @@ class SecretReading:
     def record(self) -> dict[str, object]:
         """For JSON."""
         numbers = {name: one and one.record() for name, one in (*self.shares.items(), ("bits", self.bits))}
-        return {"reader": self.reader, "place": self.place, "chance": self.chance, **numbers}
+        said = {"reader": self.reader, "reads": self.noun, "place": self.place, "chance": self.chance}
+        return {**said, **numbers}
 
     @property
     def above_chance(self) -> bool:
@@ -83,45 +84,41 @@ class SecretReading:
         return self.digits.above(self.chance) or self.bits.above()
 
 
-def digits_of(secrets: Sequence[str]) -> Int[Tensor, "places secrets"]:
-    """The digits of each secret that differ between them, a row for each place; none where some have more."""
-    digits = [[int(letter) for letter in secret if letter in "0123456789"] for secret in secrets]
-    if len({*map(len, digits)}) > 1:
-        return torch.zeros(0, len(secrets), dtype=torch.long)
-    numerals = torch.tensor(digits, dtype=torch.long).T
-    return numerals[(numerals != numerals[:, :1]).any(1)]
-
-
 def refuse_unreadable(case: HiddenSecret, secrets: Sequence[str], reader: SecretReader, conversations: int) -> None:
     """Refuse readers that were asked for and cannot learn, in place of leaving them out.
 
     Raises:
-        UserError: too few secrets or no digits for a reader beside the ridge; or no code, or nothing after it, for
-            readers from other conversations; or too few of these.
+        UserError: too few secrets, or none that readers can learn from, for a reader beside the ridge; or nothing after
+            them, for readers from other conversations; or too few of these.
     """
-    if reader != RIDGE and (len(secrets) < FEWEST_READ or not len(digits_of(secrets))):
+    if reader != RIDGE and not conversations and not learnable(secrets):
         raise UserError(
-            f"The reader {reader!r} learns digits, from {FEWEST_READ} secrets or more that have as many of them each, "
-            f"and cannot from the {len(secrets)} here; give more such secrets, or leave reader (--reader) out."
+            f"The reader {reader!r} learns digits, or words that recur, from {FEWEST_READ} secrets or more that have "
+            f"as many of them each, and cannot from the {len(secrets)} here; give more such secrets, or leave reader "
+            "(--reader) out."
         )
-    if conversations and not _like_others(case, secrets):
+    order = case.chat.segments
+    if conversations and max(order.index(name) for name in case.hide) == len(order) - 1:
         raise UserError(
-            "Other conversations (--conversations) hold a code of digits alone, and are read in the segment after it; "
-            "give a case of this kind, or leave them out."
+            "Other conversations (--conversations) are read in the segment after what is hidden, and there is none; "
+            "give a conversation that goes on, or leave them out."
         )
+    if not are_codes(secrets):
+        places = SecretPlaces.or_which(secrets)
+        fewest = REPEATS * places.classes
+        if 0 < conversations < fewest:
+            raise UserError(
+                f"Readers of one {places.noun} of {places.classes} learn from {fewest} other conversations or more, "
+                f"{REPEATS} for each, and there would be {conversations}; give more conversations (--conversations) or "
+                "fewer secrets, or leave them out."
+            )
+        return
     others = min(conversations, 10 ** len(case.secret) - len(secrets))
     if conversations and others < FEWEST_READ:
         raise UserError(
             f"Readers learn from {FEWEST_READ} other conversations or more, each with a code of its own, and there "
             f"would be {others}; give longer codes or more conversations (--conversations), or leave them out."
         )
-
-
-def _like_others(case: HiddenSecret, secrets: Sequence[str]) -> bool:
-    """Whether the secrets are codes, and a segment comes after them."""
-    order = case.chat.segments
-    last = max(order.index(name) for name in case.hide) == len(order) - 1
-    return not last and all(secret.isascii() and secret.isdecimal() for secret in secrets)
 
 
 @dataclass(frozen=True)
@@ -134,6 +131,8 @@ class SecretQuestion:
     asked: Bool[Tensor, "samples"]
     readers: int
     seed: int
+    classes: int = CLASSES
+    noun: Noun = "digit"
 
     def dealt(self) -> "SecretQuestion":
         """With labels dealt out at random, among those that are asked about and among the others."""
@@ -154,14 +153,15 @@ def known_readings(
 ) -> tuple[SecretReading, ...]:
     """What readers make of the slots that stay which have learned from other secrets of this very conversation.
 
-    None where secrets have no digits that differ, or are too few to learn from.
+    None where secrets have neither digits that differ nor words that recur, or are too few to learn from.
     """
-    labels = digits_of(secrets)
-    if not len(labels) or not slots.positions or len(secrets) < FEWEST_READ:
+    if not slots.positions or not learnable(secrets):
         return ()
+    places = SecretPlaces.of(secrets)
     folds = torch.from_numpy(rng.permutation(np.arange(len(secrets)) % FOLDS))
+    asked = torch.ones_like(folds, dtype=torch.bool)
     question = SecretQuestion(
-        labels, folds, torch.ones_like(folds, dtype=torch.bool), len(readers), int(rng.integers(2**31))
+        places.labels, folds, asked, len(readers), int(rng.integers(2**31)), places.classes, places.noun
     )
     view, restart = view_of(model, caches, slots, trace), View.alike(len(secrets))
     return tuple(held_against(reader, question, view, restart) for reader in readers)
@@ -173,6 +173,7 @@ def held_against(
     """What a reader makes of what is left, and the same reader of a restart, by chance, and with everything in view."""
     return replace(
         _reading(reader, question, left),
+        noun=question.noun,
         restart=_reading(reader, question, restart).digits,
         dealt=_reading(reader, question.dealt(), left).digits,
         control=None if in_view is None else _reading(reader, question, in_view).digits,
@@ -181,7 +182,9 @@ def held_against(
 
 def _reading(reader: SecretReader, question: SecretQuestion, view: View) -> SecretReading:
     if reader == RIDGE:
-        return read_by_probes(view.sites, question.labels, question.folds, question.asked, comparisons=question.readers)
+        return read_by_probes(
+            view.sites, question.labels, question.folds, question.asked, question.classes, question.readers
+        )
     return _read_on_the_ladder(reader, question, view)
 
 
@@ -193,17 +196,16 @@ def _read_on_the_ladder(reader: SecretReader, question: SecretQuestion, view: Vi
     for fold in folds[asked].unique().tolist():
         here = folds == fold
         roles = torch.where(here, 0, torch.where(folds == (fold + 1) % count, 1, 2))
-        known = Known(features, labels, roles, question.seed + fold)
+        known = Known(features, labels, roles, question.seed + fold, question.classes)
         said = calibrated(known, read(cast(Rung, reader), known))
         guesses[:, here], truth = said.argmax(-1), labels[:, here]
-        base[:, here] = -log_frequency(labels[:, ~here], CLASSES).gather(1, truth).double() / np.log(2)
+        base[:, here] = -log_frequency(labels[:, ~here], question.classes).gather(1, truth).double() / np.log(2)
         bits[:, here] = base[:, here] + said.gather(2, truth[..., None])[..., 0] / np.log(2)
     best = f"the best {min(BEST, features.shape[1])} of {features.shape[1]} parts of layers"
     place = best if reader == "hidden" else view.seen
     held = float(base[:, asked].mean())
-    return _summed(
-        guesses[:, asked], labels[:, asked], bits[:, asked], place, held, reader, comparisons=question.readers
-    )
+    shown = guesses[:, asked], labels[:, asked], bits[:, asked]
+    return _summed(*shown, place, held, reader, question.classes, question.readers)
 
 
 def _summed(
@@ -213,8 +215,8 @@ def _summed(
     place: str,
     held: float,
     reader: SecretReader,
-    classes: int = CLASSES,
-    comparisons: int = 1,
+    classes: int,
+    comparisons: int,
 ) -> SecretReading:
     right = guesses.eq(labels).double()
     digits, whole = (
@@ -269,20 +271,20 @@ def readings_from_others(
     rng: np.random.Generator,
 ) -> tuple[SecretReading, ...]:
     """What readers make of it that have never seen this conversation: they learn from others, each with a code of its
-    own, that forgot it in the same way.
+    own, that forgot it in the same way. Secrets that are no codes are said there themselves, each as often.
 
     They read the segment after what was forgotten: probes, in one part of one layer, its average, as it is or less that
     of the same text read anew, which anyone has who has the text that stays; networks, averages or its last slots, less
     those. The control reads what was forgotten itself, with everything in view: the easier task.
     """
-    length = len(case.secret)
-    drawn = random_codes(min(conversations + len(secrets), 10**length), rng, length)
-    codes = [code for code in drawn if code not in secrets][:conversations]
-    others = [HiddenSecret(up_to(made.transcript(), "summary"), ("T2",), made.code) for made in draw(codes, rng)]
-    labels = torch.tensor([[int(digit) for digit in secret] for secret in (*codes, *secrets)]).T
+    said, labels, classes, noun = _said_elsewhere(case, secrets, conversations, rng)
+    made = draw(said, rng)
+    kept = [number for number, one in enumerate(made) if not _said_beside(one)]
+    others = [HiddenSecret(up_to(made[number].transcript(), "summary"), ("T2",), said[number]) for number in kept]
+    labels = torch.cat([labels[:, kept], labels[:, len(said) :]], 1)
     folds = torch.cat(
         [
-            1 + torch.from_numpy(rng.permutation(np.arange(len(codes)) % FOLDS)),
+            1 + torch.from_numpy(rng.permutation(np.arange(len(others)) % FOLDS)),
             torch.zeros(len(secrets), dtype=torch.long),
         ]
     )
@@ -297,6 +299,37 @@ def readings_from_others(
         left.add(cache, case, restart)
         anew.add(restart, case)
         in_view.add(WAYS[NOTHING](model, case.said(secret), case.hide), case)
-    question = SecretQuestion(labels, folds, folds == 0, len(readers), int(rng.integers(2**31)))
+    question = SecretQuestion(labels, folds, folds == 0, len(readers), int(rng.integers(2**31)), classes, noun)
     views = [one.view() for one in (left, anew, in_view)]
     return tuple(held_against(reader, question, *views) for reader in readers)
+
+
+def _said_elsewhere(
+    case: HiddenSecret, secrets: Sequence[str], conversations: int, rng: np.random.Generator
+) -> tuple[list[str], Int[Tensor, "places samples"], int, Noun]:
+    """What other conversations say, the labels of these and then of the secrets, their classes, and of what."""
+    if not are_codes(secrets):
+        places, which = SecretPlaces.or_which(secrets), rng.permutation(conversations) % len(secrets)
+        labels = torch.cat([places.labels[:, torch.from_numpy(which)], places.labels], 1)
+        return [secrets[number] for number in which], labels, places.classes, places.noun
+    length = len(case.secret)
+    drawn = random_codes(min(conversations + len(secrets), 10**length), rng, length)
+    codes = [code for code in drawn if code not in secrets][:conversations]
+    digits = torch.tensor([[int(digit) for digit in secret] for secret in (*codes, *secrets)]).T
+    return codes, digits, CLASSES, "digit"
+
+
+def _said_beside(made: Conversation) -> bool:
+    """Whether a conversation says its secret in what stays, too, as one that speaks of its subject may."""
+    messages = up_to(made.transcript(), "summary").messages
+    return any(made.code in message.text for message in messages if message.segment != "T2")
+
+
+SHOWN_READERS: dict[SecretReader, str] = {
+    "ridge": "a ridge on one part of one layer",
+    "slot": "a ridge on one slot of one layer",
+    "hidden": "a network with one hidden layer",
+    "attention": "attention over slots and layers",
+    "transformer": "a transformer over slots and layers",
+}
+"""How they are written."""

@@ -14,7 +14,6 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
 from kvprobe.forgetting.hidden_secret import FEWEST_SECRETS
 from kvprobe.inference.forced import asked_logits
-from kvprobe.inference.forward import onwards
 from kvprobe.inference.generate import decode_text, generate, stop_tokens
 from kvprobe.inference.model import Model
 from kvprobe.progress import Bar

@@ -15,12 +15,12 @@ from kvprobe.errors import UserError
 from kvprobe.forgetting import HiddenSecret, certify
 from kvprobe.forgetting.readers import (
     SecretQuestion,
-    digits_of,
     held_against,
     known_readings,
     read_by_probes,
     readings_from_others,
 )
+from kvprobe.forgetting.secret_places import SecretPlaces, digits_of
 from kvprobe.forgetting.trace import INPUTS, STATE, Slots, trace_of
 from kvprobe.forgetting.use import Answers, answers, exchange, use_of, uses
 from kvprobe.forgetting.views import View, rotated
@@ -302,12 +302,62 @@ def test_words_take_the_place_of_words(model: Model):
     chat = Transcript.from_messages([{"role": "user", "content": "I like tone."}, *CHAT_LATER], names=["T1", "T2"])
     found = certify(model, HiddenSecret(chat, ("T1",), "tone"), "mask", others=NAMES, asked=8)
     assert not found.known
-    asked = [verdict.sentence for verdict in found.verdicts[1:3]]
-    assert asked == ["Give more secrets with digits.", "Give conversations."]
+    known, strange = (verdict.sentence for verdict in found.verdicts[1:3])
+    assert known.startswith("Readers learn from 30 secrets or more")
+    assert "first and last names" in known
+    assert strange == "Give conversations."
     assert found.search is not None
     assert found.search.found.mean == 1.0
     assert "can be found" in [verdict.words for verdict in found.verdicts]
     assert not certify(model, HiddenSecret(chat, ("T1",), "tone"), "restart", others=NAMES).trace.places
+
+
+def test_words_that_recur_in_secrets_are_read_as_digits_are(model: Model):
+    others = [f"{first} {last}" for first in NAMES[:4] for last in NAMES]
+    chat = Transcript.from_messages([{"role": "user", "content": "I am tail tool."}, *CHAT_LATER], names=["T1", "T2"])
+    case = HiddenSecret(chat, ("T1",), "tail tool")
+    found = certify(model, case, "nothing", others=others, searched=0)
+    (known,) = found.known
+    assert (known.noun, found.secrets) == ("word", 40)
+    assert known.digits.mean > 0.9
+    assert known.whole.mean > 0.8
+    assert not known.dealt.above(known.chance)
+    assert "Of the words (chance" in str(found)
+    assert f"bits a word, of {known.held:.2f}" in found.answer
+    assert "to read words from" in certificate_page(found)
+    assert certify(model, case, "restart", others=others, searched=0).verdicts[1].left is False
+
+
+def test_words_of_which_some_recur_and_others_do_not_are_read_where_they_do():
+    assert not len(SecretPlaces.of(NAMES).labels)
+    words = [f"{NAMES[number % 3]} {letter}" for number, letter in enumerate("abcdefghijkl")]
+    assert SecretPlaces.of(words).labels.tolist() == [[0, 1, 2] * 4]
+    assert SecretPlaces.of(words).classes == 3
+    assert SecretPlaces.or_which(NAMES).labels.tolist() == [[*range(10)]]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_which_of_some_words_it_is_is_read_by_who_has_never_seen_the_conversation(model: Model, turned: bool):
+    """The place of a word in the list. With `turned`, each conversation hides it behind directions of its own."""
+
+    def leak(model: Model, chat: Transcript, hide: tuple[str, ...]) -> KVCache:
+        cache = WAYS["restart in place"](model, chat, hide)
+        text = " ".join(message.text for message in chat.messages if message.segment in hide)
+        which = next(number for number, name in enumerate(NAMES) if name in text)
+        own = sum(map(ord, text.replace(NAMES[which], "")))
+        directions = torch.randn(10, 8, generator=torch.Generator().manual_seed(own if turned else 0))
+        values = [value.clone() for value in cache.values]
+        values[1][0, 1] += 5 * directions[which]
+        return cache.with_parts({"V": values})
+
+    chat = Transcript.from_messages([{"role": "user", "content": "I like tail."}, *CHAT_LATER], names=["T1", "T2"])
+    case = HiddenSecret(chat, ("T1",), "tail")
+    found = certify(model, case, leak, others=NAMES, searched=0, conversations=60)
+    (strange,) = found.from_others
+    assert (strange.noun, strange.digits.clusters) == ("secret", 10)
+    assert strange.above_chance == (not turned)
+    assert (strange.digits.mean > 0.8) == (not turned)
+    assert found.verdicts[2].sentence.startswith("Of the secrets (chance")
 
 
 def test_a_secret_that_is_found_where_one_guess_in_ten_would_be_is_not_called_missed(model: Model):
@@ -344,11 +394,11 @@ def test_a_reader_that_knows_how_common_digits_are_alone_reads_no_more_than_chan
 
 
 def test_readers_that_could_not_learn_are_refused_in_place_of_left_out(model: Model):
-    with pytest.raises(UserError, match="'slot' learns digits, from 30 secrets"):
+    with pytest.raises(UserError, match="'slot' learns digits, or words that recur, from 30 secrets"):
         certified(model, "mask", secrets=8, reader="slot")
     chat = Transcript.from_messages([{"role": "user", "content": "I like tone."}, *CHAT_LATER], names=["T1", "T2"])
-    with pytest.raises(UserError, match="code of digits alone"):
-        certify(model, HiddenSecret(chat, ("T1",), "tone"), "mask", others=NAMES, conversations=40)
+    with pytest.raises(UserError, match="one secret of 11 learn from 33 other conversations or more, 3 for each"):
+        certify(model, HiddenSecret(chat, ("T1",), "tone"), "mask", others=NAMES, conversations=32)
     last = HiddenSecret(CHAT, ("T2",), "time")
     with pytest.raises(UserError, match="the segment after it"):
         certify(model, last, "mask", others=NAMES, conversations=40)
