@@ -320,7 +320,7 @@ def _said_elsewhere(
 
 
 def _said_beside(made: Conversation) -> bool:
-    """Whether a conversation says its secret in what stays, too, as one that speaks of its subject may."""
+    """Whether a conversation says its secret in messages that stay, too, as one that speaks of its subject may."""
     messages = up_to(made.transcript(), "summary").messages
     return any(made.code in message.text for message in messages if message.segment != "T2")
 
