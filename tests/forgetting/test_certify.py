@@ -400,7 +400,7 @@ def test_readers_that_could_not_learn_are_refused_in_place_of_left_out(model: Mo
     with pytest.raises(UserError, match="one secret of 11 learn from 33 other conversations or more, 3 for each"):
         certify(model, HiddenSecret(chat, ("T1",), "tone"), "mask", others=NAMES, conversations=32)
     last = HiddenSecret(CHAT, ("T2",), "time")
-    with pytest.raises(UserError, match="the segment after it"):
+    with pytest.raises(UserError, match="the segment after what is hidden"):
         certify(model, last, "mask", others=NAMES, conversations=40)
     with pytest.raises(UserError, match="there would be 29;"):
         certified(model, "mask", conversations=29)
