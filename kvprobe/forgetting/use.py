@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.errors import UserError
-from kvprobe.forgetting.hidden_secret import FEWEST_SECRETS
 from kvprobe.inference.forced import asked_logits
 from kvprobe.inference.generate import decode_text, generate, stop_tokens
 from kvprobe.inference.model import Model
@@ -25,6 +24,8 @@ REPLY = 32
 
 REPLY = 32
 """Tokens beside the secret within which a reply has to say it."""
+FEWEST_ALIKE = 3
+"""Secrets of as many tokens in the answer below which there is no interval."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +74,15 @@ def uses(
     leads = Counter(
         text[:at] for text, secret in zip(texts[1], secrets, strict=True) if (at := _said_at(text, secret, lead)) >= 0
     )
-    begun = leads.most_common(1)[0][0] if leads else lead
-    lengths = [len(model.tokenizer(begun + secret, add_special_tokens=False)["input_ids"]) for secret in secrets]
-    common = max(set(lengths), key=lengths.count)
-    if (alike := lengths.count(common)) < FEWEST_SECRETS:
+    # Where it is never said, a space may begin the secret, as inside a sentence.
+    begins = [leads.most_common(1)[0][0]] if leads else [f"{lead} ", lead] if lead else ["", " "]
+    begun, rows = max(((one, _alike(model, secrets, one)) for one in begins), key=lambda pair: len(pair[1]))
+    if len(rows) < FEWEST_ALIKE:
         raise UserError(
-            f"In an answer that begins {begun!r} the {len(secrets)} secrets that are asked for take {min(lengths)} to "
-            f"{max(lengths)} tokens, and no {FEWEST_SECRETS} of them as many (most: {alike}), so they cannot be "
-            "compared; give others of one length, another lead, or a larger asked."
+            f"In an answer that begins {begun!r} no {FEWEST_ALIKE} of the {len(secrets)} secrets that are asked for "
+            "take as many tokens, so they cannot be compared; give others of one length, another lead, or a larger "
+            "asked."
         )
-    rows = [row for row, length in enumerate(lengths) if length == common]
     some = [secrets[row] for row in rows]
 
     def of(caches: Sequence[KVCache], texts: Sequence[str]) -> Use:
@@ -91,6 +91,13 @@ def uses(
         return use_of(replace(answers(model, asking, some, ask, begun), said=said))
 
     return of(left, texts[0]), of(in_view, texts[1])
+
+
+def _alike(model: Model, secrets: Sequence[str], begun: str) -> list[int]:
+    """The numbers of the secrets that take as many tokens in an answer that begins so as most do."""
+    lengths = [len(model.tokenizer(begun + secret, add_special_tokens=False)["input_ids"]) for secret in secrets]
+    common = max(set(lengths), key=lengths.count)
+    return [row for row, length in enumerate(lengths) if length == common]
 
 
 def _replies(model: Model, caches: Sequence[KVCache], ask: str, lead: str, longest: int) -> list[str]:
