@@ -311,7 +311,7 @@ def _said_elsewhere(
     if not are_codes(secrets):
         places, which = SecretPlaces.or_which(secrets), rng.permutation(conversations) % len(secrets)
         labels = torch.cat([places.labels[:, torch.from_numpy(which)], places.labels], 1)
-        return [secrets[number] for number in which.tolist()], labels, places.classes, places.noun
+        return [secrets[int(number)] for number in which], labels, places.classes, places.noun
     length = len(case.secret)
     drawn = random_codes(min(conversations + len(secrets), 10**length), rng, length)
     codes = [code for code in drawn if code not in secrets][:conversations]

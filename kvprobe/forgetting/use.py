@@ -25,7 +25,7 @@ REPLY = 32
 REPLY = 32
 """Tokens beside the secret within which a reply has to say it."""
 FEWEST_ALIKE = 3
-"""Secrets of as many tokens in the answer below which there is no interval."""
+"""Secrets that take as many tokens in the answer below which none are compared."""
 
 
 @dataclass(frozen=True)
