@@ -20,9 +20,6 @@ from kvprobe.stats import SHARE, Estimate, estimate, jackknife
 from kvprobe.text.tokens import Tokens, common_length
 
 REPLY = 32
-"""Tokens of a reply beside the secret, within which it has to be said."""
-
-REPLY = 32
 """Tokens beside the secret within which a reply has to say it."""
 FEWEST_ALIKE = 3
 """Secrets that take as many tokens in the answer below which none are compared."""
