@@ -414,3 +414,16 @@ def test_a_legend_names_only_what_no_row_above_has_named():
     assert figure is not None
     legends = [axis.get_legend() for axis in figure.axes]
     assert [legend and [text.get_text() for text in legend.get_texts()] for legend in legends] == [["a"], ["b"], None]
+
+
+def test_limits_that_panels_share_hold_the_numbers_of_each():
+    found = Findings(
+        Finding("share", {"x": x, "panel": panel}, Estimate(mean, mean, mean, 12))
+        for panel, mean in (("a", -2.0), ("b", 0.5))
+        for x in (1, 2)
+    )
+    figure = Lines(
+        file="f", caption="c", finding="share", x="x", line="", panel="panel", limits=(-1.0, 1.0), y_label=""
+    ).draw(found, label, "t")
+    assert figure is not None
+    assert [axis.get_ylim() for axis in figure.axes] == [(-2.0, 1.0)] * 2

@@ -228,7 +228,9 @@ class Lines:
             second.set_xticks(list(across.values()), [f"{float(x) * value.mean:.2g}" for x in across], fontsize=7.5)
             second.set_xlabel(self.above[1], fontsize=8)
         if self.limits:
-            means = [finding.value.mean for finding in (*known, *beside)]
+            names = (self.finding, *((self.beside[0],) if self.beside else ()))
+            of_all = [one for name in names for one in self._known(findings, name, place if self.own_scales else None)]
+            means = [finding.value.mean for finding in of_all]  # of all panels that share the axis
             axis.set_ylim(min(self.limits[0], *means), max(self.limits[1], *means))
         return known
 
