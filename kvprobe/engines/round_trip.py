@@ -14,6 +14,7 @@ from kvprobe.engines.formats import VLLM, installed
 from kvprobe.engines.llamacpp import from_slot, to_slot
 from kvprobe.engines.server import Completion, served
 from kvprobe.inference.model import load
+from kvprobe.inference.outcomes import relative_entropy
 from kvprobe.models.catalogue import gguf_of
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
@@ -102,9 +103,9 @@ def llamacpp_round_trip(name: str) -> RoundTrip:
         name,
         len(tokens),
         float((back - stay).abs().max()),
-        divergence(theirs[0], stay),
-        divergence(theirs[1], hidden),
-        divergence(stay, hidden),
+        float(relative_entropy(theirs[0], stay)),
+        float(relative_entropy(theirs[1], hidden)),
+        float(relative_entropy(stay, hidden)),
         *texts,
     )
 
@@ -120,12 +121,5 @@ def vllm_here() -> str:
 
 def next_token(completion: Completion) -> Float[Tensor, "vocabulary"]:
     """The log-probabilities of a whole vocabulary."""
-    known = completion.log_probabilities[0]
-    logs = torch.empty(len(known), dtype=torch.float64)
-    logs[torch.tensor([*known])] = torch.tensor([*known.values()], dtype=torch.float64)
-    return logs
-
-
-def divergence(one: Float[Tensor, "vocabulary"], other: Float[Tensor, "vocabulary"]) -> float:
-    """KL(one ‖ other) in nats."""
-    return float((one.exp() * (one - other)).sum())
+    logs = completion.log_probabilities[0]
+    return torch.tensor([logs[token] for token in range(len(logs))], dtype=torch.double)
