@@ -12,7 +12,7 @@ class Report:
     """One public report.
 
     Attributes:
-        address: of the thread.
+        address: of the thread, or of the paper.
         happened: what happened there, and how it is planted where that is a guess.
         scale: at which it happened.
         kind: of difference that it leaves in a cache.
@@ -21,7 +21,8 @@ class Report:
         place: the blocks: a prefix, the last ones, or any.
         benign: whether the cache was right after all.
         states: whether it struck the states of recurrent layers.
-        read: whether the thread was read for this; else it is cited as others cite it.
+        read: whether the thread was read for this; else it is cited as others cite it, and a paper from its abstract
+            and from summaries.
     """
 
     address: str
@@ -99,21 +100,21 @@ REPORTS: Mapping[str, Report] = {
     ),
     "transformers-47433": Report(
         _issue("huggingface/transformers", 47433),
-        "A rollback of rejected draft tokens leaves rows behind; planted as the end of the last block.",
-        "the last few slots, all layers",
+        "A cache that is cropped to no slots keeps all of them, and one that is cropped by more slots than it has "
+        "keeps some: rows that should be gone. Planted as the end of the last block.",
+        "one slot of three after crop(-5), all three after crop(0), in each layer",
         "stale",
         blocks=0.0,
         place="last",
-        read=False,
     ),
     "atom-2154": Report(
-        _issue("ROCm/ATOM", 2154),
-        "Recurrent layers were decoded from zeroed states; the text stayed fluent and the GSM8K score where it was.",
+        _pull("ROCm/ATOM", 2154),
+        "From prefill to decode workers only the paged rows of Kimi K3 were moved, so recurrent layers were decoded "
+        "from zeroed states. The transfer counted as done, the text stayed fluent, and GSM8K did not show it.",
         "69 of 93 layers, the whole prefix",
         "zeroed",
         layers=69 / 93,
         states=True,
-        read=False,
     ),
     "vllm-49716": Report(
         _issue(_VLLM, 49716),
@@ -133,11 +134,12 @@ REPORTS: Mapping[str, Report] = {
     ),
     "sglang-17839": Report(
         _issue(_SGLANG, 17839),
-        "Wrong rows were read, as canarypwn explains it; a later fix blames a race on evicted sliding-window slots.",
-        "all layers, blocks under load",
+        "With piecewise CUDA graphs, gpt-oss-120b loses accuracy. canarypwn explains it by pointers to wrong rows, a "
+        "later pull request (#21754) by a race on evicted sliding-window slots. How many is a guess here.",
+        "the sliding-window half of the layers of gpt-oss; GSM8K 0.745 to 0.80 in place of 0.855",
         "repeated blocks",
         blocks=0.25,
-        read=False,
+        layers=0.5,
     ),
     "sglang-19107": Report(
         _pull(_SGLANG, 19107),
@@ -218,12 +220,13 @@ REPORTS: Mapping[str, Report] = {
     ),
     "vllm-53856": Report(
         _pull(_VLLM, 53856),
-        "Memory that was never written holds NaN, and is read.",
-        "part of a block, one layer or more",
+        "Attention on ROCm masks the scores of slots past the length, and reads their V: where one was never written "
+        "and holds NaN, 0 × NaN is NaN. K does no harm there. Planted as V of the last block.",
+        "unwritten slots of the last block; one of them is enough",
         "not finite",
         blocks=0.0,
         layers=0.0,
-        read=False,
+        place="last",
     ),
     "bit-flips": Report(
         "https://arxiv.org/abs/2604.17249",
@@ -240,6 +243,27 @@ REPORTS: Mapping[str, Report] = {
         "key apart; a cache that is moved without reordering is wrong everywhere.",
         "all layers and slots",
         "channel order",
+    ),
+    "history-swap": Report(
+        "https://arxiv.org/abs/2511.12752",
+        "An attack (Whose Narrative is it Anyway?): while a reply is written, the cache's most recent rows are "
+        "overwritten with those of a text on another topic. The topic changes only where all layers are overwritten. "
+        "Planted as the other text's rows at the same slots, where the attack takes its first.",
+        "a share of the rows, in many settings of when, how many and which layers (Qwen 3)",
+        "foreign prefix",
+        place="last",
+        blocks=0.5,
+        read=False,
+    ),
+    "injected-keys": Report(
+        "https://arxiv.org/abs/2510.17098",
+        "An attack (Can Transformer Memory Be Corrupted?): noise is added to keys, or they are zeroed or rotated. "
+        "Planted as noise in place of keys, at each head's scale, for atom-2154 zeroes and llama-cpp-3825 rotates.",
+        "keys alone, in layers and at steps that the attacker chooses (GPT-2, LLaMA-2 7B)",
+        "unknown",
+        blocks=0.25,
+        layers=0.25,
+        read=False,
     ),
     "tpu-inference-3369": Report(
         _pull("vllm-project/tpu-inference", 3369),

@@ -30,6 +30,7 @@ from kvprobe.faults import (
     ForeignBlock,
     ForeignScales,
     Fp8Scale,
+    Gaussian,
     Misread,
     NotANumber,
     OverlappingKV,
@@ -57,12 +58,14 @@ def _fault(kind: Callable[..., Fault], *settings: object) -> Make:
     return lambda scope: kind(*settings, scope=scope)
 
 
-def _flip(field: Literal["sign", "exponent", "mantissa"], part: Parts) -> Make:
-    def make(scope: Scope) -> Fault:
-        struck = part if scope.parts == "kv" else scope.parts
-        return BitFlips("bf16", field=field, scope=replace(scope, unit="number", count=1, parts=struck))
+def _of(part: Parts, kind: Callable[..., Fault], *settings: object) -> Make:
+    """A fault of K alone, or of V; of all that is stored, where that is neither."""
+    return lambda scope: kind(*settings, scope=replace(scope, parts=part if scope.parts == "kv" else scope.parts))
 
-    return make
+
+def _flip(field: Literal["sign", "exponent", "mantissa"], part: Parts) -> Make:
+    one = partial(BitFlips, field=field)
+    return lambda scope: _of(part, one, "bf16")(replace(scope, unit="number", count=1))
 
 
 def _last_places(scope: Scope) -> Fault:
@@ -98,9 +101,11 @@ MAKERS: Mapping[str, tuple[Make, ...]] = {
     "llama-cpp-3825": SHIFTS,
     "sglang-20705": FACTORS,
     "flash-attention-1745": (_fault(NotANumber), _fault(NotANumber, float("inf"))),
-    "vllm-53856": (_fault(NotANumber),),
+    "vllm-53856": (_of("v", NotANumber),),
     "bit-flips": FLIPS,
     "channel-order": (_fault(ChannelOrder),),
+    "history-swap": (FOREIGN,),
+    "injected-keys": (_of("k", Gaussian, "head"),),
     "tpu-inference-3369": (),
     "vllm-39146": (_last_places,),
     "vllm-13133": (_fault(Fp8Scale, 1.0),),

@@ -61,7 +61,7 @@ class ForeignBlock(Paged):
     """Whole blocks of another request's cache, in all layers.
 
     Sources: vllm #47728, where a block was freed and filled again while a step in flight still read it; vllm PR #45357,
-    where the previous request wrote to a block once more.
+    where the previous request wrote to a block once more; on purpose, the history swap of arXiv 2511.12752.
     """
 
     donor: str = "distractor"
@@ -76,7 +76,7 @@ class StaleBlock(Paged):
     request.
 
     A guess at the mechanism of sglang #22819 (outputs change where a cached prefix ends at a block boundary), which is
-    not established. Rows that a rollback leaves behind look the same (transformers #47433).
+    not established. Rows that a crop leaves behind look the same (transformers #47433).
     """
 
     donor: str = "distractor"

@@ -66,7 +66,8 @@ class Gaussian(Fault):
 
     The Gaussian noise of "KV Cache is More Robust Than You Think in Large Language Models" (canarypwn), whose README
     says that it matches the layer's statistics. Noise at a layer's own scale hits layers with outlier channels harder,
-    so the way of matching decides what a comparison of layers means.
+    so the way of matching decides what a comparison of layers means. With `Scope(parts="k")` it is near the noise that
+    the attack of arXiv 2510.17098 adds to keys.
 
     Attributes:
         matched: `raw` has mean 0 and deviation `scale`. `layer` has the mean and deviation of all numbers of the

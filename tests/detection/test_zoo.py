@@ -63,6 +63,30 @@ def test_what_is_asked_for_decides_how_much_is_struck_and_seeds_decide_where(cac
     assert plant("atom-2154", cache).layers == plant("atom-2154", cache, layers=round(LAYERS * 69 / 93)).layers
 
 
+@pytest.mark.parametrize(("name", "struck"), [("vllm-53856", "V"), ("injected-keys", "K")])
+def test_a_bug_of_keys_or_of_values_leaves_the_other_and_strikes_a_latent_where_there_is_one(
+    cache: KVCache, name: str, struck: str
+):
+    planted = plant(name, cache, draws=DRAWS)
+    for was, now in zip(cache.layers, planted.cache.layers, strict=True):
+        assert {part for part in was if not torch.equal(was[part], now[part])} <= {struck}
+    layer = dict.fromkeys(("latent", "rope"), cache.layers[0]["K"][:, :1])
+    planted = plant(name, replace(cache, layers=(layer,) * LAYERS), draws=DRAWS)
+    for now in planted.cache.layers:
+        assert torch.equal(now["rope"], layer["rope"])
+    assert planted.layers
+
+
+def test_a_swapped_history_is_the_later_half_of_another_text(cache: KVCache):
+    context = context_of(cache)
+    planted = plant("history-swap", cache, context, draws=DRAWS)
+    half = SLOTS // BLOCK // 2 * BLOCK
+    assert planted.slots == tuple(range(half, SLOTS))
+    for own, other, now in zip(cache.layers, context.donors["distractor"].layers, planted.cache.layers, strict=True):
+        assert all(torch.equal(now[part][:, :, :half], own[part][:, :, :half]) for part in own)
+        assert all(torch.equal(now[part][:, :, half:], other[part][:, :, half:]) for part in own)
+
+
 def test_a_benign_report_leaves_the_cache_or_moves_it_by_rounding(cache: KVCache):
     for name in set(ZOO) - set(HARMFUL):
         planted = plant(name, cache)
@@ -126,9 +150,14 @@ def test_rows_of_a_request_that_begins_alike_are_refused_where_both_texts_are_th
     assert planted.layers == tuple(range(LAYERS))
 
 
-def test_the_page_lists_every_bug_with_its_address_and_says_which_were_not_read():
+def test_the_page_lists_every_bug_as_its_report_says_and_which_were_not_read():
     page = (Path(__file__).parents[2] / "docs" / "concepts" / "detection.md").read_text(encoding="utf-8")
+    page = page.replace("\\[", "[").replace("\\]", "]")
     rows = re.findall(r"^\| \[`([^`]+)`\]\(([^)]+)\) \|(.*)", page, flags=re.MULTILINE)
     assert [row[:2] for row in rows] == [(name, report.address) for name, report in REPORTS.items()]
     assert {name for name, _, row in rows if "*Cited" not in row} == {n for n, report in REPORTS.items() if report.read}
+    for (_, _, row), report in zip(rows, REPORTS.values(), strict=True):
+        assert f" {report.kind}" in row
+        assert report.happened in row
+        assert f" {report.scale} |" in row
     assert set(REPORTS) == set(MAKERS)
