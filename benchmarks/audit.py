@@ -24,12 +24,12 @@ import kvprobe as kv
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.stored import AnyCache
 from kvprobe.detection.audit import audit
-from kvprobe.detection.clean import clean_of
+from kvprobe.detection.clean import CleanRecipe, clean_of
 from kvprobe.detection.clean_texts import as_by_another_engine, clean_texts
 from kvprobe.detection.zoo import ZOO, plant
 from kvprobe.engines.server import served
 from kvprobe.errors import UserError
-from kvprobe.faults import Draws, FaultContext
+from kvprobe.faults import Draws, FaultContext, Fp8Scale
 from kvprobe.inference.model import Model
 from kvprobe.models.catalogue import gguf_of
 from kvprobe.progress import Bar
@@ -47,23 +47,24 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=3)
     arguments = parser.parse_args()
     model = kv.load(arguments.model)
-    clean = clean_of(model)
+    clean_of(model)  # learnt before bars of other work are drawn
+    longest = CleanRecipe().longest
     rng = np.random.default_rng(SEED)
 
     alarms: dict[str, list[bool]] = defaultdict(list)
-    for text in Bar(clean_texts(model, arguments.clean, clean.recipe.longest, rng), desc="Clean caches", unit="text"):
+    for text in Bar(clean_texts(model, arguments.clean, longest, rng), desc="Clean caches", unit="text"):
         for kind, cache in clean_caches(model, text):
-            alarms[kind].append(audit(model, cache, clean).suspicious)
+            alarms[kind].append(audit(model, cache).suspicious)
     report(alarms)
     others: dict[str, list[bool]] = defaultdict(list)
-    for kind, auditor, cache in of_others(model, clean_texts(model, arguments.clean // 3, clean.recipe.longest, rng)):
-        others[kind].append(audit(auditor, cache, clean).suspicious)
+    for kind, auditor, cache in of_others(model, clean_texts(model, arguments.clean // 3, longest, rng)):
+        others[kind].append(audit(auditor, cache).suspicious)
     report(others)
     longer = long_texts(model, arguments.clean // 3, rng)
     report(
         {
             f"more than {LONG} tokens": [
-                audit(model, model.prefill(text), clean).suspicious
+                audit(model, model.prefill(text)).suspicious
                 for text in Bar(longer, desc="Long caches", unit="text")
             ]
         }
@@ -74,7 +75,7 @@ def main() -> None:
     by_bug: dict[tuple[str, str], list[tuple[float, bool, bool]]] = defaultdict(list)
     for number in Bar(range(len(texts)), desc="Bugs", unit="text"):
         for name, size, cache, moved, layer in planted(model, texts, number):
-            found = audit(model, cache, clean)
+            found = audit(model, cache)
             first = min((one for finding in found.findings for one in finding.layers), default=-1)
             by_bug[name, size].append((moved, found.suspicious, first == layer))
     for (name, size), results in by_bug.items():
@@ -100,6 +101,7 @@ def clean_caches(model: Model, text: Tokens) -> Iterator[tuple[str, KVCache]]:
     yield "by the model", cache
     rounded = tuple({name: part.bfloat16().float() for name, part in layer.items()} for layer in cache.layers)
     yield "stored in bfloat16", replace(cache, layers=rounded)
+    yield "stored in fp8", cache.corrupt(Fp8Scale(1.0))
     yield "as by another engine", as_by_another_engine(model, [text])
     third = max(1, len(text) // 3)
     yield "read in portions", model.extend(model.prefill(text[:third]), text[third:])[0]

@@ -8,8 +8,9 @@ that `kvprobe.cache.floors` reads.
     python benchmarks/floors.py check floors/
 
 `measure` takes the relative distance of each vector, ‖a - b‖ / ‖b‖, of every layer, head and slot, of K and of V, and
-keeps them all. `write` makes the table of the first half of the texts of the models that it learns from; `check` counts
-false alarms on the second half, on longer texts, and on the model that was held out.
+keeps them all. `write` makes the table, of the models that it learns from together and of each that has texts
+enough; `check` counts false alarms on texts that were left out, by the floor of all models and by that of their own,
+and on the model that was held out.
 """
 
 import argparse
@@ -29,11 +30,12 @@ from transformers import DynamicCache
 import kvprobe as kv
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.differences import vectors_apart
-from kvprobe.cache.floors import FILE, RATE, MeasuredPair, Place, counted, distances_of_rows, fitted
+from kvprobe.cache.floors import FILE, RATE, TOGETHER, MeasuredPair, Place, counted, distances_of_rows, fitted
 from kvprobe.cache.layer import Layer
 from kvprobe.detection.clean_texts import SHORTEST, clean_texts
 from kvprobe.engines.llamacpp import from_slot
 from kvprobe.engines.server import LlamaServer, served
+from kvprobe.fingerprint import Maker
 from kvprobe.inference.model import Model
 from kvprobe.models.catalogue import gguf_of
 from kvprobe.stats import binomial
@@ -51,6 +53,8 @@ RECURRENT = {
     "lfm2": "convolution",
 }
 LEARNT, HELD_OUT, FOLDS = ("smollm2-135m", "qwen2.5-coder-0.5b"), "gemma3-270m", 5
+LEAST = 30
+"""Texts by which a model gets a floor of its own."""
 PAIRS: dict[str, tuple[str, ...]] = {
     "float32 / float32": ("float32 eager", "float32 batched", "float32 portions"),
     "bfloat16 / bfloat16": ("bfloat16 eager", "bfloat16 portions"),
@@ -212,6 +216,7 @@ def measure(arguments: argparse.Namespace) -> None:
     texts = clean_texts(model, arguments.texts, arguments.longest, np.random.default_rng(arguments.seed))
     out = arguments.out / arguments.model
     out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(Maker(model).config), encoding="utf-8")
     done = {int(path.stem.rsplit("-", 1)[1]) for path in out.glob(f"float32 eager {arguments.seed}-*.npy")}
     ways = (
         in_llama_cpp(model, texts, arguments.model)
@@ -256,15 +261,21 @@ def learnt(folder: Path, ways: tuple[str, ...]) -> dict[str, list[np.ndarray]]:
 def write(arguments: argparse.Namespace) -> None:
     """The table, with what was measured in this folder in place of what it held of these pairs."""
     known = json.loads(FILE.read_text(encoding="utf-8"))
-    fits = {
-        pair: fitted(found)
-        for pair, ways in PAIRS.items()
+    fits: dict[str, MeasuredPair] = {}
+    for pair, ways in PAIRS.items():
+        found = learnt(arguments.folder, ways)
         # Of pairs that were equal bit for bit nothing is known of how they differ.
-        if (found := learnt(arguments.folder, ways)) and any(off.any() for texts in found.values() for off in texts)
-    }
-    known |= {pair: asdict(of) for pair, of in fits.items()}
+        if not any(off.any() for texts in found.values() for off in texts):
+            continue
+        fits[pair] = fitted(found)
+        known[TOGETHER][pair] = asdict(fits[pair])
+        for model in {*found} & {*LEARNT}:
+            if len(found[model]) >= LEAST and any(off.any() for off in found[model]):
+                fits[f"{pair}, {model}"] = own = fitted({model: found[model]})
+                config = json.loads((arguments.folder / model / "config.json").read_text(encoding="utf-8"))
+                known["models"].setdefault(config, {})[pair] = asdict(own)
     FILE.write_text(json.dumps(known) + "\n", encoding="utf-8")
-    print(f"{len(known)} pairs, {FILE.stat().st_size / 1e3:.1f} kB\n")
+    print(f"{len(fits)} floors, {FILE.stat().st_size / 1e3:.1f} kB\n")
     print("| pair | texts | usual | vectors | layers | outliers | blocks |\n|---|---|---|---|---|---|---|")
     for pair, of in fits.items():
         usual = of.at("state" if "state" in of.usual else "V", 0.5)
@@ -285,12 +296,14 @@ def check(arguments: argparse.Namespace) -> None:
         found = learnt(arguments.folder, ways)
         if not found:
             continue
-        tested: dict[str, list[tuple[MeasuredPair, np.ndarray]]] = {"new texts": [], HELD_OUT: []}
+        tested: dict[str, list[tuple[MeasuredPair, np.ndarray]]] = {"new texts": [], "of its own": [], HELD_OUT: []}
         for fold in range(FOLDS):
-            part = fitted(
-                {model: [one for n, one in enumerate(texts) if n % FOLDS != fold] for model, texts in found.items()}
-            )
+            rest = {model: [one for n, one in enumerate(texts) if n % FOLDS != fold] for model, texts in found.items()}
+            part = fitted(rest)
             tested["new texts"] += [(part, one) for texts in found.values() for one in texts[fold::FOLDS]]
+            for model in {*found} & {*LEARNT}:
+                own = fitted({model: rest[model]})
+                tested["of its own"] += [(own, one) for one in found[model][fold::FOLDS]]
         whole = fitted(found)
         tested[HELD_OUT] = [(whole, one) for one in texts_of(arguments.folder, HELD_OUT, ways)]
         for what, cases in tested.items():

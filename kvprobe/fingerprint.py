@@ -162,6 +162,15 @@ class Maker:
             )
         return model if isinstance(model, str) else model.fingerprint
 
+    @property
+    def config(self) -> str | None:
+        """The part of the fingerprint that is of the config, alike for all models of one kind and size; None where the
+        fingerprint cannot be computed any more."""
+        try:
+            return dict(zip(PARTS, self.fingerprint.split("-"), strict=False)).get(PARTS[1])
+        except UserError:
+            return None
+
     def confirmed(self) -> str:
         """The fingerprint, once all weights were hashed anew where this is what the model is now.
 

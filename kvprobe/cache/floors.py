@@ -2,7 +2,8 @@
 
 A cache depends on who computed it: another kernel, batch or portion of the prompt adds up in another order, halves
 round, engines round weights and activations. `floor_between` gives what was measured of such a pair, by part and
-relative depth, in many texts and models.
+relative depth, in many texts and models. Models differ more than texts do, so a model that was measured has floors of
+its own, known by its config; others have those of the models that were measured, together.
 
 Limits hold for whole caches, not for vectors. Of each cache the most unusual place counts, so that a sound cache
 exceeds its limit at most at the stated rate (conformal prediction; Vovk et al. 2005). The most unusual places of caches
@@ -44,6 +45,7 @@ RATE = 0.01
 """Sound caches that exceed a limit."""
 BLOCK, DEPTHS = 16, 6
 """Slots of a block, and ranges of relative depth; the first layer, which depends on the token alone, is apart."""
+TOGETHER = "together"
 _NUMPY: Any = np  # its annotations are incomplete
 FILE = Path(__file__).with_name("floors.json")
 """What `benchmarks/floors.py` measured."""
@@ -95,7 +97,7 @@ class MeasuredPair:
             first layer and at `DEPTHS` depths; of several models the largest. Slot 0 often holds the same token, to
             which it was not fitted: it has at least what others have.
         tails: by `Place`, of each model as multiples of what is usual in it.
-        models: in which it was measured.
+        models: in which it was measured; of one model alone it is this model's own.
         slots: of the shortest and of the longest text.
     """
 
@@ -140,11 +142,13 @@ class NoiseFloor:
         one, other: how the caches were computed.
         measured: of this pair; or of each of the two and `REFERENCE`. Such a floor is wide: distances add up, and each
             has half of the rate.
+        own: whether all of it was measured in the model at hand.
     """
 
     one: Computed
     other: Computed
     measured: tuple[MeasuredPair, ...]
+    own: bool = False
 
     def usual(self, part: str, depth: float, first: bool = False) -> float:
         """The median distance of a vector.
@@ -214,7 +218,7 @@ class NoiseFloor:
 
 
 @checked_arguments
-def floor_between(one: Computed, other: Computed, kept: Kept = "slots") -> NoiseFloor:
+def floor_between(one: Computed, other: Computed, kept: Kept = "slots", *, model: str | None = None) -> NoiseFloor:
     """What is known of caches of one text that were computed in two ways; their order does not matter.
 
     A pair that was not measured gets a wide floor, of what each of the two was measured to differ from float32 in
@@ -222,11 +226,13 @@ def floor_between(one: Computed, other: Computed, kept: Kept = "slots") -> Noise
 
     Args:
         kept: what of the caches.
+        model: the digest of its config (`Maker.config`); one that was measured has a floor of its own.
 
     Raises:
         UserError: nothing was measured of one of the two.
     """
-    known, end = _shipped(), "" if kept == "slots" else f", {kept}"
+    own, end = _shipped().get(model or "", {}), "" if kept == "slots" else f", {kept}"
+    known = _shipped()[TOGETHER] | own
     found = known.get(f"{one} / {other}{end}") or known.get(f"{other} / {one}{end}")
     through = [found] if found else [known.get(f"{side} / {REFERENCE}{end}") for side in (one, other)]
     measured = tuple(each for each in through if each is not None)
@@ -235,7 +241,7 @@ def floor_between(one: Computed, other: Computed, kept: Kept = "slots") -> Noise
             f"How far {one} and {other} lie apart{f' ({kept})' * bool(end)} was not measured; known are "
             f"{'; '.join(sorted(known))}: compare such, or measure yours with kvprobe.cache.floors.fitted."
         )
-    return NoiseFloor(one, other, measured)
+    return NoiseFloor(one, other, measured, own=all(each in own.values() for each in measured))
 
 
 def floor_of_dtype(dtype: torch.dtype, kept: Kept = "slots") -> NoiseFloor:
@@ -245,7 +251,7 @@ def floor_of_dtype(dtype: torch.dtype, kept: Kept = "slots") -> NoiseFloor:
         UserError: nothing was measured of it.
     """
     name = str(dtype).removeprefix("torch.")
-    if name not in get_args(Computed) or (kept != "slots" and f"{name} / {name}, {kept}" not in _shipped()):
+    if name not in get_args(Computed) or (kept != "slots" and f"{name} / {name}, {kept}" not in _shipped()[TOGETHER]):
         raise UserError(
             f"How far two caches in {name} lie apart{f' ({kept})' * (kept != 'slots')} was not measured; load the "
             "model in float32."
@@ -255,10 +261,12 @@ def floor_of_dtype(dtype: torch.dtype, kept: Kept = "slots") -> NoiseFloor:
 
 def floor_of(one: AnyCache, other: AnyCache) -> NoiseFloor:
     """What these two caches may differ by, from the precision of their numbers and from the engines that their ledgers
-    name. Where one alone was rounded to fp8, no rounding is benign, whatever it is stored as now."""
+    name, in the model that made one of them. Where one alone was rounded to fp8, no rounding is benign, whatever it is
+    stored as now."""
+    model = next((maker.config for maker in (one.made_by, other.made_by) if maker is not None), None)
     if in_fp8(one) != in_fp8(other):
-        return floor_between(REFERENCE, REFERENCE)
-    return floor_between(computed_as(one), computed_as(other))
+        return floor_between(REFERENCE, REFERENCE, model=model)
+    return floor_between(computed_as(one), computed_as(other), model=model)
 
 
 def distances_of_rows(one: Iterable[Layer], other: Iterable[Layer]) -> Float[np.ndarray, "layers parts heads slots"]:
@@ -343,9 +351,12 @@ def counted(place: str, slots: int) -> int:
 
 
 @cache
-def _shipped() -> dict[str, MeasuredPair]:
+def _shipped() -> dict[str, dict[str, MeasuredPair]]:
+    """The floors of all models together, and those of each model that has some of its own, by the digest of its
+    config."""
     known: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-    return {pair: _of_record(record) for pair, record in known.items()}
+    tables = {TOGETHER: known[TOGETHER], **known["models"]}
+    return {table: {pair: _of_record(record) for pair, record in records.items()} for table, records in tables.items()}
 
 
 def _of_record(record: dict[str, Any]) -> MeasuredPair:

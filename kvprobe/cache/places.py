@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvprobe.cache.differences import vectors_apart
 from kvprobe.cache.entries import entries
-from kvprobe.cache.floors import NoiseFloor
+from kvprobe.cache.floors import RATE, NoiseFloor
 from kvprobe.cache.layer import shape_of
 from kvprobe.cache.parts import described
 from kvprobe.errors import UserError
@@ -23,14 +23,18 @@ from kvprobe.errors import UserError
 SLOT_LIMIT, BLOCK_LIMIT = 30.0, 5.0
 """How many times the noise of its layer and head a slot may be off, and the median of the slots of a block, at least:
 where more was measured of such pairs, that."""
-SLOT_LOST, BLOCK_LOST = 0.6, 0.3
-"""How far off, relative to what it holds, a slot and the median of a block are no numerics, whatever the noise."""
+SLOT_LOST, BLOCK_LOST, UNRELATED = 0.6, 0.3, 1.3
+"""How far off, relative to what it holds, a slot and the median of a block are no numerics, whatever the noise: more,
+where more was measured of such pairs, but not beyond where vectors have nothing to do with each other, unless in caches
+of this very model."""
 STATES = 3.0
 """By how much a slot's limits are raised where layers keep states by the delta rule, which hands a slot on that was
 rounded badly: of 26 benign pairs of models with random weights two were called different without it."""
 RISE = 4.0
 """How many times the noise of the layers around it that of a layer may be."""
 _AROUND = 2
+_RATE = RATE / 2
+"""Of sound caches that exceed the limit of a slot, and so many that of a block: either is an alarm."""
 _HEALED = 2
 """So many deeper layers must be equal, bit for bit, for a difference not to come from the layers before it. It may then
 come from this layer's own products, which another shape of a batch rounds otherwise."""
@@ -116,8 +120,8 @@ def damage_of(distances: Distances, floor: NoiseFloor, block: int) -> DamagedPla
     newborn = _newborn(present, differing, distances.compared)
     # What was measured is not carried on to longer caches: limits that grow with their length would hide lost blocks.
     slots = min(max(1, *(len(where[0]) for where in distances.compared)), floor.longest)
-    slot_limit = max(SLOT_LIMIT, floor.times(slots, place="outlier"))
-    block_limit = max(BLOCK_LIMIT, floor.times(slots, place="block"))
+    slot_limit = max(SLOT_LIMIT, floor.times(slots, place="outlier", rate=_RATE))
+    block_limit = max(BLOCK_LIMIT, floor.times(slots, place="block", rate=_RATE))
     own = {
         number: {part: _noise(off, ~healed[number]) for part, off in distances.parts[number].items()}
         for number in present
@@ -144,9 +148,13 @@ def damage_of(distances: Distances, floor: NoiseFloor, block: int) -> DamagedPla
             limit = torch.where(young, torch.full_like(limit, newborn_limit), limit)
             if raised > 1:
                 limit = limit.clamp(min=newborn_limit)
-            over = off / limit.clamp(1e-12, SLOT_LOST)
+            depth = present.index(number) / max(1, len(present) - 1)
+            most = torch.inf if floor.own else UNRELATED
+            slot_lost = min(max(SLOT_LOST, floor.allowed(part, depth, slots)), most)
+            block_lost = min(max(BLOCK_LOST, floor.allowed(part, depth, slots, place="block")), most)
+            over = off / limit.clamp(1e-12, slot_lost)
             over = torch.where(healed[number][:, None], torch.maximum(over, off / floor.single), over)
-            of_block = (block_limit * noise[part][None, :, None]).clamp(1e-12, BLOCK_LOST)
+            of_block = (block_limit * noise[part][None, :, None]).clamp(1e-12, block_lost)
             by_block = torch.where(young | (off <= of_block), 0.0, _block_medians(off, block) / of_block)
             excess[part] = torch.maximum(over, by_block).nan_to_num(torch.inf, torch.inf)
         places.append({part: over > 1 for part, over in excess.items()})

@@ -16,8 +16,9 @@ from torch import Tensor
 from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief, Table
 from kvprobe.cache.ledger import Ledger
+from kvprobe.cache.precision import in_fp8
 from kvprobe.cache.stored import AnyCache, StoredCache
-from kvprobe.detection.clean import Clean, clean_of
+from kvprobe.detection.clean import Clean, CleanRecipe, clean_of
 from kvprobe.detection.columns import computable, spots_of, unedited
 from kvprobe.detection.rows import judged_slots, refuse_other_shape, scores_of
 from kvprobe.detection.scores import BLOCK, FIRST_SLOTS, Score
@@ -167,7 +168,8 @@ def audit(model: Model, cache: AnyCache, clean: Clean | None = None) -> Audit:
     """Whether a cache is what this model could have written, layer by layer.
 
     Args:
-        clean: what clean caches of the model hold; by default learnt on first use, in about a minute, and kept.
+        clean: what clean caches of the model hold, in fp8 where the cache is; by default learnt on first use, in about
+            a minute, and kept.
 
     Raises:
         UserError: the cache is of another shape than the model's, or its tokens are not the model's.
@@ -175,7 +177,7 @@ def audit(model: Model, cache: AnyCache, clean: Clean | None = None) -> Audit:
     cache.ledger.refuse_fitted("An audit")
     cache.ledger.refuse_mixed("An audit")
     _refuse_foreign(model, cache)
-    clean = clean or clean_of(model)
+    clean = clean or clean_of(model, CleanRecipe(fp8=in_fp8(cache)))
     excess = torch.zeros(len(cache.layers), max(1, math.ceil(cache.ledger.slots / BLOCK)))
     worst: dict[str, Unusual] = {}
     layers: dict[str, set[int]] = {}
@@ -292,6 +294,8 @@ def _unseen(model: Model, cache: AnyCache, clean: Clean) -> tuple[str, ...]:
             sentences.append(
                 f"{early} of the first slots are not computed anew, but only looked at for zeros, copies and infinity."
             )
+    if clean.recipe.fp8:
+        sentences.append("It was held against clean caches in fp8: what is as small as that rounding goes unseen.")
     if not model.lanes.can_reindex:
         sentences.append("Keys of this model cannot be rotated back, so their positions are not checked.")
     if ledger.slots < BLOCK:

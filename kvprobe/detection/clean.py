@@ -5,7 +5,8 @@ check. On the third the limits are set so that a clean cache fails them at about
 unusual place of all checks counts, so that the rate is that of whole caches. Each check is measured by its own most
 unusual caches, leaving out the one that is judged (a jackknife; measured by simulation, not proved). These caches are
 computed with rounded products and stored in 8 bits, as another engine would, so that what differs between engines
-raises no alarm; one in four of the second and third as the model itself would.
+raises no alarm; one in four of the second and third as the model itself would. A cache in fp8 is held against clean
+caches that were rounded to fp8, too.
 """
 
 import json
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from kvprobe.arguments import AtLeastOne, AtLeastZero, check_fields
 from kvprobe.brief import Brief
+from kvprobe.cache.cache import KVCache
 from kvprobe.detection.clean_texts import as_by_another_engine, chats_of, clean_texts
 from kvprobe.detection.rows import RowsReader, RowsScore, scores_of_rows
 from kvprobe.detection.scores import (
@@ -32,6 +34,7 @@ from kvprobe.detection.scores import (
     Score,
 )
 from kvprobe.errors import UserError
+from kvprobe.faults import Fp8Scale
 from kvprobe.files import replacing, told
 from kvprobe.fingerprint import digest
 from kvprobe.inference.model import Model
@@ -67,6 +70,7 @@ class CleanRecipe:
         calibrated: texts for the limits.
         longest: tokens of the longest text.
         rate: share of clean caches that may be called suspicious.
+        fp8: whether they are stored in fp8.
     """
 
     fitted: AtLeastOne = 20
@@ -75,6 +79,7 @@ class CleanRecipe:
     longest: AtLeastOne = 192
     rate: float = 0.01
     seed: AtLeastZero = 0
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -154,7 +159,7 @@ def learn_clean(model: Model, recipe: CleanRecipe) -> Clean:
     calibrated = clean_texts(model, recipe.calibrated, longest, generator, together=TOGETHER, chats=chats)
     sums: dict[tuple[int, str], dict[str, Tensor]] = {}
     for group in Bar(_groups(fitted), desc="Learning what clean caches hold", unit="group"):
-        cache = as_by_another_engine(model, group)
+        cache = _in_fp8(as_by_another_engine(model, group), recipe)
         reader = RowsReader(model, cache.ledger, range(len(group)))
         for number, layer in enumerate(cache.layers):
             _add(sums, reader.read(number, layer))
@@ -162,12 +167,12 @@ def learn_clean(model: Model, recipe: CleanRecipe) -> Clean:
         {name: _learnt(sums[number, FEATURES] | sums[number, name]) for name in model.geometry.parts[number]}
         for number in range(model.geometry.n_layers)
     )
-    scored = [*_scored(model, tailed, parts, "Learning what is unusual in them")]
+    scored = [*_scored(model, tailed, parts, recipe, "Learning what is unusual in them")]
     by_key: dict[str, list[Score]] = {}
     for _, score in chain(*scored):
         by_key.setdefault(score.key, []).append(score)
     clean = Clean(parts, {key: _tails(same) for key, same in by_key.items()}, {}, recipe)
-    calibrating = _worst(clean, _scored(model, calibrated, parts, "Setting limits"))
+    calibrating = _worst(clean, _scored(model, calibrated, parts, recipe, "Setting limits"))
     return replace(clean, limits=limits_of(_worst(clean, scored), calibrating, recipe.rate))
 
 
@@ -195,13 +200,17 @@ def limits_of(
 
 
 def _scored(
-    model: Model, texts: Sequence[Tokens], parts: tuple[Mapping[str, Learnt], ...], doing: str
+    model: Model, texts: Sequence[Tokens], parts: tuple[Mapping[str, Learnt], ...], recipe: CleanRecipe, doing: str
 ) -> Iterator[list[RowsScore]]:
     """The scores of texts, which are read together where they are of one length: of three in four groups as by another
     engine, which is the more unusual, and of others by the model itself."""
     for number, group in enumerate(Bar(_groups(texts), desc=doing, unit="group")):
         cache = as_by_another_engine(model, group) if number % 4 else model.prefill([*group])
-        yield scores_of_rows(model, cache, parts)
+        yield scores_of_rows(model, _in_fp8(cache, recipe), parts)
+
+
+def _in_fp8(cache: KVCache, recipe: CleanRecipe) -> KVCache:
+    return cache.corrupt(Fp8Scale(1.0)) if recipe.fp8 else cache
 
 
 def _surprise(

@@ -158,7 +158,12 @@ class CacheDifference(Brief):
 
 @checked_arguments
 def diff(
-    cache: AnyCache, reference: "AnyCache | Model", *, model: "Model | None" = None, block: AtLeastOne | None = None
+    cache: AnyCache,
+    reference: "AnyCache | Model",
+    *,
+    model: "Model | None" = None,
+    block: AtLeastOne | None = None,
+    floor: NoiseFloor | None = None,
 ) -> CacheDifference:
     """How a cache differs from another one of the same model, which is taken to be right.
 
@@ -166,6 +171,7 @@ def diff(
         reference: the right cache; or the model, which then reads the cache's tokens at their positions again.
         model: names the rotation of keys, and says what the difference does to its output.
         block: slots in a block; what a file says, or 16, by default.
+        floor: how far sound caches like these lie apart; what `kvprobe.cache.floors` knows of them by default.
 
     Raises:
         UserError: the caches are of other shapes, have different numbers of rows, or no live slot; or a model cannot
@@ -182,7 +188,7 @@ def diff(
     count = inside.shape[1]
     if not read_again:  # the model sees every slot
         texts += other_views(cache.ledger, reference.ledger, inside, {text.row for text in texts})
-    floor = floor_of(cache, reference)
+    floor = floor or floor_of(cache, reference)
     distances = distances_between(
         cache.layers, reference.layers, lambda layer: compared(cache.ledger, reference.ledger, layer, inside)
     )

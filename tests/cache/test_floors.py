@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,18 @@ import torch
 from transformers import DynamicCache
 
 import kvprobe as kv
-from kvprobe.cache.floors import MeasuredPair, Place, Tail, distances_of_rows, fitted, floor_between, floor_of_dtype
+from kvprobe.cache.floors import (
+    MeasuredPair,
+    Place,
+    Tail,
+    distances_of_rows,
+    fitted,
+    floor_between,
+    floor_of,
+    floor_of_dtype,
+)
 from kvprobe.cache.layer import Layer
+from kvprobe.fingerprint import Maker
 from kvprobe.inference.model import Model
 from kvprobe.stats import binomial
 from kvprobe.text.tokens import Tokens
@@ -136,6 +147,21 @@ def test_pairs_that_were_not_measured_are_as_far_apart_as_both_from_float32():
     refused(lambda: floor_between("float32", "int3"), "int3")
     refused(lambda: floor_of_dtype(torch.float64), "two caches in float64 lie apart was not measured")
     refused(lambda: floor_of_dtype(torch.bfloat16, "Mamba-2"), "two caches in bfloat16 lie apart (Mamba-2) was not")
+
+
+def test_a_model_that_was_measured_has_a_floor_of_its_own(smol: Model):
+    """A finetuned one, too: it has the same config."""
+    known, pair = Maker(smol).config, ("llama.cpp q8_0", "float32")
+    own, other = floor_between(*pair, model=known), floor_between(*pair, model="00000000")
+    assert own.own
+    assert not other.own
+    assert other == floor_between(*pair)
+    assert [one.models for one in own.measured] == [("smollm2-135m",)]
+    assert own.allowed("V", 0.5, 100, place="block") < 0.3 * other.allowed("V", 0.5, 100, place="block")
+    cache = smol.prefill("A short text of several tokens")
+    assert floor_of(cache, cache).own
+    assert not floor_of(replace(cache, made_by=None), replace(cache, made_by=None)).own
+    assert not floor_between("float32", "float32", "Mamba-2", model=known).own  # states were measured in others
 
 
 @pytest.mark.parametrize("name", ["clean", "other"])

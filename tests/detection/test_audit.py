@@ -22,7 +22,7 @@ from kvprobe.detection.clean import Clean, CleanRecipe, clean_of, learn_clean, l
 from kvprobe.detection.clean_texts import as_by_another_engine, clean_texts
 from kvprobe.detection.columns import lone_columns, read_at_spots
 from kvprobe.detection.scores import BLOCK, Score, shifted_distances
-from kvprobe.faults import BitFlips, Draws, NotANumber, PositionShift, Scope, Zeros
+from kvprobe.faults import BitFlips, Draws, Fp8Scale, NotANumber, PositionShift, Scope, Zeros
 from kvprobe.inference.model import Model
 from kvprobe.report.views.audit import save_audit
 from tests.models import gemma3, llama
@@ -99,6 +99,24 @@ def test_clean_caches_pass_also_by_another_engine(tiny: Model, clean: Clean):
     alarms = sum(audit(tiny, as_by_another_engine(tiny, [text]), clean).suspicious for text in texts)
     alarms += sum(audit(tiny, tiny.prefill(text), clean).suspicious for text in texts)
     assert alarms <= 2  # of 24, though the limits come from few texts
+
+
+def test_a_cache_in_fp8_is_held_against_clean_ones_in_fp8(
+    tiny: Model, clean: Clean, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("KVPROBE_CACHE", str(tmp_path))
+    coarse = learn_clean(tiny, replace(RECIPE, fp8=True))
+    monkeypatch.setattr(learning, "learn_clean", lambda model, recipe: coarse if recipe.fp8 else clean)
+    texts = clean_texts(tiny, 24, 48, np.random.default_rng(98))
+    sound = [tiny.prefill(text).corrupt(Fp8Scale(1.0)) for text in texts]
+    assert sum(audit(tiny, cache, clean).suspicious for cache in sound) > 12
+    found = [audit(tiny, cache) for cache in sound]
+    assert sum(one.suspicious for one in found) <= 2  # of 24, though the limits come from few texts
+    assert any("clean caches in fp8" in sentence for sentence in found[0].unseen)
+    assert not any("clean caches in fp8" in sentence for sentence in audit(tiny, tiny.prefill(texts[0])).unseen)
+    emptied = Zeros(scope=Scope(layers=(1,), slots=range(4, 8)))
+    wrong = [cache.corrupt(emptied) for cache in sound]
+    assert all(audit(tiny, cache).suspicious for cache in wrong)
 
 
 def test_limits_hold_at_their_rate_also_where_the_tails_of_checks_differ():

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.floors import floor_between
 from kvprobe.cache.layer import Layer
 from kvprobe.cache.ledger import NO_TOKEN
 from kvprobe.cache.stored import LazyLayers, StoredCache
@@ -206,6 +207,17 @@ def test_numbers_in_steps_are_quantisation_whatever_shares_a_step(
         for layer in right.layers
     )
     assert diff(replace(right, layers=tuple(layers)), chunked).kind != "quantisation"
+
+
+def test_a_floor_of_ones_own_says_what_is_benign(right: KVCache):
+    generator = torch.Generator().manual_seed(0)
+    layers = [
+        {name: part * (1 + 1e-3 * torch.randn(part.shape, generator=generator)) for name, part in layer.items()}
+        for layer in right.layers
+    ]
+    noisy = replace(right, layers=tuple(layers))
+    assert diff(noisy, right).differs
+    assert not diff(noisy, right, floor=floor_between("bfloat16", "float32")).differs
 
 
 def test_one_rounded_layer_makes_no_cache_of_a_coarser_precision(right: KVCache):

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.detection.clean import Clean, CleanRecipe, clean_of
+from kvprobe.detection.clean import CleanRecipe, clean_of
 from kvprobe.detection.zoo import BLOCK, ZOO
 from kvprobe.errors import UserError
 from kvprobe.experiments.parts import Parts
@@ -27,7 +27,7 @@ from kvprobe.inference.sweep import first_divergence
 from kvprobe.names import unknown
 from kvprobe.studies.detection import Config
 from kvprobe.studies.detection.caches import AskedCache, other_ways, sound_caches, wrong_caches
-from kvprobe.studies.detection.inspectors import LARGEST, inspected
+from kvprobe.studies.detection.inspectors import LARGEST, Cleans, inspected
 from kvprobe.studies.detection.questions import QuestionedCaches
 from kvprobe.tasks.catalogue import find_task
 from kvprobe.tasks.task import Item, Task, items_digest, prompt
@@ -70,11 +70,12 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     surprise, likewise), with `…_layer` and `…_block` of the first place, `diff_kind`, and `diff_alarm` (its verdict).
     """
     items = find_task(config.task).items(config.samples + config.benign, config.seed)
-    clean, doing = clean_of(model, recipe(config.learnt)), "Planting and detecting"
+    clean = Cleans(*(clean_of(model, replace(recipe(config.learnt), fp8=fp8)) for fp8 in (False, True)))
+    doing = "Planting and detecting"
     return Parts(model, config, run).table(measure, list(enumerate(items)), "caches", clean, doing=doing, unit="prompt")
 
 
-def measure(model: Model, config: Config, case: tuple[int, Item], clean: Clean) -> Iterator[dict[str, Any]]:
+def measure(model: Model, config: Config, case: tuple[int, Item], clean: Cleans) -> Iterator[dict[str, Any]]:
     """The rows of one prompt."""
     number, item = case
     tokens = prompt(item, model.tokenizer)

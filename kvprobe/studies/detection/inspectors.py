@@ -1,10 +1,11 @@
 """Detectors that look at the cache itself, and the canary, which asks for what is in it."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.precision import in_fp8
 from kvprobe.detection.clean import Clean
 from kvprobe.detection.diff import diff
 from kvprobe.detection.rows import scores_of
@@ -16,11 +17,22 @@ LARGEST = 1e9
 """What stands for infinity."""
 
 
-def inspected(model: Model, clean: Clean, reference: KVCache, asked: AskedCache) -> dict[str, Any]:
+class Cleans(NamedTuple):
+    """What clean caches of the model hold, and clean caches that are stored in fp8."""
+
+    usual: Clean
+    fp8: Clean
+
+    def of(self, cache: KVCache) -> Clean:
+        """What this cache is held against."""
+        return self.fp8 if in_fp8(cache) else self.usual
+
+
+def inspected(model: Model, cleans: Cleans, reference: KVCache, asked: AskedCache) -> dict[str, Any]:
     """What each finds in a cache; see `collect`."""
     cache = asked.cache
     same = all(torch.equal(one.to(two.dtype), two) for one, two in zip(cache.tensors, reference.tensors, strict=True))
-    return {"hash": float(not same)} | _by_diff(cache, reference) | _by_audit(model, clean, cache)
+    return {"hash": float(not same)} | _by_diff(cache, reference) | _by_audit(model, cleans.of(cache), cache)
 
 
 def _by_diff(cache: KVCache, reference: KVCache) -> dict[str, Any]:
