@@ -64,8 +64,7 @@ def main() -> None:
     report(
         {
             f"more than {LONG} tokens": [
-                audit(model, model.prefill(text)).suspicious
-                for text in Bar(longer, desc="Long caches", unit="text")
+                audit(model, model.prefill(text)).suspicious for text in Bar(longer, desc="Long caches", unit="text")
             ]
         }
     )
