@@ -42,6 +42,8 @@ Kind = Literal[
 LookUp = Callable[[str, Float[Tensor, "some numbers"]], tuple[Int[Tensor, "some"], Float[Tensor, "some"]]]
 """The tokens of a model that are nearest to what slots of the first layer hold of a part, over all heads, and how far
 off what they have is."""
+_MADE = 0.5
+"""Share of what is held, about zero or about any mean row, that an explanation may leave."""
 FOREIGN = 0.25
 """Score of rows that look like rows of this model and are none of this text; what explains them must leave less."""
 
@@ -108,12 +110,17 @@ class Damaged:
     def unexplained(self, predicted: Mapping[str, Float[Tensor, "_ _"]]) -> float:
         """The share of the difference that is left when the damaged vectors are taken to be these; the mean over parts.
 
-        What the pair's own noise leaves is taken off.
+        What the pair's own noise leaves is taken off. All is left by what makes no more of the rows than zeros or a
+        mean row would: where rows are far smaller than they should be, either explains nearly all of the difference.
         """
         shares: list[float] = []
         for part in self.parts:
-            held, right = self.vectors(part)
-            shares.append(_share(held, right, predicted.get(part, right), self._noise_of(part)))
+            held, right = (one.double() for one in self.vectors(part))  # a flipped bit may make numbers of 1e38
+            guess, heads = predicted.get(part, right).double(), self.places[part].nonzero()[:, 0]
+            allowed = float(2 * (self.noise[part][heads] * right.norm(dim=-1)).square().sum())
+            left = max(0.0, _square(held - guess) - allowed)
+            share = left / max(float((held - right).square().sum()), 1e-30)
+            shares.append(share if share >= 1 or left <= _MADE * self._by_mean(held, heads) else 1.0)
         return sum(shares) / len(shares)
 
     def unexplained_blocks(
@@ -129,13 +136,29 @@ class Damaged:
             elsewhere = max(0.0, float((every[0] - every[1]).square().sum()) - inside)
             if not (moved > 4 * float(allowed) or bool(self.places[part].any())):
                 continue
-            left = max(0.0, _square(held - guess) - float(allowed)) + elsewhere
-            shares.append(left / max(inside + elsewhere, moved, 1e-30))
+            left = max(0.0, _square(held - guess) - float(allowed))
+            heads = torch.arange(len(held)).repeat_interleave(held.shape[1])
+            share = (left + elsewhere) / max(inside + elsewhere, moved, 1e-30)
+            made = share >= 1 or left <= _MADE * self._by_mean(held.flatten(0, 1), heads)
+            shares.append(share if made else 1.0)
         return sum(shares) / len(shares) if shares else 1.0
 
-    def _noise_of(self, part: str) -> Float[Tensor, "damaged"]:
-        where = self.places[part]
-        return self.noise[part][where.nonzero()[:, 0]]
+    def _by_mean(self, held: Float[Tensor, "some d"], heads: Int[Tensor, "some"]) -> float:
+        """What is left of these rows by zeros, or by the mean row of a part and head, whichever is nearest to those of
+        each head."""
+        which = heads.unique(return_inverse=True)[1]
+        counts = which.bincount()[:, None]
+        centres = torch.zeros(len(counts), held.shape[1], dtype=held.dtype).index_add(0, which, held) / counts
+        within = (held - centres[which]).square().sum()
+        return float(within + (counts * torch.cdist(centres, self._means[held.shape[1]]).square()).amin(1).sum())
+
+    @cached_property
+    def _means(self) -> Mapping[int, Float[Tensor, "means d"]]:
+        """Zeros, and the mean row that the reference holds of each part and head, by their size."""
+        means: dict[int, list[Tensor]] = {}
+        for rows in self.right.values():
+            means.setdefault(rows.shape[-1], [torch.zeros(1, rows.shape[-1])]).append(rows.float().mean(1))
+        return {size: torch.cat(some).double() for size, some in means.items()}
 
 
 @dataclass(frozen=True)
@@ -159,18 +182,6 @@ class Explanation:
     def score(self) -> float:
         """The lower, the better."""
         return self.left + self.cost
-
-
-def _share(
-    held: Float[Tensor, "damaged d"],
-    right: Float[Tensor, "damaged d"],
-    guess: Float[Tensor, "damaged d"],
-    noise: Float[Tensor, "damaged"],
-) -> float:
-    held, right, guess = held.double(), right.double(), guess.double()  # a flipped bit may make numbers of 1e38
-    allowed = float(2 * (noise * right.norm(dim=-1)).square().sum())
-    whole = float((held - right).square().sum())
-    return max(0.0, _square(held - guess) - allowed) / max(whole, 1e-30)
 
 
 def _square(left: Tensor) -> float:

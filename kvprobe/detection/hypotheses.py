@@ -4,7 +4,7 @@ The hypothesis that leaves least unexplained wins, and how much the second best 
 slots, a rotation or a factor that explains nearly all of a difference is no accident where everything else fails.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 from einops import rearrange
@@ -27,6 +27,8 @@ _LEAST_SLOTS = 8
 _SHARED = 4
 """First slots that texts of one chat template have in common."""
 _PLAUSIBLE = 3.0
+_ALIKE = 0.05
+"""Variance of rows, as a share of the reference's, below which they are too much alike for a text's."""
 _MATCHED = 0.9
 """Share of channels that must be another channel each, where all are in another order."""
 
@@ -65,7 +67,7 @@ def _scaled(damaged: Damaged) -> Iterator[Explanation]:
     pooled = {part: _ratio(*damaged.vectors(part)) for part in damaged.parts}
     guess = {part: damaged.vectors(part)[1] * factor for part, factor in pooled.items()}
     values = {part: float(factor) for part, factor in pooled.items()}
-    if all(abs(factor) > 1e-6 for factor in values.values()) and _like(damaged, guess):
+    if all(abs(factor) > 1e-6 for factor in values.values()):
         words = " and ".join(f"{part} is {factor:.4g} times what it should be" for part, factor in values.items())
         doubled = set(damaged.parts) <= set(WRITES) and all(abs(one - 2) < 0.1 for one in values.values())
         yield Explanation(
@@ -80,8 +82,6 @@ def _scaled(damaged: Damaged) -> Iterator[Explanation]:
         if any(factor is None for factor in factors.values()):
             continue
         guess = {part: damaged.vectors(part)[1] * factor for part, factor in factors.items() if factor is not None}
-        if not _like(damaged, guess):
-            continue
         every = torch.cat([factor.flatten() for factor in factors.values() if factor is not None])
         low, high = every.quantile(0.05), every.quantile(0.95)
         yield Explanation(
@@ -92,13 +92,6 @@ def _scaled(damaged: Damaged) -> Iterator[Explanation]:
             cost,
             {"factor": float(every.median())},
         )
-
-
-def _like(damaged: Damaged, guess: Mapping[str, Tensor]) -> bool:
-    """Whether a guess makes most of what is held. What is far smaller than it should be is nearly explained by any
-    guess that is small."""
-    pairs = [(damaged.vectors(part)[0].double(), one) for part, one in guess.items()]
-    return all(float((held - one).square().sum()) < 0.5 * float(held.square().sum()) for held, one in pairs)
 
 
 def _ratio(held: Tensor, right: Tensor, axis: int | None = None) -> Tensor:
@@ -228,7 +221,7 @@ def _foreign(damaged: Damaged) -> Iterator[Explanation]:
             "foreign prefix",
             1.0,
             f"Slots {slots_in_words(slots)} hold rows that this model could have written, of no slot of the reference: "
-            "another text's.",
+            "another text's, or noise of the reference's mean and spread.",
             FOREIGN - 1.0,
         )
 
@@ -238,14 +231,15 @@ def _pairs(damaged: Damaged) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _plausible(damaged: Damaged, part: str) -> bool:
-    """Whether damaged vectors deviate from the mean of sound ones, channel by channel, about as far as these do."""
+    """Whether damaged vectors deviate from the mean of sound ones, channel by channel, about as far as these do, and
+    are not all about the same."""
     for head in damaged.heads(part).tolist():
         every = damaged.right[part][head].float()
         centre, spread = every.mean(0), every.var(0, correction=0).clamp(min=1e-12)
-        usual, found = (
-            ((some - centre).square() / spread).mean(1)
-            for some in (every, damaged.held[part][head][damaged.places[part][head]].float())
-        )
+        rows = damaged.held[part][head][damaged.places[part][head]].float()
+        usual, found = (((some - centre).square() / spread).mean(1) for some in (every, rows))
+        if len(rows) >= _LEAST_SLOTS and float((rows.var(0, correction=0) / spread).mean()) < _ALIKE:
+            return False
         if not usual.quantile(0.02) / _PLAUSIBLE < found.median() < usual.quantile(0.98) * _PLAUSIBLE:
             return False
     return True

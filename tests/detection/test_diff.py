@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import reduce
 from html import escape
 from pathlib import Path
+from typing import Literal
 from weakref import WeakSet
 
 import numpy as np
@@ -30,6 +31,7 @@ from kvprobe.faults import (
     FaultContext,
     ForeignBlock,
     ForeignScales,
+    Gaussian,
     Misread,
     NotANumber,
     OverlappingKV,
@@ -117,6 +119,29 @@ def test_what_was_planted_is_found_in_its_layer_and_slots_by_its_kind(
     assert {found.first.slot, found.worst.slot} <= set(fault.scope.slots or ())
     assert found.confidence > 0.3
     assert str(found.causes[0]) in str(found)
+
+
+@pytest.mark.parametrize("part", ["k", "v"])
+@pytest.mark.parametrize("scale", [0.001, 0.02])
+@pytest.mark.parametrize("matched", ["raw", "mean+spread"])
+def test_noise_that_is_small_beside_what_it_replaces_holds_nothing_else(
+    matched: Literal["raw", "mean+spread"], scale: float, part: Literal["k", "v"], right: KVCache, context: FaultContext
+):
+    """Any rows that are small, or near a mean row, explain the size of such a difference, and none of its content."""
+    noise = Gaussian(matched, scale, scope=replace(SCOPE, parts=part))
+    found = diff(struck(noise, right, context), right)
+    assert found.kind == "unknown", str(found)
+    assert found.layers == (LAYER,)
+
+
+def test_keys_far_larger_than_values_are_not_swapped_where_noise_replaces_them(right: KVCache, context: FaultContext):
+    """V is untouched, and rows of K hold nothing of it."""
+    larger = tuple({**layer, "K": 20 * layer["K"] + 5} for layer in right.layers)
+    large = replace(right, layers=larger)
+    found = diff(struck(Gaussian("raw", scope=KEYS), large, replace(context, cache=large)), large)
+    assert found.kind == "unknown", str(found)
+    swapped = diff(struck(OverlappingKV("v", scope=SCOPE), large, replace(context, cache=large)), large)
+    assert swapped.kind == "K and V swapped", str(swapped)
 
 
 def test_shift_factor_and_bit_are_said(right: KVCache, context: FaultContext):
