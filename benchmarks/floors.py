@@ -35,7 +35,6 @@ from kvprobe.cache.layer import Layer
 from kvprobe.detection.clean_texts import SHORTEST, clean_texts
 from kvprobe.engines.llamacpp import from_slot
 from kvprobe.engines.server import LlamaServer, served
-from kvprobe.fingerprint import Maker
 from kvprobe.inference.model import Model
 from kvprobe.models.catalogue import gguf_of
 from kvprobe.stats import binomial
@@ -216,7 +215,7 @@ def measure(arguments: argparse.Namespace) -> None:
     texts = clean_texts(model, arguments.texts, arguments.longest, np.random.default_rng(arguments.seed))
     out = arguments.out / arguments.model
     out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(Maker(model).config), encoding="utf-8")
+    (out / "config.json").write_text(json.dumps(model.lanes.maker.config), encoding="utf-8")
     done = {int(path.stem.rsplit("-", 1)[1]) for path in out.glob(f"float32 eager {arguments.seed}-*.npy")}
     ways = (
         in_llama_cpp(model, texts, arguments.model)

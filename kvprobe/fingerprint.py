@@ -103,7 +103,7 @@ def fingerprint(plain: "Configured", tokenizer: object, rounded: torch.dtype | N
     Args:
         rounded: dtype to which weights are rounded first.
     """
-    return "-".join((_weights(plain, rounded), _config(plain), tokenizer_digest(tokenizer)))
+    return "-".join((_weights(plain, rounded), config_digest(plain), tokenizer_digest(tokenizer)))
 
 
 def differing(one: str, other: str) -> str:
@@ -162,14 +162,14 @@ class Maker:
             )
         return model if isinstance(model, str) else model.fingerprint
 
-    @property
+    @cached_property
     def config(self) -> str | None:
-        """The part of the fingerprint that is of the config, alike for all models of one kind and size; None where the
-        fingerprint cannot be computed any more."""
-        try:
-            return dict(zip(PARTS, self.fingerprint.split("-"), strict=False)).get(PARTS[1])
-        except UserError:
-            return None
+        """The part of the fingerprint that is of the config, alike for all models of one kind and size, without hashing
+        weights; None where it cannot be computed any more."""
+        model = self._model()
+        if "fingerprint" not in vars(self) and not isinstance(model, str):
+            return model.config_digest if model is not None and model.written == self.written else None
+        return dict(zip(PARTS, self.fingerprint.split("-"), strict=False)).get(PARTS[1])
 
     def confirmed(self) -> str:
         """The fingerprint, once all weights were hashed anew where this is what the model is now.
@@ -212,7 +212,8 @@ def _weights(plain: "Configured", rounded: torch.dtype | None) -> str:
     return hasher.hexdigest()
 
 
-def _config(plain: "Configured") -> str:
+def config_digest(plain: "Configured") -> str:
+    """A hash of a model's class, config and stop tokens, and of what was changed in its modules, but for weights."""
     # Only differences from the defaults, so that a new setting of a later transformers changes nothing.
     stops = getattr(getattr(plain, "generation_config", None), "eos_token_id", None)
     settings = [type(plain).__name__, _decisive(plain.config.to_diff_dict()), stops]

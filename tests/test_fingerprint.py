@@ -1,6 +1,7 @@
 """A fingerprint is the same for a model however it is loaded, and differs where a result could."""
 
 import copy
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,9 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 
+from kvprobe import fingerprint as fingerprints
 from kvprobe.cache.cache import KVCache
-from kvprobe.fingerprint import PARTS, differing, fingerprint, state_of
+from kvprobe.fingerprint import PARTS, Maker, differing, fingerprint, state_of
 from kvprobe.inference.model import Model, load
 from kvprobe.models import unproved
 from tests.models import llama, tiny_tokenizer
@@ -100,6 +102,20 @@ def test_a_cache_of_other_weights_of_the_same_model_is_refused(tmp_path: Path, k
     model.extend(KVCache.load(tmp_path / "after"), "d")
     if known:
         refused(lambda: model.extend(KVCache.load(tmp_path / "before"), "d"), words)
+
+
+def test_the_config_of_a_maker_is_known_without_hashing_weights(monkeypatch: pytest.MonkeyPatch):
+    model = llama()
+    same, changed, gone = model.lanes.maker, Maker(model.lanes), llama().lanes.maker
+    expected = fingerprint(model.lanes.plain, None).split("-")[1]
+    monkeypatch.setattr(fingerprints, "_weights", lambda *_: pytest.fail("weights were hashed"))
+    assert same.config == expected
+    assert Maker(f"0-{expected}-2").config == expected
+    assert Maker("of another format").config is None
+    gc.collect()
+    assert gone.config is None
+    _weight(model.lanes.plain, None)
+    assert changed.config is None
 
 
 def test_a_fingerprint_of_an_older_format_differs_in_its_format():

@@ -26,6 +26,7 @@ from jaxtyping import Float
 from kvprobe.arguments import AtLeastOne, Share, checked_arguments
 from kvprobe.cache.computed import ENGINES, STEPS, Computed
 from kvprobe.cache.differences import vectors_apart
+from kvprobe.cache.entries import entries
 from kvprobe.cache.layer import Layer
 from kvprobe.cache.parts import ROTATED
 from kvprobe.cache.precision import computed_as, in_fp8
@@ -72,6 +73,8 @@ class Tail:
 
     def limit(self, slots: int, rate: float) -> float:
         """Which multiple of the usual distance a sound cache of so many slots exceeds at most at this rate."""
+        if not self.worst:
+            raise UserError(f"No text was measured that has a whole block; give some of at least {BLOCK} tokens.")
         if not rate:
             raise UserError("No limit is exceeded by no sound cache; give a rate above 0.")
         place = self.caches - conformal_rank(self.caches, rate)
@@ -261,12 +264,22 @@ def floor_of_dtype(dtype: torch.dtype, kept: Kept = "slots") -> NoiseFloor:
 
 def floor_of(one: AnyCache, other: AnyCache) -> NoiseFloor:
     """What these two caches may differ by, from the precision of their numbers and from the engines that their ledgers
-    name, in the model that made one of them. Where one alone was rounded to fp8, no rounding is benign, whatever it is
-    stored as now."""
-    model = next((maker.config for maker in (one.made_by, other.made_by) if maker is not None), None)
+    name, in the model that made them. Where one alone was rounded to fp8, no rounding is benign, whatever it is stored
+    as now."""
+    model = _config_of(one, other)
     if in_fp8(one) != in_fp8(other):
         return floor_between(REFERENCE, REFERENCE, model=model)
     return floor_between(computed_as(one), computed_as(other), model=model)
+
+
+def _config_of(*caches: AnyCache) -> str | None:
+    """The config of the models that computed the slots of caches, as far as it is known; None where there are two."""
+    makers = [one.made_by for one in caches]
+    for one in caches:
+        ledger = one.ledger
+        makers += [ledger.others[number] for number in {*entries(ledger.makers[ledger.of_others], int)}]
+    configs = {maker.config for maker in makers if maker is not None} - {None}
+    return configs.pop() if len(configs) == 1 else None
 
 
 def distances_of_rows(one: Iterable[Layer], other: Iterable[Layer]) -> Float[np.ndarray, "layers parts heads slots"]:

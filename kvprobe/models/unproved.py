@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.rotary import Rotary
 from kvprobe.errors import UserError, warn
-from kvprobe.fingerprint import Maker, fingerprint, state_of
+from kvprobe.fingerprint import Maker, config_digest, fingerprint, state_of
 from kvprobe.models.attending import KERNELS, Attending, Attention, attention_name, attention_replaced
 from kvprobe.models.geometry import Geometry, changing_frequencies
 from kvprobe.models.hf_cache import CACHE
@@ -101,6 +101,11 @@ class UnprovedLanes:
     def fingerprint(self) -> str:
         """See `kvprobe.fingerprint.fingerprint`; computed again after weights were written."""
         return self._fingerprint(None)
+
+    @property
+    def config_digest(self) -> str:
+        """The part of the fingerprint that is of the config; no weight is hashed."""
+        return config_digest(self.plain)
 
     @property
     def rounded_fingerprint(self) -> str:

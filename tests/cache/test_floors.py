@@ -14,6 +14,7 @@ from transformers import DynamicCache
 import kvprobe as kv
 from kvprobe.cache.floors import (
     MeasuredPair,
+    NoiseFloor,
     Place,
     Tail,
     distances_of_rows,
@@ -151,7 +152,7 @@ def test_pairs_that_were_not_measured_are_as_far_apart_as_both_from_float32():
 
 def test_a_model_that_was_measured_has_a_floor_of_its_own(smol: Model):
     """A finetuned one, too: it has the same config."""
-    known, pair = Maker(smol).config, ("llama.cpp q8_0", "float32")
+    known, pair = smol.lanes.maker.config, ("llama.cpp q8_0", "float32")
     own, other = floor_between(*pair, model=known), floor_between(*pair, model="00000000")
     assert own.own
     assert not other.own
@@ -162,6 +163,22 @@ def test_a_model_that_was_measured_has_a_floor_of_its_own(smol: Model):
     assert floor_of(cache, cache).own
     assert not floor_of(replace(cache, made_by=None), replace(cache, made_by=None)).own
     assert not floor_between("float32", "float32", "Mamba-2", model=known).own  # states were measured in others
+
+
+def test_a_floor_is_of_one_model_alone(smol: Model):
+    """A model whose config is not known says nothing; of two configs neither floor holds."""
+    cache = smol.prefill("A short text of several tokens")
+    foreign, unknown = (replace(cache, made_by=Maker(name)) for name in ("0-1-2", "of another format"))
+    assert floor_of(unknown, cache).own
+    assert floor_of(cache, unknown).own
+    assert not floor_of(cache, foreign).own
+    assert not floor_of(foreign, cache).own
+    makers = cache.ledger.makers.clone()
+    makers[:, 2] = 0
+    mixed = replace(cache, ledger=replace(cache.ledger, makers=makers, others=(Maker("0-1-2"),)))
+    assert not floor_of(mixed, mixed).own
+    unused = replace(cache, ledger=replace(cache.ledger, others=(Maker("0-1-2"),)))
+    assert floor_of(unused, unused).own
 
 
 @pytest.mark.parametrize("name", ["clean", "other"])
@@ -193,3 +210,6 @@ def test_another_architecture_is_about_as_far_apart(floor: MeasuredPair):
 
 def test_nothing_measured_is_refused():
     refused(lambda: fitted({"none": []}), "no distances")
+    short = NoiseFloor("float32", "float32", (fitted({"short": [np.full((4, 2, 2, 12), 0.01)]}),), own=True)
+    assert short.times(12) > 0
+    refused(lambda: short.times(12, place="block"), "a whole block")
