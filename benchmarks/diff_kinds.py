@@ -1,6 +1,6 @@
 """How often `diff` sees a planted difference, its layer and its kind, and how often it calls a benign pair different.
 
-    python benchmarks/diff_kinds.py [--models smollm2-135m …] [--planted 100] [--texts 6]
+    python benchmarks/diff_kinds.py [--models smollm2-135m …] [--planted 100] [--texts 6] [--engine]
 
 Each difference is planted in one block of 16 slots of one layer, at random (a bit flip in one number), on top of a
 benign difference: none, read in portions, in a batch, or with eager attention. A stale block begins after its first
@@ -11,8 +11,10 @@ of two precisions and of two engines, are counted by `benchmarks/benign_pairs.py
 
 import argparse
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ import kvprobe as kv
 from kvprobe.cache.cache import KVCache
 from kvprobe.detection.clean_texts import clean_texts
 from kvprobe.detection.diff import BLOCK, diff
+from kvprobe.engines.server import served
 from kvprobe.faults import (
     BitFlips,
     ChannelOrder,
@@ -44,6 +47,7 @@ from kvprobe.faults import (
     Zeros,
 )
 from kvprobe.inference.model import Model
+from kvprobe.models.catalogue import gguf_of
 from kvprobe.stats import binomial
 from kvprobe.text.tokens import Tokens
 
@@ -67,6 +71,7 @@ KINDS = (
     "bit flip",
 )
 PARTS = ("k", "v", "kv")
+TYPES = ("f32", "f16", "q8_0")
 
 
 def main() -> None:
@@ -75,6 +80,7 @@ def main() -> None:
     parser.add_argument("--planted", type=int, default=100, help="differences for each model")
     parser.add_argument("--texts", type=int, default=6)
     parser.add_argument("--seed", type=int, default=SEED, help="of texts and differences")
+    parser.add_argument("--engine", action="store_true", help="plant them in caches of llama.cpp")
     arguments = parser.parse_args()
     results: list[tuple[str, str, bool, bool, bool, float]] = []
     alarms: dict[str, list[bool]] = defaultdict(list)
@@ -84,7 +90,11 @@ def main() -> None:
         candidates = max(CANDIDATES, 4 * arguments.texts)
         texts = [text for text in clean_texts(model, candidates, LONGEST, rng) if len(text) >= LEAST][: arguments.texts]
         references = [model.prefill(text) for text in texts]
-        noisy = [dict(benign(model, text, texts[place - 1])) for place, text in enumerate(texts)]
+        noisy = (
+            of_llama_cpp(name, model, texts)
+            if arguments.engine
+            else [dict(benign(model, text, texts[place - 1])) for place, text in enumerate(texts)]
+        )
         for place, right in enumerate(references):
             for kind, cache in noisy[place].items():
                 found = diff(cache, right)
@@ -94,7 +104,8 @@ def main() -> None:
         for number in range(arguments.planted):
             kind, place = KINDS[number % len(KINDS)], number % len(texts)
             right = references[place]
-            base = [right, *noisy[place].values()][int(rng.integers(len(noisy[place]) + 1))]
+            bases = [*([] if arguments.engine else [right]), *noisy[place].values()]
+            base = bases[int(rng.integers(len(bases)))]
             context = FaultContext(base, {"distractor": references[place - 1]}, model.lanes.rotaries)
             layer, cache, fault = planted(kind, base, context, number, rng)
             found = diff(cache, right)
@@ -147,6 +158,20 @@ def benign(model: Model, text: Tokens, other: Tokens) -> Iterator[tuple[str, KVC
     batch = model.prefill([text, other]).rows([0])
     yield "batch", batch.evict(slots=batch.ledger.padding)
     yield "eager", model.prefill([text], lane="hooked")
+
+
+def of_llama_cpp(name: str, model: Model, texts: Sequence[Tokens]) -> list[dict[str, KVCache]]:
+    """What llama.cpp computes of each text, by the type of its cache."""
+    found: list[dict[str, KVCache]] = [{} for _ in texts]
+    with TemporaryDirectory() as folder:
+        gguf = gguf_of(name, Path(folder))
+        for kind in TYPES:
+            with served(gguf, cache=kind, context=LONGEST + 8, flash=kind != "f32", threads=1) as server:
+                for text, caches in zip(texts, found, strict=True):
+                    server.complete([*text.ids], reuse=False)
+                    server.save(0, "run")
+                    caches[f"llama.cpp {kind}"] = kv.open_cache(server.path("run"), model).cache()
+    return found
 
 
 def planted(
