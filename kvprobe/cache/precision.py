@@ -27,12 +27,14 @@ def computed_as(cache: AnyCache) -> Computed:
 
 
 def in_fp8(cache: AnyCache) -> bool:
-    """Whether vectors are of numbers as fp8 has them, at whatever scale of its own each vector has; no engine is known
-    to have computed them."""
-    if cache.ledger.engine is not None:
-        return False
-    counts = (mantissas(_long_enough(_vectors(tensor))) for tensor in _first_parts(cache.layers))
-    return any(len(known := count[count > 0]) > 0 and _mostly(known <= FP8) for count in counts)
+    """Whether vectors of the first layer are of numbers as fp8 has them, at whatever scale of its own each vector has;
+    no engine is known to have computed them."""
+    return cache.ledger.engine is None and _of_fp8(cache.layers)
+
+
+def all_in_fp8(cache: AnyCache) -> bool:
+    """The same, and of the last layer, too: one layer that was rounded by mistake makes no cache in fp8."""
+    return in_fp8(cache) and _of_fp8(reversed(cache.layers))
 
 
 def mantissas(vectors: Float[Tensor, "vectors numbers"]) -> Int[Tensor, "vectors"]:
@@ -48,6 +50,11 @@ def mantissas(vectors: Float[Tensor, "vectors numbers"]) -> Int[Tensor, "vectors
 def _coarsest(layers: Iterable[Layer]) -> Computed | None:
     parts: list[Computed] = [precision for tensor in _first_parts(layers) if (precision := _precision(tensor))]
     return max(parts, key=STEPS.__getitem__) if parts else None
+
+
+def _of_fp8(layers: Iterable[Layer]) -> bool:
+    counts = (mantissas(_long_enough(_vectors(tensor))) for tensor in _first_parts(layers))
+    return any(len(known := count[count > 0]) > 0 and _mostly(known <= FP8) for count in counts)
 
 
 def _first_parts(layers: Iterable[Layer]) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief, Table
 from kvprobe.cache.ledger import Ledger
-from kvprobe.cache.precision import in_fp8
+from kvprobe.cache.precision import all_in_fp8
 from kvprobe.cache.stored import AnyCache, StoredCache
 from kvprobe.detection.clean import Clean, CleanRecipe, clean_of
 from kvprobe.detection.columns import computable, spots_of, unedited
@@ -177,7 +177,7 @@ def audit(model: Model, cache: AnyCache, clean: Clean | None = None) -> Audit:
     cache.ledger.refuse_fitted("An audit")
     cache.ledger.refuse_mixed("An audit")
     _refuse_foreign(model, cache)
-    clean = clean or clean_of(model, CleanRecipe(fp8=in_fp8(cache)))
+    clean = clean or clean_of(model, CleanRecipe(fp8=all_in_fp8(cache)))
     excess = torch.zeros(len(cache.layers), max(1, math.ceil(cache.ledger.slots / BLOCK)))
     worst: dict[str, Unusual] = {}
     layers: dict[str, set[int]] = {}

@@ -114,6 +114,10 @@ def test_a_cache_in_fp8_is_held_against_clean_ones_in_fp8(
     assert sum(one.suspicious for one in found) <= 2  # of 24, though the limits come from few texts
     assert any("clean caches in fp8" in sentence for sentence in found[0].unseen)
     assert not any("clean caches in fp8" in sentence for sentence in audit(tiny, tiny.prefill(texts[0])).unseen)
+    last = tiny.geometry.n_layers - 1
+    for layers in ((0,), (last,)):  # rounded by mistake, so the others are held to what they should be
+        part = tiny.prefill(texts[0]).corrupt(Fp8Scale(1.0, scope=Scope(layers=layers)))
+        assert not any("clean caches in fp8" in sentence for sentence in audit(tiny, part).unseen)
     emptied = Zeros(scope=Scope(layers=(1,), slots=range(4, 8)))
     wrong = [cache.corrupt(emptied) for cache in sound]
     assert all(audit(tiny, cache).suspicious for cache in wrong)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.precision import in_fp8
+from kvprobe.cache.precision import all_in_fp8
 from kvprobe.detection.clean import Clean
 from kvprobe.detection.diff import diff
 from kvprobe.detection.rows import scores_of
@@ -25,7 +25,7 @@ class Cleans(NamedTuple):
 
     def of(self, cache: KVCache) -> Clean:
         """What this cache is held against."""
-        return self.fp8 if in_fp8(cache) else self.usual
+        return self.fp8 if all_in_fp8(cache) else self.usual
 
 
 def inspected(model: Model, cleans: Cleans, reference: KVCache, asked: AskedCache) -> dict[str, Any]:
