@@ -26,6 +26,7 @@ from torch import Tensor
 from kvprobe.arguments import AtLeastOne, AtLeastZero, check_fields
 from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
+from kvprobe.cache.parts import KV
 from kvprobe.detection.clean_texts import as_by_another_engine, chats_of, clean_texts
 from kvprobe.detection.rows import RowsReader, RowsScore, scores_of_rows
 from kvprobe.detection.scores import (
@@ -34,7 +35,8 @@ from kvprobe.detection.scores import (
     Score,
 )
 from kvprobe.errors import UserError
-from kvprobe.faults import Fp8Scale
+from kvprobe.faults import Fp8Scale, Scope
+from kvprobe.faults.scope import Part
 from kvprobe.files import replacing, told
 from kvprobe.fingerprint import digest
 from kvprobe.inference.model import Model
@@ -210,7 +212,12 @@ def _scored(
 
 
 def _in_fp8(cache: KVCache, recipe: CleanRecipe) -> KVCache:
-    return cache.corrupt(Fp8Scale(1.0)) if recipe.fp8 else cache
+    """The cache, of which all parts but decays are in fp8 where these are learnt."""
+    stored = {name: None for layer in cache.layers for name in layer if name != "decay"} if recipe.fp8 else {}
+    for name in stored:
+        part: Part = name.lower() if name in KV else name  # pyright: ignore[reportAssignmentType]
+        cache = cache.corrupt(Fp8Scale(1.0, scope=Scope(parts=part)))
+    return cache
 
 
 def _surprise(

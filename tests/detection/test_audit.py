@@ -13,6 +13,7 @@ import torch
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.layer import Layer
+from kvprobe.cache.precision import all_in_fp8
 from kvprobe.cache.rotary import Rotary, Rotation
 from kvprobe.cache.stored import LazyLayers, StoredCache
 from kvprobe.detection import clean as learning
@@ -23,9 +24,9 @@ from kvprobe.detection.clean_texts import as_by_another_engine, clean_texts
 from kvprobe.detection.columns import lone_columns, read_at_spots
 from kvprobe.detection.scores import BLOCK, Score, shifted_distances
 from kvprobe.faults import BitFlips, Draws, Fp8Scale, NotANumber, PositionShift, Scope, Zeros
-from kvprobe.inference.model import Model
+from kvprobe.inference.model import Model, load
 from kvprobe.report.views.audit import save_audit
-from tests.models import gemma3, llama
+from tests.models import every, gemma3, llama
 from tests.refusals import refused
 
 RECIPE = CleanRecipe(fitted=16, tailed=16, calibrated=32, longest=48, rate=0.04)
@@ -35,8 +36,6 @@ IDS = np.random.default_rng(5).integers(1, 60, 40).tolist()
 @pytest.fixture(scope="module")
 def tiny() -> Model:
     """A tiny Llama whose weights are large, so that what a slot sees is felt."""
-    from kvprobe.inference.model import load
-
     plain = llama().lanes.plain
     for parameter in plain.parameters():
         if parameter.ndim == 2:
@@ -121,6 +120,20 @@ def test_a_cache_in_fp8_is_held_against_clean_ones_in_fp8(
     emptied = Zeros(scope=Scope(layers=(1,), slots=range(4, 8)))
     wrong = [cache.corrupt(emptied) for cache in sound]
     assert all(audit(tiny, cache).suspicious for cache in wrong)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next"])
+def test_clean_caches_in_fp8_are_learnt_of_latents_and_of_states(kind: str):
+    model = load(every.tiny(kind))
+    recipe = replace(RECIPE, fp8=True)
+    known = learn_clean(model, recipe)
+    for number, names in enumerate(model.geometry.parts):
+        assert {*known.parts[number]} == {*names}
+    cache = model.prefill(IDS)
+    rounded = learning._in_fp8(cache, recipe)
+    assert all_in_fp8(rounded)
+    assert not all_in_fp8(learning._in_fp8(cache, replace(recipe, fp8=False)))
+    assert "clean caches in fp8" in str(audit(model, rounded, known))
 
 
 def test_limits_hold_at_their_rate_also_where_the_tails_of_checks_differ():
