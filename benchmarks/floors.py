@@ -268,7 +268,7 @@ def write(arguments: argparse.Namespace) -> None:
             continue
         fits[pair] = fitted(found)
         known[TOGETHER][pair] = asdict(fits[pair])
-        for model in {*found} & {*LEARNT}:
+        for model in (name for name in LEARNT if name in found):
             if len(found[model]) >= LEAST and any(off.any() for off in found[model]):
                 fits[f"{pair}, {model}"] = own = fitted({model: found[model]})
                 config = json.loads((arguments.folder / model / "config.json").read_text(encoding="utf-8"))
@@ -300,7 +300,7 @@ def check(arguments: argparse.Namespace) -> None:
             rest = {model: [one for n, one in enumerate(texts) if n % FOLDS != fold] for model, texts in found.items()}
             part = fitted(rest)
             tested["new texts"] += [(part, one) for texts in found.values() for one in texts[fold::FOLDS]]
-            for model in {*found} & {*LEARNT}:
+            for model in (name for name in LEARNT if name in found):
                 own = fitted({model: rest[model]})
                 tested["of its own"] += [(own, one) for one in found[model][fold::FOLDS]]
         whole = fitted(found)

@@ -151,7 +151,7 @@ def test_pairs_that_were_not_measured_are_as_far_apart_as_both_from_float32():
 
 
 def test_a_model_that_was_measured_has_a_floor_of_its_own(smol: Model):
-    """A finetuned one, too: it has the same config."""
+    """A finetuned one, too, where it has the same config and stop tokens."""
     known, pair = smol.lanes.maker.config, ("llama.cpp q8_0", "float32")
     own, other = floor_between(*pair, model=known), floor_between(*pair, model="00000000")
     assert own.own
