@@ -100,7 +100,7 @@ class MeasuredPair:
             first layer and at `DEPTHS` depths; of several models the largest. Slot 0 often holds the same token, to
             which it was not fitted: it has at least what others have.
         tails: by `Place`, of each model as multiples of what is usual in it.
-        models: in which it was measured; of one model alone it is this model's own.
+        models: in which it was measured.
         slots: of the shortest and of the longest text.
     """
 

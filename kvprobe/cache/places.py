@@ -122,6 +122,7 @@ def damage_of(distances: Distances, floor: NoiseFloor, block: int) -> DamagedPla
     slots = min(max(1, *(len(where[0]) for where in distances.compared)), floor.longest)
     slot_limit = max(SLOT_LIMIT, floor.times(slots, place="outlier", rate=_RATE))
     block_limit = max(BLOCK_LIMIT, floor.times(slots, place="block", rate=_RATE))
+    most = torch.inf if floor.own else UNRELATED
     own = {
         number: {part: _noise(off, ~healed[number]) for part, off in distances.parts[number].items()}
         for number in present
@@ -140,6 +141,7 @@ def damage_of(distances: Distances, floor: NoiseFloor, block: int) -> DamagedPla
             continue
         raised = STATES if number >= first_state else 1.0
         newborn_limit = raised * floor.newborn
+        depth = present.index(number) / max(1, len(present) - 1)
         noise = {part: _capped(own, present, number, part, floor) for part in parts}
         excess: dict[str, Tensor] = {}
         for part, off in parts.items():
@@ -148,8 +150,6 @@ def damage_of(distances: Distances, floor: NoiseFloor, block: int) -> DamagedPla
             limit = torch.where(young, torch.full_like(limit, newborn_limit), limit)
             if raised > 1:
                 limit = limit.clamp(min=newborn_limit)
-            depth = present.index(number) / max(1, len(present) - 1)
-            most = torch.inf if floor.own else UNRELATED
             slot_lost = min(max(SLOT_LOST, floor.allowed(part, depth, slots)), most)
             block_lost = min(max(BLOCK_LOST, floor.allowed(part, depth, slots, place="block")), most)
             over = off / limit.clamp(1e-12, slot_lost)

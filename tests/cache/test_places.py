@@ -77,3 +77,17 @@ def test_what_sound_caches_of_this_very_model_hold_is_not_lost(own: bool, seen: 
     compared = tuple(torch.ones(8, 1, 64, dtype=torch.bool))
     damage = damage_of(Distances(tuple({"V": layer} for layer in off), compared), floor, 16)
     assert bool(damage.layers) == seen
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_blocks_are_allowed_what_sound_caches_were_measured_to_have(measured: bool):
+    rng = np.random.default_rng(0)
+    sound = [rng.uniform(0.02, 0.1, (8, 2, 2, 64)) for _ in range(60)]
+    for off in sound if measured else []:
+        off[4, 1, 0, 16:32] = rng.uniform(0.4, 0.6)
+    floor = NoiseFloor("bfloat16", "float32", (fitted({"made up": sound}),))
+    off = torch.rand(8, 1, 2, 64, generator=torch.Generator().manual_seed(0)) * 0.08 + 0.02
+    off[4, 0, 0, 16:32] = 0.45
+    compared = tuple(torch.ones(8, 1, 64, dtype=torch.bool))
+    damage = damage_of(Distances(tuple({"V": layer} for layer in off), compared), floor, 16)
+    assert damage.layers == ([] if measured else [4])
