@@ -19,7 +19,7 @@ from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
 from kvprobe.studies.forgetting import KINDS, Config, Kind, run
 from kvprobe.studies.forgetting.cases import TURN, cases, draw
-from kvprobe.studies.forgetting.collect import _used, holds, reference, ways
+from kvprobe.studies.forgetting.collect import _asked, _decided, _used, holds, reference, ways
 from kvprobe.studies.forgetting.conclude import concluded
 from kvprobe.studies.forgetting.study import STUDY
 from kvprobe.studies.forgetting.ways import (
@@ -105,6 +105,32 @@ def _forgotten(session: ForgettingSession, slots: Any) -> int:
     """The slots of the old text, and those after it that are read again."""
     (text,) = session.drawn.tokens[0].text_runs(TURN)
     return len(text) + (session.rest if slots == "all" else slots)
+
+
+@pytest.mark.parametrize("slots", [0, 3])
+def test_a_secret_in_the_place_of_another_is_read_with_its_window_and_the_rest_is_the_others(
+    session: ForgettingSession, slots: int
+):
+    edited, full, former = session.edited(slots), session.full, session.former
+    assert torch.equal(edited.ledger.tokens, full.ledger.tokens)
+    assert torch.equal(edited.ledger.positions, full.ledger.positions)
+    differ = (full.ledger.tokens != full.ledger.tokens[:1]).any(0).nonzero()[:, 0]
+    clean = int(differ[-1]) + 1 + slots
+    for mine, new, old in zip(edited.tensors, full.tensors, former.tensors, strict=True):
+        assert torch.equal(mine[:, :, :clean], new[:, :, :clean])
+        assert torch.equal(mine[:, :, clean:], old[:, :, clean:])
+    assert not torch.equal(full.tensors[-1][:, :, clean:], former.tensors[-1][:, :, clean:]), "V of the last layer"
+    (first, *_), rolled = full.ledger.tokens, former.ledger.tokens
+    assert torch.equal(rolled[1], first)
+
+
+def test_a_decision_is_held_against_the_secret_read_anew(session: ForgettingSession):
+    asked = session.some(session.drawn.asked)
+    decided = _decided(asked, [3, 512])
+    assert set(decided) == {NOTHING, OTHER, f"{OTHER} 3", f"{OTHER} 512"}
+    assert decided[f"{OTHER} 512"] == 1.0, "all slots are read again"
+    own = _asked(session.model, asked.full, asked.drawn).log_probs.argmax(1)
+    assert decided[NOTHING] == float((own == own.roll(1)).double().mean()), "the answers of the secrets before"
 
 
 def test_a_restart_from_the_kept_prefix_is_one_from_nothing(session: ForgettingSession):
@@ -224,6 +250,7 @@ def made_up(read: float = 0.6, use: float = 2.0, more: float = 0.0) -> pd.DataFr
         moved=0.03 + wave,
         apart=1e-7,
         kept=1.0,
+        decided=np.where(full, 0.1, np.where(rows["way"].str.startswith(OTHER) & ~clean, 0.9, np.nan)),
     )
 
 
@@ -249,6 +276,8 @@ def test_planted_numbers_are_found(tmp_path: Path):
     assert findings.at("bits", way=MASK).mean == pytest.approx(0.6)
     assert findings.at("used", way=EVICT).mean == pytest.approx(0.2, abs=0.005)
     assert findings.at("cost", way=OTHER).mean == pytest.approx(1 / 3)
+    assert findings.at("decided", way=OTHER).mean == pytest.approx(0.9)
+    assert findings.values("decided", "way") == [NOTHING, *(way for way in ways(config) if way.startswith(OTHER))][:-1]
     said = answer_of(STUDY, config, conclusion, tmp_path)
     assert "Evicted: the model still leans to the secret" in said
     assert "It is not shown that more or less can be read" in said

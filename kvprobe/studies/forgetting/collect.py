@@ -22,7 +22,7 @@ from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.forgetting.readers import FOLDS, SecretReading, read_by_probes
 from kvprobe.forgetting.trace import INPUTS, STATE
-from kvprobe.forgetting.use import answers, exchange
+from kvprobe.forgetting.use import Answers, answers, exchange
 from kvprobe.forgetting.views import rotated
 from kvprobe.inference.model import Model
 from kvprobe.inference.outcomes import divergence
@@ -94,7 +94,9 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     `use` (nats that exchanging the cache takes from the secret as an answer) and `said`; `tokens` read again, `flops`
     and `time` (seconds, for one secret); `kl`, `same` and `cosine` of other replies beside the same text read anew at
     the same positions, `restarted` and `moved` (KL from a restart without a gap, and from everything in view); `apart`
-    (how far the batch is from the way done by itself). See `holds` for ways that are read in the slots of others.
+    (how far the batch is from the way done by itself); `decided` (where as many slots are read again with another
+    secret in the place of the first: answers that are decided as if all had been). See `holds` for ways that are read
+    in the slots of others.
     """
     numbers = range(len(config.kinds) * config.conversations)
     for number in numbers:  # before anything is measured, so that a tokenizer that does not fit is refused at once
@@ -118,6 +120,7 @@ def measure(model: Model, config: Config, number: int) -> Iterator[dict[str, Any
     again = [every.read_otherwise(row) for row in drawn.asked]
     folds = torch.from_numpy(rng.permutation(np.arange(config.secrets) % FOLDS))
     others = OtherReplies.of(every, config.reply)
+    decided = _decided(every.some(drawn.asked), config.windows)
     readings: dict[str, dict[str, float]] = {}
     for way in ways(config):
         few, read_in = holds(way) is not None, holds(way) or way
@@ -146,6 +149,7 @@ def measure(model: Model, config: Config, number: int) -> Iterator[dict[str, Any
             "time": seconds,
             "apart": _apart(left.rows([0]), model.as_seen(one)),
             "kept": float(drawn.case.keeps(drawn.secrets)),
+            "decided": decided.get(way, float("nan")),
         }
 
 
@@ -202,12 +206,26 @@ def _left(model: Model, left: KVCache, again: Sequence[KVCache], drawn: Drawn, f
 
 def _used(model: Model, left: KVCache, drawn: Drawn) -> dict[str, float]:
     """How much the model makes of the secret when it is asked for it."""
+    asked = _asked(model, left, drawn)
+    log_probs, said = (table.expand(len(drawn.asked), -1) for table in (asked.log_probs, asked.said))
+    return {"use": exchange(log_probs.numpy()).mean, "said": float(said.diagonal().double().mean())}
+
+
+def _asked(model: Model, left: KVCache, drawn: Drawn) -> Answers:
+    """The secrets that are asked, as answers under their own caches, or under the one for all of them."""
     case = drawn.case
     caches = [left.rows([row]) for row in drawn.asked] if left.batch > 1 else [left]
-    texts = [case.answer(drawn.secrets[row]) for row in drawn.asked]
-    asked = answers(model, caches, texts, case.ask, case.lead)
-    log_probs, said = (table.expand(len(texts), -1) for table in (asked.log_probs, asked.said))
-    return {"use": exchange(log_probs.numpy()).mean, "said": float(said.diagonal().double().mean())}
+    return answers(model, caches, [case.answer(drawn.secrets[row]) for row in drawn.asked], case.ask, case.lead)
+
+
+def _decided(session: ForgettingSession, windows: Sequence[int]) -> dict[str, float]:
+    """By the way that reads as many slots again: where a secret is put in another's place, the share of them after
+    which the same secret is the likeliest answer as where all was read with it."""
+    caches = {NOTHING: session.former} | {window(slots): session.edited(slots) for slots in (0, *windows)}
+    model, drawn = session.model, session.drawn
+    chosen = {way: _asked(model, model.as_seen(cache), drawn).log_probs.argmax(1) for way, cache in caches.items()}
+    anew = _asked(model, session.full, drawn).log_probs.argmax(1)
+    return {way: float((answer == anew).double().mean()) for way, answer in chosen.items()}
 
 
 def _apart(batch: KVCache, alone: KVCache) -> float:

@@ -12,7 +12,7 @@ from kvprobe.stats import SHARE, UNBOUNDED
 from kvprobe.studies.forgetting import Config
 from kvprobe.studies.forgetting.cases import TURN, cases
 from kvprobe.studies.forgetting.collect import holds, ways
-from kvprobe.studies.forgetting.ways import CLEAN, MASK, NOTHING, RESTART
+from kvprobe.studies.forgetting.ways import CLEAN, MASK, NOTHING, OTHER, RESTART
 from kvprobe.tidy import Rows, beside
 from kvprobe.wording import few_clusters
 
@@ -31,8 +31,10 @@ def estimands(partial: Sequence[str]) -> tuple[Estimand, ...]:
         partial: ways after which something is left.
     """
     others = tuple(way for way in partial if way != MASK and holds(way) is None)
+    edited = (NOTHING, *(way for way in partial if way.startswith(OTHER)))
     return (
         *(Mean(name=name, of=name, by=("way",), within=SHARE) for name in ("read", "whole", "tried", "said", "same")),
+        Mean(name="decided", of="decided", by=("way",), where={"way": edited}, within=SHARE),
         *(Mean(name=name, of=name, by=("way",), within=SHARE) for name in ("chance", "chance_whole", "chance_tried")),
         *(
             Mean(name=f"{name}_by_kind", of=name, by=("kind", "way"), within=SHARE)

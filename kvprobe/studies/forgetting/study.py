@@ -100,6 +100,7 @@ STUDY = Study(
                 "said",
                 "said_by_kind",
                 "same",
+                "decided",
                 "used",
                 "cost",
                 "computation",

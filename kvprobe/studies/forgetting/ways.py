@@ -164,6 +164,22 @@ class ForgettingSession:
         stay[:, -count:] = True
         return self.full.take(*self.full.ledger.order(stay))
 
+    def edited(self, slots: int) -> KVCache:
+        """Each secret put in the place of the one before it: the slots of its words and so many after them, read with
+        it in view, then those that were read with the other."""
+        first, *others = (tokens.ids for tokens in self.drawn.tokens)
+        same_end = min(common_length(first[::-1], ids[::-1]) for ids in others)
+        behind = max(same_end - slots, 0)
+        if not behind:
+            return self.full
+        read = self.full.rewind(slots=self.full.slots - behind)
+        return splice(read, replace(self, full=self.former)._last(behind))
+
+    @property
+    def former(self) -> KVCache:
+        """For each secret, what was read with the one before it."""
+        return self.full.rows([(row - 1) % self.full.batch for row in range(self.full.batch)])
+
     @property
     def rest(self) -> int:
         """How many slots stand after the message's text, the end of its own turn included."""
