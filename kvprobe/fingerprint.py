@@ -10,7 +10,7 @@ import copy
 import hashlib
 import json
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from types import FunctionType
 from typing import Any, Protocol, runtime_checkable
@@ -195,6 +195,15 @@ class Maker:
             return False
         self._met = other
         return True
+
+
+def distinct(makers: Sequence[Maker]) -> tuple[Maker, ...]:
+    """Models, each once."""
+    found: list[Maker] = []
+    for maker in makers:
+        if not any(one.same(maker) for one in found):
+            found.append(maker)
+    return tuple(found)
 
 
 def _maker(name: str, fingerprint: str) -> Maker:

@@ -44,6 +44,7 @@ def random_ledger(
         delimiters=torch.rand(batch, slots, generator=rng) < 0.3,
         quantised=torch.full_like(positions, -1),
         makers=torch.full_like(positions, -1),
+        edited=torch.rand(batch, slots, generator=rng) < 0.2,
         dropped=torch.zeros_like(segments, dtype=torch.bool),
         live=live & (segments != PADDING)[None, :, None, :],
         following=positions.masked_fill(segments == PADDING, -1).amax(1) + 1,

@@ -6,7 +6,7 @@ position since (`reindex`) is rotated to it when it is read. The names of what l
 `kvprobe.cache.parts`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
@@ -22,6 +22,7 @@ from kvprobe.cache.contents import Contents
 from kvprobe.cache.device import pick_device
 from kvprobe.cache.file import load_cache, save_cache
 from kvprobe.cache.indices import indices
+from kvprobe.cache.layer import Layer, edited_slots
 from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.parts import KV, ROTATED, WRITES, recurrent
 from kvprobe.cache.recurrence import time_moved, timeless
@@ -93,7 +94,13 @@ class KVCache(Contents):
             {**layer, **{name: tensors[number] for name, tensors in parts.items()}}
             for number, layer in enumerate(self.layers)
         )
-        return replace(self, layers=tuple(layers))
+        return self.holding(layers)
+
+    def holding(self, layers: Iterable[Layer]) -> "KVCache":
+        """The cache with these layers in place of its own; slots of which numbers change count as edited."""
+        new = replace(self, layers=tuple(layers))
+        edited = edited_slots(self.ledger.edited, self.layers, new.layers)
+        return replace(new, ledger=replace(self.ledger, edited=edited & ~self.ledger.padding))
 
     def mask(
         self,
@@ -249,7 +256,7 @@ class KVCache(Contents):
         part: PatchedPart | None = None,
     ) -> "KVCache":
         """The cache with what these slots hold taken from a donor with the same slots; of the ledger nothing changes
-        but `engine`, where the donor's rounds more.
+        but `edited`, and `engine` where the donor's rounds more.
 
         A layer whose K and V others read too (`repr(model)` says which) is patched for all of these.
 
@@ -283,7 +290,8 @@ class KVCache(Contents):
             }
             for own, other, names, place in zip(self.layers, donor.layers, taken, where, strict=True)
         )
-        return replace(self, layers=tuple(patched), ledger=self.ledger.computed_as(donor.ledger))
+        new = self.holding(patched)
+        return replace(new, ledger=new.ledger.computed_as(donor.ledger))
 
     def to(self, device: torch.device | str) -> "KVCache":
         """The same cache on another device."""

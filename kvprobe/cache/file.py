@@ -29,8 +29,8 @@ READ = (FORMAT, "kvprobe-cache-3")
 """Formats that can be read."""
 MOST_LAYERS = 4096
 _LEDGER_FIELDS = (*COLUMNS, "live", "following")
-_SELDOM = "dropped"
-"""A field that is in a file where it says something."""
+_SELDOM = ("edited", "dropped")
+"""Fields that are in a file where they say something."""
 _CALLED: dict[str, str] = dict(zip(PARTS, ("keys", "values", *PARTS[2:]), strict=True))
 """What the tensors of a part are called in a file, before the number of their layer."""
 
@@ -49,8 +49,9 @@ def save_cache(path: Path, layers: Sequence[Layer], ledger: Ledger, made_by: Mak
     }
     # Cloned, because columns may share storage, which safetensors refuses.
     tensors |= {name: getattr(ledger, name).clone().contiguous() for name in _LEDGER_FIELDS}
-    if not bool(ledger.dropped.any()):
-        del tensors[_SELDOM]
+    for name in _SELDOM:
+        if not bool(getattr(ledger, name).any()):
+            del tensors[name]
     metadata = {
         "format": FORMAT,
         "layers": str(len(layers)),
@@ -141,12 +142,12 @@ def _header(file: safe_open, path: Path) -> tuple[int, Ledger, Maker | None]:
             raise ValueError(f"computed by {shown(engine)}")
         # Up to version 3, all slots of a file were of one model.
         before = metadata["format"] != FORMAT
-        fields = [name for name in _LEDGER_FIELDS if name != _SELDOM or name in names]
+        fields = [name for name in _LEDGER_FIELDS if name not in _SELDOM or name in names]
         fields = [name for name in fields if not (before and name == "makers")]
         if missing := names.symmetric_difference(fields).intersection(fields):
             raise KeyError(", ".join(sorted(missing)))
         columns = {name: file.get_tensor(name) for name in fields}
-        columns.setdefault(_SELDOM, torch.zeros_like(columns["tokens"], dtype=torch.bool))
+        columns = dict.fromkeys(_SELDOM, torch.zeros_like(columns["tokens"], dtype=torch.bool)) | columns
         if before:
             columns["makers"] = torch.full_like(columns["tokens"], OWN)
         ledger = Ledger(
@@ -196,7 +197,7 @@ def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
 
 def _check_ledger(ledger: Ledger, cache_layers: int, kv_heads: set[int], path: Path) -> None:
     shape = tuple(ledger.tokens.shape)
-    booleans = ("recomputed", "delimiters", "dropped")
+    booleans = ("recomputed", "delimiters", *_SELDOM)
     columns_fit = all(
         tuple(column.shape) == shape and column.dtype == (torch.bool if name in booleans else torch.long)
         for name, column in ((name, getattr(ledger, name)) for name in COLUMNS)

@@ -1,8 +1,9 @@
 """The tensors of a layer of a cache, by the names of its parts; see `kvprobe.cache.parts`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvprobe.cache.parts import WRITES, PartSize, recurrent, refuse_other_parts
@@ -35,6 +36,18 @@ def named(layer: Layer, name: str) -> Float[Tensor, "batch _ slots _"]:
             "memories for what works on such models."
         )
     return layer[name]
+
+
+def edited_slots(
+    known: Bool[Tensor, "batch slots"], before: Sequence[Layer], after: Sequence[Layer]
+) -> Bool[Tensor, "batch slots"]:
+    """Slots that are known to be edited, and those of which some number is another; all where a part has another
+    size."""
+    for old, new in zip(before, after, strict=True):
+        for name in [name for name in old if old[name] is not new[name]]:
+            alike = old[name].shape == new[name].shape
+            known = known | (old[name] != new[name]).any(3).any(1) if alike else torch.ones_like(known)
+    return known
 
 
 def refuse_misfit(number: int, layer: Layer, batch: int, slots: int) -> None:

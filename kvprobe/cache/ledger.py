@@ -17,7 +17,7 @@ from kvprobe.cache.computed import Engine, coarsest
 from kvprobe.cache.entries import entries
 from kvprobe.checks import names_of
 from kvprobe.errors import UserError, warn
-from kvprobe.fingerprint import Maker
+from kvprobe.fingerprint import Maker, distinct
 from kvprobe.names import unknown
 from kvprobe.text.tokens import ANSWER_HEADER, GENERATED
 
@@ -32,7 +32,10 @@ SINK_HIDDEN = (
     "What is hidden holds slot 0, the attention sink of most models, so a part of any effect is its loss, or in a "
     "restart its move to the next token; leave it in view (`slots=`, or delimiters='kept'), or compare with a restart."
 )
-COLUMNS = ("tokens", "positions", "origins", "segments", "recomputed", "delimiters", "quantised", "makers", "dropped")
+COLUMNS = (
+    *("tokens", "positions", "origins", "segments", "recomputed", "delimiters", "quantised", "makers", "edited"),
+    "dropped",
+)
 """Fields with one entry per row and slot."""
 _BLANK = {"segments": PADDING, "quantised": -1, "makers": OWN}
 """What padding holds in these fields where it is not 0."""
@@ -56,15 +59,6 @@ def _place(makers: Sequence[Maker], maker: Maker) -> int:
     return next((place for place, one in enumerate(makers) if one.same(maker)), OWN)
 
 
-def _distinct(makers: Sequence[Maker]) -> tuple[Maker, ...]:
-    """Models, each once."""
-    distinct: list[Maker] = []
-    for maker in makers:
-        if _place(distinct, maker) == OWN:
-            distinct.append(maker)
-    return tuple(distinct)
-
-
 @dataclass(frozen=True, repr=False)
 class Ledger(Brief):
     """One entry per slot, for each row of the batch.
@@ -79,6 +73,8 @@ class Ledger(Brief):
         delimiters: whether the token belongs to the chat template, not to the text of a message.
         quantised: number of the group that the slot was quantised with, or -1 where it has full precision.
         makers: which model computed the slot: index into `others`, or `OWN` for that of the cache.
+        edited: provenance; true where numbers of the slot were changed after it was computed: patched, set to zero,
+            steered, struck by a fault.
         dropped: whether layers that slide over a window hold nothing of the slot, which had left their windows when
             the cache was saved.
         live: whether later queries may attend to the slot, per layer and KV head. The layer and head axes are
@@ -98,6 +94,7 @@ class Ledger(Brief):
     delimiters: Bool[Tensor, "batch slots"]
     quantised: Int[Tensor, "batch slots"]
     makers: Int[Tensor, "batch slots"]
+    edited: Bool[Tensor, "batch slots"]
     dropped: Bool[Tensor, "batch slots"]
     live: Bool[Tensor, "layers batch kv_heads slots"]
     following: Int[Tensor, "batch"]
@@ -122,6 +119,7 @@ class Ledger(Brief):
             delimiters=nothing,
             quantised=torch.full_like(tokens, -1),
             makers=torch.full_like(tokens, OWN),
+            edited=nothing,
             dropped=nothing,
             live=~nothing[None, :, None, :],
             following=torch.nn.functional.pad(positions, (1, 0), value=-1).amax(1) + 1,
@@ -295,7 +293,7 @@ class Ledger(Brief):
 
         joined = {name: torch.cat([getattr(self, name), getattr(other, name)], 1) for name in COLUMNS}
         joined["segments"] = torch.cat([self.segments, other.numbered(names)], 1)
-        others = _distinct([*self.others, *other.others])
+        others = distinct([*self.others, *other.others])
         joined["makers"] = torch.cat([ledger._made_by(others) for ledger in (self, other)], 1)
         joined["live"] = torch.cat([wide(self.live), wide(other.live)], 3)
         return replace(self.computed_as(other), **joined, following=other.following, names=names, others=others)
@@ -339,7 +337,7 @@ class Ledger(Brief):
         heads = max(ledger.live.shape[2] for ledger in ledgers)
         joined = {name: torch.cat([getattr(ledger, name) for ledger in ledgers]) for name in COLUMNS}
         joined["segments"] = torch.cat([ledger.numbered(names) for ledger in ledgers])
-        others = _distinct([maker for ledger in ledgers for maker in ledger.others])
+        others = distinct([maker for ledger in ledgers for maker in ledger.others])
         joined["makers"] = torch.cat([ledger._made_by(others) for ledger in ledgers])
         return Ledger(
             **joined,
@@ -367,7 +365,7 @@ class Ledger(Brief):
         """The ledger of a cache of the model `own` as it is in a cache of another; None is of any model."""
         if own is None or other is None or own.same(other):
             return self
-        others = _distinct([*self.others, own, other])
+        others = distinct([*self.others, own, other])
         makers = torch.where(self.makers == OWN, _place(others, own), self._made_by(others))
         makers = makers.masked_fill((makers == _place(others, other)) | self.padding, OWN)
         return replace(self, makers=makers, others=others).without_unused()
@@ -378,7 +376,7 @@ class Ledger(Brief):
 
     def of_like_origin(self, other: "Ledger") -> Bool[Tensor, "batch slots"]:
         """Slots of one model and, in both or neither, of a token; the other ledger has as many slots."""
-        others = _distinct([*self.others, *other.others])
+        others = distinct([*self.others, *other.others])
         return (self._made_by(others) == other._made_by(others)) & (self.fitted == other.fitted)
 
     def without_unused(self) -> "Ledger":

@@ -36,6 +36,8 @@ class Segmented(Protocol):
     @property
     def fitted(self) -> Bool[Tensor, "batch slots"]: ...
     @property
+    def edited(self) -> Bool[Tensor, "batch slots"]: ...
+    @property
     def live(self) -> Bool[Tensor, "layers batch kv_heads slots"]: ...
 
 
@@ -48,6 +50,7 @@ class Segment(NamedTuple):
         live: share of its slots that later queries may attend to, over layers, KV heads and rows.
         recomputed: share of its slots that were computed without text that had been before them.
         fitted: share of its slots that have no token.
+        edited: share of its slots of which numbers were changed after they were computed.
     """
 
     segment: str
@@ -56,11 +59,16 @@ class Segment(NamedTuple):
     live: float
     recomputed: float
     fitted: float
+    edited: float
 
     def __str__(self) -> str:
         live = "" if self.live == 1 else " masked" if self.live == 0 else f" {self.live:.0%} live"
-        fitted = "" if not self.fitted else " fitted" if self.fitted == 1 else f" {self.fitted:.0%} fitted"
-        return f"{cut(self.segment, 40)} {self.slots}{live}{fitted}"
+        made = "".join(
+            f" {name}" if share == 1 else f" {share:.0%} {name}"
+            for name, share in (("fitted", self.fitted), ("edited", self.edited))
+            if share
+        )
+        return f"{cut(self.segment, 40)} {self.slots}{live}{made}"
 
 
 def segments(ledger: Segmented) -> list[Segment]:
@@ -73,7 +81,8 @@ def segments(ledger: Segmented) -> list[Segment]:
             continue
         positions = ledger.positions[inside]
         span = f"{int(positions.min())} to {int(positions.max())}"
-        shares = [float(column[inside].float().mean()) for column in (live, ledger.recomputed, ledger.fitted)]
+        columns = (live, ledger.recomputed, ledger.fitted, ledger.edited)
+        shares = [float(column[inside].float().mean()) for column in columns]
         parts.append(Segment(name, int(inside.sum()), span, *shares))
     return parts
 
@@ -95,8 +104,9 @@ def html(ledger: Segmented) -> str:
     pieces = "".join(_piece(ledger.names, index, share, count) for (index, share), count in runs)
     strip = f'<div style="display:flex;height:1.6em;max-width:60em;margin:.4em 0">{pieces}</div>'
     listed = segments(ledger)
-    columns = Segment._fields if any(one.fitted for one in listed) else Segment._fields[:-1]
-    return strip + table_html(columns, (one[: len(columns)] for one in listed))
+    seldom = ("fitted", "edited")
+    columns = [name for name in Segment._fields if name not in seldom or any(getattr(one, name) for one in listed)]
+    return strip + table_html(columns, ([getattr(one, name) for name in columns] for one in listed))
 
 
 def _piece(names: tuple[str, ...], index: int, live: float, count: int) -> str:

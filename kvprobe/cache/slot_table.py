@@ -7,7 +7,7 @@ from kvprobe.text.tokens import Decoder, token_texts
 
 def slots_table(ledger: Ledger, tokenizer: Decoder | None, row: int = 0) -> dict[str, list[object]]:
     """One entry per slot under each name: `token`, its `text` (none without a tokenizer), `position`, `segment` (null
-    for padding), `live` (in some layer and head) and `recomputed`."""
+    for padding), `live` (in some layer and head), `recomputed` and `edited`."""
     ids = entries(ledger.tokens[row], int)
     texts = token_texts(ids, tokenizer)
     return {
@@ -17,4 +17,5 @@ def slots_table(ledger: Ledger, tokenizer: Decoder | None, row: int = 0) -> dict
         "segment": [ledger.names[number] if number >= 0 else None for number in entries(ledger.segments[row], int)],
         "live": [*entries(ledger.live_somewhere[row], bool)],
         "recomputed": [*entries(ledger.recomputed[row], bool)],
+        "edited": [*entries(ledger.edited[row], bool)],
     }

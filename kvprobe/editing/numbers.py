@@ -30,7 +30,7 @@ def zero(
 ) -> KVCache:
     """The cache with zeros for the values of these slots, which still take the attention that their keys draw.
 
-    To undo it, patch the part of these slots from the old cache.
+    To undo it, patch the part of these slots from the old cache; that they were edited stays in the ledger.
 
     Args:
         segments, slots, layers, heads: which, as for `KVCache.mask`.

@@ -266,4 +266,4 @@ def corrupt(
         damage.count[row] = row_damage.count[0]
         if (first := row_damage.nonfinite.get(0)) is not None:
             damage.nonfinite[row] = replace(first, slot=int(slots[first.slot]))
-    return copied, damage
+    return cache.holding(copies), damage

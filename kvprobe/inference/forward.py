@@ -330,6 +330,7 @@ def new_slots(tokens: Sequence[Tokens], device: torch.device) -> Ledger:
         delimiters=column((row.delimiters for row in tokens), False, torch.bool),
         quantised=torch.full_like(positions, -1),
         makers=torch.full_like(positions, OWN),
+        edited=torch.zeros_like(live),
         dropped=torch.zeros_like(live),
         live=live[None, :, None, :],
         following=torch.tensor([row.following for row in tokens], device=device),
