@@ -20,6 +20,9 @@ Kind = Literal["summary", "hidden", "neither"]
 KINDS: tuple[Kind, ...] = ("summary", "hidden", "neither")
 """Where the answer to a question is."""
 
+BETWEEN = ("B1", "B2", "B3", "B4")
+"""Segments of the exchanges between the second summary and a question."""
+
 PLACE_KINDS = ("summary request", "summary text", "summary delimiters", "later text", "later delimiters")
 """What a token after the hidden turn is."""
 
@@ -70,6 +73,21 @@ def compacted_conversation(context: Context, compaction: Compaction, code: str) 
     followup = talk(("T3", compaction.followup_user, [{"text": compaction.followup_assistant, "name": "reply"}]))
     asking = (replace(message, segment="ask") for message in (question, answer))
     return Transcript((*before, *followup.messages, *asking))
+
+
+def going_on(chat: Transcript, compaction: Compaction, turns: int) -> Transcript:
+    """The conversation up to its second summary, and so many exchanges after it, each in a segment of its own.
+
+    They are follow-ups that hold none of the answers, right or wrong: the compaction's own, which is T3, then those of
+    others.
+    """
+    own_first = sorted(compactions(), key=lambda other: other != compaction)
+    answers = (compaction.summary_answer, compaction.summary_other, compaction.hidden_answer)
+    texts = ((other.followup_user, other.followup_assistant) for other in own_first)
+    silent = [pair for pair in texts if not any(answer.lower() in " ".join(pair).lower() for answer in answers)]
+    exchanges = (talk((name, *pair)).messages for name, pair in zip(BETWEEN[:turns], silent[:turns], strict=True))
+    before = (message for message in chat.messages if message.segment not in ("T3", "ask"))
+    return Transcript((*before, *chain(*exchanges)))
 
 
 def asked(chat: Transcript, question: str, answer: str = "", lead: str = "") -> Transcript:

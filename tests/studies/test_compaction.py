@@ -24,7 +24,7 @@ from kvprobe.studies.compaction.conclude import FACTORS, HEADLINE, HIDDEN, OUTCO
 from kvprobe.studies.compaction.factorial import contrast
 from kvprobe.studies.compaction.reading import ASKED, CALIBRATION, CONDITIONS, LOOKED_AT, SEEN, read_context
 from kvprobe.studies.compaction.study import STUDY
-from kvprobe.tasks.compaction import KINDS, compacted_conversation, compactions
+from kvprobe.tasks.compaction import KINDS, compacted_conversation, compactions, going_on
 from kvprobe.tasks.passcode import contexts
 from kvprobe.text.tokens import Tokens
 from tests.experiments.made_up import answer_of
@@ -93,6 +93,21 @@ def test_every_arm_is_its_cache_made_by_hand(wordy: Model, read: Read, arm: Arm)
     assert tensors["agree"][place, 0] == same
     after, _ = wordy.extend(cache, tokens[third:ask].shifted(int(cache.ledger.following[0])))
     said = [wordy.generate(after, compactions()[0].question(kind), max_new_tokens=8).text for kind in KINDS]
+    assert texts[place * len(KINDS) : (place + 1) * len(KINDS)] == said
+
+
+@pytest.mark.parametrize("turns", [0, 3])
+def test_questions_are_asked_after_so_many_turns_and_all_else_is_as_before(wordy: Model, read: Read, turns: int):
+    config = dataclasses.replace(SMALL, answer=8, batch=2, turns=turns)
+    tensors, texts = read_context(wordy, contexts()[0], compactions()[0], contexts()[1:], CODES, config)
+    unchanged = read[0].keys() - {"worth"}
+    assert all(torch.equal(tensors[name].nan_to_num(), read[0][name].nan_to_num()) for name in unchanged)
+    cache, tokens = by_hand(wordy, MASK, CODES[0])
+    chat = going_on(compacted_conversation(contexts()[0], compactions()[0], CODES[0]), compactions()[0], turns)
+    later = chat.tokens(wordy.tokenizer)[tokens.span("T3").start :]
+    after = wordy.extend(cache, later)[0] if turns else cache
+    said = [wordy.generate(after, compactions()[0].question(kind), max_new_tokens=8).text for kind in KINDS]
+    place = CONDITIONS.index(MASK.name)
     assert texts[place * len(KINDS) : (place + 1) * len(KINDS)] == said
 
 

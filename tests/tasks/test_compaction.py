@@ -8,7 +8,15 @@ import numpy as np
 
 from kvprobe.inference.forced import ForcedReply
 from kvprobe.inference.model import Model
-from kvprobe.tasks.compaction import KINDS, asked, compacted_conversation, compactions, places_by_kind, unrelated
+from kvprobe.tasks.compaction import (
+    KINDS,
+    asked,
+    compacted_conversation,
+    compactions,
+    going_on,
+    places_by_kind,
+    unrelated,
+)
 from kvprobe.tasks.passcode import contexts
 
 
@@ -56,6 +64,19 @@ def test_a_question_stands_in_place_of_the_one_for_the_code_with_its_reply(smol:
         assert smol.tokenizer.decode(whole[-forced.kept :]).strip() == f"{lead} {answer}".strip()
         assert smol.tokenizer.decode(whole[-len(forced.answer) :]).strip() == answer
         assert question in smol.tokenizer.decode(whole[: -forced.kept])
+
+
+def test_the_first_exchange_that_goes_on_is_t3_and_none_holds_an_answer():
+    for context, compaction in zip(contexts(), compactions(), strict=True):
+        chat = compacted_conversation(context, compaction, "48213")
+        texts = [message.text for message in chat.messages if message.segment != "ask"]
+        assert [message.text for message in going_on(chat, compaction, 1).messages] == texts
+        assert [message.text for message in going_on(chat, compaction, 0).messages] == texts[:-2]
+        longest = going_on(chat, compaction, 4).messages
+        between = [message.text.lower() for message in longest[-8:]]
+        assert len(set(between)) == 8
+        answers = (compaction.summary_answer, compaction.summary_other, compaction.hidden_answer)
+        assert not any(answer.lower() in text for text in between for answer in answers), context.id
 
 
 def test_unrelated_turns_change_the_text_of_their_segments_and_nothing_else(tokenizer: Any):

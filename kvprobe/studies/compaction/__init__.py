@@ -16,6 +16,8 @@ class Config(Settings):
         contexts: different conversations; each is asked three questions and continued under every arm.
         samples: codes in all, for leak and use; each context gets samples / contexts of its own.
         folds: test folds of the probes.
+        turns: exchanges between the second summary and the three questions, of which T3 is the first. All else is
+            measured at T3 or right after it.
         continuation: tokens of the full context's own reply over which the arms are compared.
         answer: tokens of an answer to a question.
         batch: codes that are read side by side.
@@ -25,6 +27,7 @@ class Config(Settings):
     contexts: int = AVAILABLE_CONTEXTS
     samples: int = 768
     folds: int = ranged(5, 3, 20)
+    turns: int = ranged(1, 0, 4)
     continuation: int = ranged(32, 1, 512)
     answer: int = ranged(16, 1, 256)
     batch: int = ranged(16, 1)

@@ -22,9 +22,9 @@ from kvprobe.probing.arms import arm_read_outs
 from kvprobe.probing.variants import Logits, Variants
 from kvprobe.studies.compaction import Config
 from kvprobe.studies.compaction.arms import ARMS, HIDDEN_SEGMENTS, MASK, RECOMPUTED, RESTART, RETAINED
-from kvprobe.studies.compaction.replies import answers_after, reply_logits
+from kvprobe.studies.compaction.replies import answers_after, read_on, reply_logits
 from kvprobe.studies.compaction.shares import attention_shares
-from kvprobe.tasks.compaction import KINDS, Compaction, asked, compacted_conversation, unrelated
+from kvprobe.tasks.compaction import KINDS, Compaction, asked, compacted_conversation, going_on, unrelated
 from kvprobe.tasks.passcode import Context
 from kvprobe.text.tokens import Tokens
 from kvprobe.text.transcript import Transcript
@@ -71,7 +71,7 @@ def read_context(
     tensors |= continuation(model, rows, layout[third : layout.part("reply").start], config.continuation)
     tensors["attention"] = attention(model, rows.rows([CONDITIONS.index(name) for name in SEEN]), layout[third:ask])
     tensors["labels"] = torch.tensor([[int(digit) for digit in code] for code in codes])
-    tensors["worth"], texts = answers(model, rows, chats[0], compaction, config.answer)
+    tensors["worth"], texts = answers(model, rows, chats[0], compaction, config)
     return tensors, texts
 
 
@@ -154,14 +154,15 @@ def attention(model: Model, rows: KVCache, turn: Tokens) -> Float[Tensor, "rows 
 
 
 def answers(
-    model: Model, rows: KVCache, chat: Transcript, compaction: Compaction, length: int
+    model: Model, rows: KVCache, chat: Transcript, compaction: Compaction, config: Config
 ) -> tuple[Float[Tensor, "conditions kinds worth"], list[str]]:
-    """Greedy answers to the three questions, asked after T3, under every condition: what each is worth (`WORTH`), and
-    their texts, condition by condition."""
-    asking = [asked(chat, compaction.question(kind)).tokens(model.tokenizer, generation_prompt=True) for kind in KINDS]
-    third, ask = asking[0].span("T3").start, asking[0].span("ask").start
-    after, _ = model.extend(rows, onwards(rows, [asking[0][third:ask]]))
-    said = answers_after(model, after, [question[ask:] for question in asking], length)
+    """Greedy answers to the three questions, asked after so many turns, under every condition: what each is worth
+    (`WORTH`), and their texts, condition by condition."""
+    later = going_on(chat, compaction, config.turns)
+    asking = [asked(later, compaction.question(kind)).tokens(model.tokenizer, generation_prompt=True) for kind in KINDS]
+    third, ask = asking[0].span("summary2").stop, asking[0].span("ask").start
+    after = read_on(model, rows, asking[0][third:ask])
+    said = answers_after(model, after, [question[ask:] for question in asking], config.answer)
     worth = torch.full((len(CONDITIONS), len(KINDS), len(WORTH)), torch.nan)
     for row, (tokens, text) in enumerate(zip(said.tokens, said.texts, strict=True)):
         place, number = divmod(row, len(KINDS))

@@ -28,6 +28,11 @@ def reply_logits(model: Model, caches: KVCache, turn: Tokens, max_new_tokens: in
     return model.extend(caches, onwards(caches, [forced]), logits=len(reply))[1]
 
 
+def read_on(model: Model, caches: KVCache, tokens: Tokens) -> KVCache:
+    """Every row of a cache, which then holds these tokens, too."""
+    return model.extend(caches, onwards(caches, [tokens]))[0] if len(tokens) else caches
+
+
 def answers_after(model: Model, caches: KVCache, questions: Sequence[Tokens], max_new_tokens: int) -> Generation:
     """Greedy answers to each question after each of several caches, as rows of one batch: the answers to all questions
     after the first cache, then those after the second …"""

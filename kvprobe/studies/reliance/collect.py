@@ -24,9 +24,9 @@ from kvprobe.patching.metrics import LogProb
 from kvprobe.patching.patch_sweep import patch_sweep
 from kvprobe.policies import RestartInPlace
 from kvprobe.studies.compaction.arms import HIDDEN_SEGMENTS
-from kvprobe.studies.compaction.replies import answers_after
+from kvprobe.studies.compaction.replies import answers_after, read_on
 from kvprobe.studies.reliance import Config, Lead
-from kvprobe.studies.reliance.stated_twice import BETWEEN, LEAD, Stated, StatedTwice, Word, stated_twice
+from kvprobe.studies.reliance.stated_twice import LEAD, Stated, StatedTwice, Word, stated_twice
 from kvprobe.tasks.compaction import unrelated
 from kvprobe.tasks.passcode import contexts
 from kvprobe.text.tokens import Tokens
@@ -71,7 +71,7 @@ def measure(model: Model, config: Config, case: StatedTwice) -> pd.DataFrame:
         caches, read = KVCache.join(list(states.values())), 0
         for turns in config.turns:
             tokens = case.talk(STATED[source], None, turns).tokens(model.tokenizer, generation_prompt=True)
-            onward = tokens[tokens.span(first_of(turns)).start :]
+            onward = tokens[tokens.span("summary2").stop :]
             ask = onward.span("ask").start
             caches, read = read_on(model, caches, onward[read:ask]), ask
             question = onward[ask:]
@@ -109,7 +109,7 @@ class AskedAfter:
     def of(cls, model: Model, case: StatedTwice, source: Source, word: Word, turns: int, lead: str) -> "AskedAfter":
         tokens = case.talk(STATED[source], word, turns, lead).tokens(model.tokenizer)
         answer = tokens.part("answer")
-        return cls(tokens[tokens.span(first_of(turns)).start : answer.start], tokens.ids[answer])
+        return cls(tokens[tokens.span("summary2").stop : answer.start], tokens.ids[answer])
 
     @property
     def read(self) -> Tokens:
@@ -122,16 +122,6 @@ class AskedAfter:
         log_probs = model.extend(caches, rows, logits=len(self.answer))[1].double().log_softmax(-1)
         answer = torch.tensor(self.answer, device=log_probs.device)
         return log_probs.gather(-1, answer[None, :, None].expand(len(log_probs), -1, -1)).sum((1, 2)).tolist()
-
-
-def first_of(turns: int) -> str:
-    """The first segment after the summaries."""
-    return BETWEEN[0] if turns else "ask"
-
-
-def read_on(model: Model, caches: KVCache, tokens: Tokens) -> KVCache:
-    """Every row of a cache, which then holds these tokens, too."""
-    return model.extend(caches, onwards(caches, [tokens]))[0] if len(tokens) else caches
 
 
 def states_of(model: Model, case: StatedTwice, source: Source) -> States:

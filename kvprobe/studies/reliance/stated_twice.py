@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvprobe.tasks.compaction import Compaction, asked, compactions
-from kvprobe.tasks.exchanges import talk
+from kvprobe.tasks.compaction import Compaction, asked, compactions, going_on
 from kvprobe.tasks.passcode import Context, contexts, conversation
 from kvprobe.text.transcript import Transcript
 
@@ -15,8 +14,6 @@ Stated = Literal["own", "reworded", "other"]
 T1, T2 = ("chat_user", "chat_assistant"), ("secret_user", "secret_assistant")
 TURNS = (*T1, *T2)
 """Of a context, the texts of T1 and T2."""
-BETWEEN = ("B1", "B2", "B3", "B4")
-"""Segments of the exchanges before the question."""
 CODE, LEAD = "48213", "The answer is"
 
 
@@ -44,25 +41,15 @@ class StatedTwice:
         texts: dict[str, str] = dict(zip(T1 if own.lower() in says.lower() else T2, reworded, strict=True))
         return replace(self.context, **texts)
 
-    def before(self, stated: Stated) -> Transcript:
-        """The conversation up to the second summary, with turns that state this."""
-        messages = conversation(self.turns_stating(stated), CODE).messages
-        return Transcript(tuple(message for message in messages if message.segment != "T3"))
+    def before(self, stated: Stated, turns: int = 0) -> Transcript:
+        """The conversation up to the second summary, with turns that state this, and so many exchanges after it."""
+        return going_on(conversation(self.turns_stating(stated), CODE), self.compaction, turns)
 
-    def talk(self, stated: Stated, answer: Word | None, between: int = 0, lead: str = LEAD) -> Transcript:
+    def talk(self, stated: Stated, answer: Word | None, turns: int = 0, lead: str = LEAD) -> Transcript:
         """The conversation up to the second summary, so many exchanges that state neither answer in segments of their
         own, and then in the segment `ask` the question that the summary answers, answered so in the part `answer`."""
-        own_first = sorted(compactions(), key=lambda compaction: compaction != self.compaction)
-        follow = ((each.followup_user, each.followup_assistant) for each in own_first)
-        silent = [texts for texts in follow if not self.is_stated(" ".join(texts))][:between]
-        exchanges = [talk((name, *texts)) for name, texts in zip(BETWEEN[:between], silent, strict=True)]
-        before = (*self.before(stated).messages, *(message for chat in exchanges for message in chat.messages))
         words = (self.answers[answer], lead) if answer else ()
-        return asked(Transcript(before), self.compaction.summary_question, *words)
-
-    def is_stated(self, text: str) -> bool:
-        """Whether a text holds one of the answers."""
-        return any(answer.lower() in text.lower() for answer in self.answers.values())
+        return asked(self.before(stated, turns), self.compaction.summary_question, *words)
 
 
 def stated_twice(count: int) -> list[StatedTwice]:
