@@ -196,6 +196,11 @@ class NoiseFloor:
         return min(one.slots[1] for one in self.measured)
 
     @property
+    def models(self) -> tuple[str, ...]:
+        """In which it was measured."""
+        return tuple(dict.fromkeys(name for one in self.measured for name in one.models))
+
+    @property
     def name(self) -> str:
         """How the two were computed."""
         return f"{self.one} and {self.other}"

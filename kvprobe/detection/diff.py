@@ -5,7 +5,7 @@ Both may lie in files; one layer of each is in memory at a time, and without a m
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvprobe.detection.effects import OutputEffect
     from kvprobe.inference.model import Model
 
+FloorFrom = Literal["own", "common", "supplied"]
 BLOCK = 16
 """Slots in a block, where neither cache says."""
 
@@ -69,6 +70,7 @@ class CacheDifference(Brief):
         layers: in which some place differs.
         hidden: slots that one of the caches hides in some layer and head, where they were not compared.
         floor: what was taken for numerics.
+        floor_from: where it comes from: it was measured in this model, or in others, or it was given.
         effect: on the model's output after the row of the worst place, where one was given.
         distances: the largest relative distance of each layer in each block.
         excess: the same as a multiple of what is allowed.
@@ -85,6 +87,7 @@ class CacheDifference(Brief):
     hidden: int
     block: int
     floor: NoiseFloor
+    floor_from: FloorFrom
     effect: "OutputEffect | None"
     distances: Float[Tensor, "layers blocks"] = field(repr=False)
     excess: Float[Tensor, "layers blocks"] = field(repr=False)
@@ -104,10 +107,26 @@ class CacheDifference(Brief):
         """In a sentence."""
         if not self.differs:
             most = float(self.distances.max()) if self.distances.numel() else 0.0
-            return f"Alike: nothing differs by more than numerics (relative distance {most:.2g}; {self.floor.name})."
+            return f"Alike: nothing differs by more than numerics (relative distance {most:.2g}), {self.by}."
         if self.first is None:
             return f"They differ: {self.kind}. {self.texts[0].sentence}"
-        return f"They differ: {self.kind}, first in {self.first}."
+        return f"They differ: {self.kind}, first in {self.first}, {self.by}."
+
+    @property
+    def by(self) -> str:
+        """By which noise floor, in a phrase."""
+        whose = {"own": "this model's own", "common": "the common", "supplied": "the supplied"}[self.floor_from]
+        return f"by {whose} noise floor of {self.floor.name}"
+
+    @property
+    def unmeasured(self) -> str:
+        """What the common floor means, in a sentence; empty for another one."""
+        if self.floor_from != "common":
+            return ""
+        return (
+            f"The common floor was measured in {' and '.join(self.floor.models)}, and not in this model: if it rounds "
+            "worse, a sound cache can be called different, and if it rounds better, a small fault can be missed."
+        )
 
     @property
     def unseen(self) -> str:
@@ -130,6 +149,7 @@ class CacheDifference(Brief):
             "causes": [{**vars(cause), "layers": list(cause.layers)} for cause in self.causes],
             "texts": [vars(text) for text in self.texts],
             "floor": self.floor.name,
+            "floor_from": self.floor_from,
             "effect": None if self.effect is None else vars(self.effect),
         }
 
@@ -141,6 +161,8 @@ class CacheDifference(Brief):
         lines += [f"  {cause}" for cause in self.causes]
         if self.hidden:
             lines.append(f"  {self.unseen}")
+        if self.unmeasured:
+            lines.append(f"  {self.unmeasured}")
         if self.effect is not None:
             lines.append(f"  {self.effect}")
         return "\n".join(lines)
@@ -188,7 +210,7 @@ def diff(
     count = inside.shape[1]
     if not read_again:  # the model sees every slot
         texts += other_views(cache.ledger, reference.ledger, inside, {text.row for text in texts})
-    floor = floor or floor_of(cache, reference)
+    known = floor or floor_of(cache, reference)
     distances = distances_between(
         cache.layers, reference.layers, lambda layer: compared(cache.ledger, reference.ledger, layer, inside)
     )
@@ -196,7 +218,7 @@ def diff(
         raise UserError(
             "No slot is live in both caches, so nothing can be compared; compare them before slots are hidden."
         )
-    damage = damage_of(distances, floor, block)
+    damage = damage_of(distances, known, block)
     rotaries = model.lanes.rotaries if model is not None else None
     tokens = None
     if model is not None:
@@ -222,7 +244,8 @@ def diff(
         count,
         _hidden(cache.ledger, reference.ledger, inside),
         block,
-        floor,
+        known,
+        "supplied" if floor is not None else "own" if known.own else "common",
         effect,
         _by_block(distances.parts, count, block),
         _by_block(damage.excess, count, block),

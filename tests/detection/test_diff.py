@@ -446,6 +446,28 @@ def test_a_page_shows_where_it_is_and_is_inert(right: KVCache, context: FaultCon
     assert re.search(r"<td><b>zeroed</b></td>", page)
 
 
+def test_it_says_whose_noise_floor_was_used_and_what_the_common_one_means(
+    smol: Model, right: KVCache, context: FaultContext, tmp_path: Path
+):
+    measured = smol.prefill([1, 5, 9, 20])
+    supplied = floor_between("float32", "float32")
+    cases = {
+        "own": (diff(measured, measured), "this model's own noise floor of float32 and float32."),
+        "common": (diff(right, right), "the common noise floor"),
+        "supplied": (diff(right, right, floor=supplied), "the supplied noise floor"),
+    }
+    for source, (found, phrase) in cases.items():
+        assert (found.floor_from, found.as_mapping()["floor_from"]) == (source, source)
+        page = save_diff(found, tmp_path / "page.html").read_text()
+        for said in (found.verdict, str(found)):
+            assert phrase in said
+        assert escape(phrase, quote=False) in page.replace("&#39;", "'")
+        meaning = "measured in smollm2-135m and qwen2.5-coder-0.5b, and not in this model"
+        assert {meaning in str(found), meaning in page} == {source == "common"}
+    wrong = diff(struck(Zeros(scope=SCOPE), right, context), right)
+    assert wrong.verdict.endswith("(block 2), by the common noise floor of float32 and float32.")
+
+
 def test_other_weights_are_told_from_another_text(tiny: Model, right: KVCache):
     other = llama(seed=1, head_dim=32).prefill(IDS)
     nobody = replace(right, made_by=None)
