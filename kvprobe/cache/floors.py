@@ -146,12 +146,14 @@ class NoiseFloor:
         measured: of this pair; or of each of the two and `REFERENCE`. Such a floor is wide: distances add up, and each
             has half of the rate.
         own: whether all of it was measured in the model at hand.
+        model: the digest of that model's config, where it is known.
     """
 
     one: Computed
     other: Computed
     measured: tuple[MeasuredPair, ...]
     own: bool = False
+    model: str | None = None
 
     def usual(self, part: str, depth: float, first: bool = False) -> float:
         """The median distance of a vector.
@@ -249,7 +251,8 @@ def floor_between(one: Computed, other: Computed, kept: Kept = "slots", *, model
             f"How far {one} and {other} lie apart{f' ({kept})' * bool(end)} was not measured; known are "
             f"{'; '.join(sorted(known))}: compare such, or measure yours with kvprobe.cache.floors.fitted."
         )
-    return NoiseFloor(one, other, measured, own=all(each in own.values() for each in measured))
+    of_it = all(each in own.values() for each in measured)
+    return NoiseFloor(one, other, measured, own=of_it, model=model if of_it else None)
 
 
 def floor_of_dtype(dtype: torch.dtype, kept: Kept = "slots") -> NoiseFloor:
@@ -271,13 +274,13 @@ def floor_of(one: AnyCache, other: AnyCache) -> NoiseFloor:
     """What these two caches may differ by, from the precision of their numbers and from the engines that their ledgers
     name, in the model that made them. Where one alone was rounded to fp8, no rounding is benign, whatever it is stored
     as now."""
-    model = _config_of(one, other)
+    model = config_of(one, other)
     if in_fp8(one) != in_fp8(other):
         return floor_between(REFERENCE, REFERENCE, model=model)
     return floor_between(computed_as(one), computed_as(other), model=model)
 
 
-def _config_of(*caches: AnyCache) -> str | None:
+def config_of(*caches: AnyCache) -> str | None:
     """The config of the models that computed the slots of caches, as far as it is known; None where there are two."""
     makers = [one.made_by for one in caches]
     for one in caches:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvprobe.arguments import AtLeastOne, checked_arguments
 from kvprobe.brief import Brief, Table
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.floors import NoiseFloor, floor_of
+from kvprobe.cache.floors import NoiseFloor, config_of, floor_of
 from kvprobe.cache.layer import shape_of
 from kvprobe.cache.ledger import Ledger
 from kvprobe.cache.parts import described
@@ -196,8 +196,8 @@ def diff(
         floor: how far sound caches like these lie apart; what `kvprobe.cache.floors` knows of them by default.
 
     Raises:
-        UserError: the caches are of other shapes, have different numbers of rows, or no live slot; or a model cannot
-            read the tokens.
+        UserError: the caches are of other shapes, have different numbers of rows, or no live slot; a model cannot read
+            the tokens; or the floor is of another model.
     """
     read_again = not isinstance(reference, KVCache | StoredCache)
     if not isinstance(reference, KVCache | StoredCache):
@@ -210,6 +210,8 @@ def diff(
     count = inside.shape[1]
     if not read_again:  # the model sees every slot
         texts += other_views(cache.ledger, reference.ledger, inside, {text.row for text in texts})
+    if floor is not None:
+        _refuse_other_floor(floor, cache, reference)
     known = floor or floor_of(cache, reference)
     distances = distances_between(
         cache.layers, reference.layers, lambda layer: compared(cache.ledger, reference.ledger, layer, inside)
@@ -305,6 +307,15 @@ def _refuse_other_shape(cache: AnyCache, reference: AnyCache) -> None:
         raise UserError(
             f"The first cache has {counts[0]} layers of {described(shapes[0])}, the second {counts[1]} of "
             f"{described(shapes[1])}; compare caches of one model."
+        )
+
+
+def _refuse_other_floor(floor: NoiseFloor, cache: AnyCache, reference: AnyCache) -> None:
+    config = config_of(cache, reference)
+    if floor.model is not None and config is not None and floor.model != config:
+        raise UserError(
+            f"The floor was measured in {' and '.join(floor.models)}, whose config ({floor.model}) is not that of the "
+            f"model that made these caches ({config}); leave `floor` out, or measure one in this model."
         )
 
 

@@ -468,6 +468,15 @@ def test_it_says_whose_noise_floor_was_used_and_what_the_common_one_means(
     assert wrong.verdict.endswith("(block 2), by the common noise floor of float32 and float32.")
 
 
+def test_the_floor_of_another_model_is_refused(smol: Model, right: KVCache):
+    own = floor_between("float32", "float32", model=smol.lanes.config_digest)
+    refused(lambda: diff(right, right, floor=own), "measured in smollm2-135m", "leave `floor` out")
+    measured = smol.prefill([1, 5, 9, 20])
+    assert not diff(measured, measured, floor=own).differs
+    nobody = replace(right, made_by=None)
+    assert diff(nobody, nobody, floor=own).floor_from == "supplied"
+
+
 def test_other_weights_are_told_from_another_text(tiny: Model, right: KVCache):
     other = llama(seed=1, head_dim=32).prefill(IDS)
     nobody = replace(right, made_by=None)
