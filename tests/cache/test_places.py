@@ -1,10 +1,12 @@
 """Where two caches differ by more than numerics."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
-from kvprobe.cache.floors import NoiseFloor, fitted, floor_between
+from kvprobe.cache.floors import MeasuredPair, NoiseFloor, Tail, fitted, floor_between
 from kvprobe.cache.places import Distances, damage_of
 
 FLOOR = floor_between("float32", "float32")
@@ -91,3 +93,20 @@ def test_blocks_are_allowed_what_sound_caches_were_measured_to_have(measured: bo
     compared = tuple(torch.ones(8, 1, 64, dtype=torch.bool))
     damage = damage_of(Distances(tuple({"V": layer} for layer in off), compared), floor, 16)
     assert damage.layers == ([] if measured else [4])
+
+
+@pytest.mark.parametrize("struck", [slice(20, 21), slice(16, 32)], ids=["a slot", "a block"])
+@pytest.mark.parametrize(("times", "seen"), [(150.0, False), (250.0, True)])
+def test_limits_of_slots_and_of_blocks_have_half_of_the_rate_each(struck: slice, times: float, seen: bool):
+    """Of 400 sound caches two may be beyond the limit of a slot, and two beyond that of a block: four are."""
+    worst = (300.0, 200.0, 110.0, 100.0, *[50.0] * 36)
+    tail, of_layers = (Tail(400, tuple(map(math.log, sizes)), 0.0) for sizes in (worst, [2.0] * 40))
+    usual = ((1e-3,) * 7, (1e-3,) * 7)
+    tails = {"vector": tail, "layer": of_layers, "outlier": tail, "block": tail}
+    measured = MeasuredPair({"K": usual, "V": usual}, tails, ("made up",), (12, 4096))
+    off = torch.full((8, 1, 1, 64), 1e-3)
+    off[4, ..., struck] *= times
+    compared = tuple(torch.ones(8, 1, 64, dtype=torch.bool))
+    floor = NoiseFloor("bfloat16", "float32", (measured,))
+    damage = damage_of(Distances(tuple({"V": layer} for layer in off), compared), floor, 16)
+    assert bool(damage.layers) == seen

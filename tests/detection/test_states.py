@@ -83,6 +83,20 @@ def test_a_doubled_state_is_named(kind: str):
         assert half.kind == "scale error"
 
 
+@pytest.mark.parametrize("kind", ["falcon_h1", "granitemoehybrid"])
+def test_a_block_of_one_repeated_token_is_seen_and_not_guessed(kind: str):
+    """What it writes to a state is alike in all slots, as no rows of a text are that are attended to."""
+    model, right, _ = read(kind)
+    repeated = model.prefill([*IDS[:8], *[7] * 16, *IDS[24:]])
+    number = model.geometry.recurrent[1]
+    ours, theirs = right.layers[number], repeated.layers[number]
+    foreign = {
+        name: torch.cat([part[:, :, :8], theirs[name][:, :, 8:24], part[:, :, 24:]], 2) for name, part in ours.items()
+    }
+    found = diff(changed(right, number, foreign), right)
+    assert (found.kind, found.layers, found.causes[0].slots) == ("unknown", (number,), "8 to 23"), str(found)
+
+
 @pytest.mark.parametrize(("part", "times", "differs"), [("K", 1.5, True), ("step", 1.5, False), ("step", 6.0, True)])
 def test_the_delta_rule_hands_on_slots_that_were_rounded_badly(part: str, times: float, differs: bool):
     off = torch.full((1, 2, 64), 1e-6)
