@@ -1,6 +1,8 @@
 """In which precision a cache was computed, by its numbers, or by the engine that its ledger names."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -8,10 +10,14 @@ from torch import Tensor
 
 from kvprobe.cache.computed import STEPS, Computed
 from kvprobe.cache.layer import Layer
+from kvprobe.cache.parts import attends
 from kvprobe.cache.stored import AnyCache
 
-FP8 = 8
-"""Mantissas of fp8, at most."""
+Fp8Format = Literal["e4m3", "e5m2"]
+FP8, E5M2 = 8, 4
+"""Mantissas of fp8, at most; and of the coarser of the two."""
+_INT4 = 8
+"""Sizes of a vector's numbers of 4 bits, at most; these have as few mantissas as e5m2."""
 _FEWEST = 16
 """Numbers of a vector by which its mantissas are counted; of so many in bfloat16 nearly all are different."""
 
@@ -27,14 +33,38 @@ def computed_as(cache: AnyCache) -> Computed:
 
 
 def in_fp8(cache: AnyCache) -> bool:
-    """Whether vectors of the first layer are of numbers as fp8 has them, at whatever scale of its own each vector has;
-    no engine is known to have computed them."""
-    return cache.ledger.engine is None and _of_fp8(cache.layers)
+    """Whether vectors of the first layers, up to one that attends, are of numbers as fp8 has them, at whatever scale of
+    its own each vector has; no engine is known to have computed them."""
+    if cache.ledger.engine is not None:
+        return False
+    for layer in cache.layers:
+        if any(_fp8(tensor) for name, tensor in layer.items() if name != "decay"):
+            return True
+        if attends(layer):
+            return False
+    return False
 
 
-def all_in_fp8(cache: AnyCache) -> bool:
-    """The same, and of the last layer, too: one layer that was rounded by mistake makes no cache in fp8."""
-    return in_fp8(cache) and _of_fp8(reversed(cache.layers))
+def fp8_parts(cache: AnyCache, parts: Sequence[Iterable[str]]) -> dict[str, Fp8Format]:
+    """The parts that are in fp8, and in which: in both the first and the last layer that have them, since one layer
+    that was rounded by mistake makes no cache in fp8.
+
+    Args:
+        parts: those of each layer.
+    """
+    if cache.ledger.engine is not None:
+        return {}
+    holding = {
+        name: [number for number, names in enumerate(parts) if name in names]
+        for name in sorted({*chain(*parts)} - {"decay"})
+    }
+    found: dict[str, set[Fp8Format | None]] = {name: set() for name in holding}
+    for number in sorted({end for numbers in holding.values() for end in (numbers[0], numbers[-1])}):
+        layer = cache.layers[number]
+        for name, numbers in holding.items():
+            if number in (numbers[0], numbers[-1]):
+                found[name].add(_fp8(layer[name]) if name in layer else None)
+    return {name: kind for name, kinds in found.items() if len(kinds) == 1 and (kind := kinds.pop())}
 
 
 def mantissas(vectors: Float[Tensor, "vectors numbers"]) -> Int[Tensor, "vectors"]:
@@ -52,9 +82,15 @@ def _coarsest(layers: Iterable[Layer]) -> Computed | None:
     return max(parts, key=STEPS.__getitem__) if parts else None
 
 
-def _of_fp8(layers: Iterable[Layer]) -> bool:
-    counts = (mantissas(_long_enough(_vectors(tensor))) for tensor in _first_parts(layers))
-    return any(len(known := count[count > 0]) > 0 and _mostly(known <= FP8) for count in counts)
+def _fp8(tensor: Tensor) -> Fp8Format | None:
+    """In which fp8 its vectors are; None where in neither."""
+    vectors = _long_enough(_vectors(tensor))
+    count = mantissas(vectors)
+    known = count > 0
+    if not bool(known.any()) or not _mostly(count[known] <= FP8):
+        return None
+    sizes = (vectors[known].abs().nan_to_num(0.0, 0.0).sort(-1).values.diff(dim=-1) != 0).sum(-1) + 1
+    return "e5m2" if _mostly(count[known] <= E5M2) and float(sizes.float().mean()) > _INT4 else "e4m3"
 
 
 def _first_parts(layers: Iterable[Layer]) -> list[Tensor]:

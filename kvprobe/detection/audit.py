@@ -6,7 +6,7 @@ whose text is long, was edited, or cannot be reproduced.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -16,13 +16,14 @@ from torch import Tensor
 from kvprobe.arguments import checked_arguments
 from kvprobe.brief import Brief, Table
 from kvprobe.cache.ledger import Ledger
-from kvprobe.cache.precision import all_in_fp8
+from kvprobe.cache.precision import Fp8Format, fp8_parts
 from kvprobe.cache.stored import AnyCache, StoredCache
 from kvprobe.detection.clean import Clean, CleanRecipe, clean_of
 from kvprobe.detection.columns import computable, spots_of, unedited
 from kvprobe.detection.rows import judged_slots, refuse_other_shape, scores_of
 from kvprobe.detection.scores import BLOCK, FIRST_SLOTS, Score
 from kvprobe.errors import UserError
+from kvprobe.fingerprint import differing
 from kvprobe.inference.model import Model
 from kvprobe.models.geometry import embedded_tokens
 from kvprobe.names import number_ranges
@@ -105,6 +106,7 @@ class Audit(Brief):
     Attributes:
         findings: the most unusual place of each check that found something, the most unusual first.
         rate: share of clean caches that would be called suspicious.
+        supplied: whether it was held against clean caches that were given, not learnt by default.
         unseen: what this audit cannot see, a sentence each.
         excess: the largest excess of each layer in each block of 16 slots, over rows, heads, parts and checks.
     """
@@ -114,6 +116,7 @@ class Audit(Brief):
     origin: str
     slots: int
     rate: float
+    supplied: bool
     unseen: tuple[str, ...]
     excess: Float[Tensor, "layers blocks"] = field(repr=False)
 
@@ -125,12 +128,13 @@ class Audit(Brief):
     @property
     def verdict(self) -> str:
         """In a sentence."""
+        by = ", by the supplied clean caches" if self.supplied else ""
         if not self.suspicious:
-            return f"Clean: nothing in it is unusual for {self.model}."
+            return f"Clean: nothing in it is unusual for {self.model}{by}."
         first = min(layer for finding in self.findings for layer in finding.layers)
         return (
             f"Suspicious: {self.model} would not have written this, by "
-            f"{', '.join(one.check for one in self.findings)}; first in layer {first}."
+            f"{', '.join(one.check for one in self.findings)}; first in layer {first}{by}."
         )
 
     def as_mapping(self) -> dict[str, object]:
@@ -141,6 +145,7 @@ class Audit(Brief):
             "cache": self.origin,
             "slots": self.slots,
             "rate": self.rate,
+            "clean_from": "supplied" if self.supplied else "learnt",
             "findings": [
                 {**vars(finding), "excess": min(finding.excess, 1e9), "sentence": str(finding)}
                 for finding in self.findings
@@ -172,12 +177,17 @@ def audit(model: Model, cache: AnyCache, clean: Clean | None = None) -> Audit:
             a minute, and kept.
 
     Raises:
-        UserError: the cache is of another shape than the model's, or its tokens are not the model's.
+        UserError: the cache is of another shape than the model's, or its tokens are not the model's; or `clean` is of
+            another model, or of parts in fp8 that are not in this cache, or the other way round.
     """
     cache.ledger.refuse_fitted("An audit")
     cache.ledger.refuse_mixed("An audit")
     _refuse_foreign(model, cache)
-    clean = clean or clean_of(model, CleanRecipe(fp8=all_in_fp8(cache)))
+    stored, supplied = fp8_parts(cache, model.geometry.parts), clean is not None
+    if clean is None:
+        clean = clean_of(model, CleanRecipe(fp8=stored))
+    else:
+        _refuse_other_clean(model, stored, clean)
     excess = torch.zeros(len(cache.layers), max(1, math.ceil(cache.ledger.slots / BLOCK)))
     worst: dict[str, Unusual] = {}
     layers: dict[str, set[int]] = {}
@@ -194,9 +204,8 @@ def audit(model: Model, cache: AnyCache, clean: Clean | None = None) -> Audit:
     ]
     findings.sort(key=lambda one: one.excess, reverse=True)
     origin = cache.origin if isinstance(cache, StoredCache) else "a cache in memory"
-    return Audit(
-        tuple(findings), model.name, origin, cache.ledger.slots, clean.recipe.rate, _unseen(model, cache, clean), excess
-    )
+    unseen = _unseen(model, cache, clean)
+    return Audit(tuple(findings), model.name, origin, cache.ledger.slots, clean.recipe.rate, supplied, unseen, excess)
 
 
 def _worst_place(clean: Clean, score: Score, row: int, excess: Float[Tensor, "layers blocks"]) -> Unusual:
@@ -255,6 +264,24 @@ def _refuse_foreign(model: Model, cache: AnyCache) -> None:
         )
 
 
+def _refuse_other_clean(model: Model, stored: Mapping[str, Fp8Format], clean: Clean) -> None:
+    if clean.model != (known := model.lanes.rounded_fingerprint):
+        raise UserError(
+            f"The clean caches given were learnt of another model than {model.name} (other "
+            f"{differing(clean.model, known)}); leave `clean` out, or learn it with this model."
+        )
+    if clean.recipe.fp8 != stored:
+        raise UserError(
+            f"The clean caches given have {_stored(clean.recipe.fp8)}, and this one has {_stored(stored)}; leave "
+            f"`clean` out, or learn it with CleanRecipe(fp8={dict(stored)})."
+        )
+
+
+def _stored(parts: Mapping[str, Fp8Format]) -> str:
+    """Which parts are in fp8, in words."""
+    return " and ".join(f"{name} in fp8 ({kind})" for name, kind in sorted(parts.items())) or "no part in fp8"
+
+
 def _barely_judged(model: Model, ledger: Ledger) -> Bool[Tensor, "rows slots"]:
     """Judged slots at the first positions that are not computed anew: nothing is predicted of what they hold."""
     barely = torch.stack([judged_slots(ledger, row) for row in range(ledger.batch)]) & (ledger.origins < FIRST_SLOTS)
@@ -295,7 +322,10 @@ def _unseen(model: Model, cache: AnyCache, clean: Clean) -> tuple[str, ...]:
                 f"{early} of the first slots are not computed anew, but only looked at for zeros, copies and infinity."
             )
     if clean.recipe.fp8:
-        sentences.append("It was held against clean caches in fp8: what is as small as that rounding goes unseen.")
+        sentences.append(
+            f"It was held against clean caches with {_stored(clean.recipe.fp8)}: what is as small as that rounding "
+            "goes unseen."
+        )
     if not model.lanes.can_reindex:
         sentences.append("Keys of this model cannot be rotated back, so their positions are not checked.")
     if ledger.slots < BLOCK:

@@ -5,8 +5,8 @@ check. On the third the limits are set so that a clean cache fails them at about
 unusual place of all checks counts, so that the rate is that of whole caches. Each check is measured by its own most
 unusual caches, leaving out the one that is judged (a jackknife; measured by simulation, not proved). These caches are
 computed with rounded products and stored in 8 bits, as another engine would, so that what differs between engines
-raises no alarm; one in four of the second and third as the model itself would. A cache in fp8 is held against clean
-caches that were rounded to fp8, too.
+raises no alarm; one in four of the second and third as the model itself would. Parts of a cache that are in fp8 are
+held against clean ones in the same fp8.
 """
 
 import json
@@ -27,6 +27,7 @@ from kvprobe.arguments import AtLeastOne, AtLeastZero, check_fields
 from kvprobe.brief import Brief
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.parts import KV
+from kvprobe.cache.precision import Fp8Format
 from kvprobe.detection.clean_texts import as_by_another_engine, chats_of, clean_texts
 from kvprobe.detection.rows import RowsReader, RowsScore, scores_of_rows
 from kvprobe.detection.scores import (
@@ -46,7 +47,7 @@ from kvprobe.progress import Bar
 from kvprobe.stats import conformal_rank
 from kvprobe.text.tokens import Tokens
 
-FORMAT = "kvprobe-clean-5"
+FORMAT = "kvprobe-clean-6"
 BODY = 0.9
 """The share of clean places below which a score is not unusual; beyond it the tail is taken to be exponential."""
 NARROWEST = 0.05
@@ -72,7 +73,7 @@ class CleanRecipe:
         calibrated: texts for the limits.
         longest: tokens of the longest text.
         rate: share of clean caches that may be called suspicious.
-        fp8: whether they are stored in fp8.
+        fp8: the parts that are stored in fp8, and in which.
     """
 
     fitted: AtLeastOne = 20
@@ -81,7 +82,7 @@ class CleanRecipe:
     longest: AtLeastOne = 192
     rate: float = 0.01
     seed: AtLeastZero = 0
-    fp8: bool = False
+    fp8: Mapping[str, Fp8Format] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -100,11 +101,13 @@ class Clean(Brief):
         parts: for each layer what is known of each part.
         tails: for each check and part of a layer, where the tail of its scores begins and how wide it is.
         limits: for each check, how surprising a place may be, in nats beyond what one place among as many would be.
+        model: the fingerprint of the model, with weights rounded to bfloat16.
     """
 
     parts: tuple[Mapping[str, Learnt], ...]
     tails: Mapping[str, Float[Tensor, "heads 2"]]
     limits: Mapping[str, float]
+    model: str
     recipe: CleanRecipe = field(default_factory=CleanRecipe)
 
     def _facts(self) -> Iterator[str]:
@@ -141,10 +144,12 @@ class Clean(Brief):
 def clean_of(model: Model, recipe: CleanRecipe | None = None) -> Clean:
     """What is known of this model's clean caches, learnt if it is not yet in the user's cache folder."""
     recipe = recipe or CleanRecipe()
-    written = digest([json.dumps([FORMAT, asdict(recipe)]).encode(), model.lanes.rounded_fingerprint.encode()], 16)
+    written = digest(
+        [json.dumps([FORMAT, asdict(recipe)], sort_keys=True).encode(), model.lanes.rounded_fingerprint.encode()], 16
+    )
     path = cache_folder() / "clean" / f"{written}.safetensors"
     if path.is_file():
-        return load_clean(path, recipe)
+        return load_clean(path)
     clean = learn_clean(model, recipe)
     with told(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +178,9 @@ def learn_clean(model: Model, recipe: CleanRecipe) -> Clean:
     by_key: dict[str, list[Score]] = {}
     for _, score in chain(*scored):
         by_key.setdefault(score.key, []).append(score)
-    clean = Clean(parts, {key: _tails(same) for key, same in by_key.items()}, {}, recipe)
+    clean = Clean(
+        parts, {key: _tails(same) for key, same in by_key.items()}, {}, model.lanes.rounded_fingerprint, recipe
+    )
     calibrating = _worst(clean, _scored(model, calibrated, parts, recipe, "Setting limits"))
     return replace(clean, limits=limits_of(_worst(clean, scored), calibrating, recipe.rate))
 
@@ -212,11 +219,10 @@ def _scored(
 
 
 def _in_fp8(cache: KVCache, recipe: CleanRecipe) -> KVCache:
-    """The cache, of which all parts but decays are in fp8 where these are learnt."""
-    stored = {name: None for layer in cache.layers for name in layer if name != "decay"} if recipe.fp8 else {}
-    for name in stored:
+    """The cache, of which those parts are in fp8 that are learnt so."""
+    for name, kind in recipe.fp8.items():
         part: Part = name.lower() if name in KV else name  # pyright: ignore[reportAssignmentType]
-        cache = cache.corrupt(Fp8Scale(1.0, scope=Scope(parts=part)))
+        cache = cache.corrupt(Fp8Scale(1.0, kind, scope=Scope(parts=part)))
     return cache
 
 
@@ -335,11 +341,12 @@ def save_clean(clean: Clean, path: Path) -> None:
     }
     tensors |= {f"tail.{key}": tensor.contiguous() for key, tensor in clean.tails.items()}
     known = {"format": FORMAT, "layers": str(len(clean.parts)), "limits": json.dumps(clean.limits)}
+    known |= {"model": clean.model, "recipe": json.dumps(asdict(clean.recipe))}
     with replacing(path) as partial:
         save_file(tensors, partial, metadata=known)
 
 
-def load_clean(path: Path, recipe: CleanRecipe) -> Clean:
+def load_clean(path: Path) -> Clean:
     """Read what `save_clean` wrote.
 
     Raises:
@@ -363,7 +370,8 @@ def load_clean(path: Path, recipe: CleanRecipe) -> Clean:
             tuple(parts),
             tails,
             {str(check): float(limit) for check, limit in json.loads(known["limits"]).items()},
-            recipe,
+            known["model"],
+            CleanRecipe(**json.loads(known["recipe"])),
         )
     except (SafetensorError, KeyError, ValueError, IndexError, TypeError, AttributeError) as error:
         raise UserError(

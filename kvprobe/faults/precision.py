@@ -1,7 +1,7 @@
 """Numbers stored at too low a precision, or read at the wrong scale."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from kvprobe.arguments import AtLeastOne, Within
 from kvprobe.cache.ledger import QuantisationFormat
+from kvprobe.cache.precision import Fp8Format
 from kvprobe.errors import UserError
 from kvprobe.faults.fault import Fault
 from kvprobe.faults.scope import Part
 from kvprobe.faults.struck import Struck
 from kvprobe.policies.codes import codes_of_values
 
-Format = Literal["e4m3", "e5m2"]
 _WHOSE_SCALE = 61
 _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -25,7 +25,7 @@ def _largest(struck: Struck, part: Part) -> float:
     return float(struck.context.vectors(struck.layer, part).float().abs().max().clamp(min=1e-30))
 
 
-def _in_fp8(vectors: Float[Tensor, "struck d"], scale: float, kind: Format) -> Float[Tensor, "struck d"]:
+def _in_fp8(vectors: Float[Tensor, "struck d"], scale: float, kind: Fp8Format) -> Float[Tensor, "struck d"]:
     """Divided by the scale and rounded to what fp8 can hold, numbers beyond it saturated."""
     dtype = _FORMATS[kind]
     limit = torch.finfo(dtype).max
@@ -41,7 +41,7 @@ class Fp8Scale(Fault):
     """
 
     factor: float
-    kind: Format = "e4m3"
+    kind: Fp8Format = "e4m3"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,7 +61,7 @@ class Fp8Saturation(Fault):
     """
 
     room: float
-    kind: Format = "e4m3"
+    kind: Fp8Format = "e4m3"
 
     def __post_init__(self) -> None:
         super().__post_init__()

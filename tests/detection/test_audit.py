@@ -13,7 +13,8 @@ import torch
 
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.layer import Layer
-from kvprobe.cache.precision import all_in_fp8
+from kvprobe.cache.parts import WRITES
+from kvprobe.cache.precision import Fp8Format, fp8_parts, in_fp8
 from kvprobe.cache.rotary import Rotary, Rotation
 from kvprobe.cache.stored import LazyLayers, StoredCache
 from kvprobe.detection import clean as learning
@@ -76,7 +77,8 @@ def test_slots_computed_anew_and_tokens_alone_equal_what_the_cache_holds(build: 
         assert torch.allclose(part[0], right, atol=1e-5)
 
 
-def test_each_layer_of_a_file_is_read_once_and_the_first_also_for_its_shape(tiny: Model, clean: Clean, cache: KVCache):
+def test_each_layer_of_a_file_is_read_once_and_both_ends_to_know_it(tiny: Model, clean: Clean, cache: KVCache):
+    """By its shape, and by whether it is in fp8."""
     reads: list[int] = []
 
     infinite = cache.corrupt(NotANumber(scope=Scope(layers=(0,), slots=range(3), parts="k")))
@@ -90,7 +92,7 @@ def test_each_layer_of_a_file_is_read_once_and_the_first_also_for_its_shape(tiny
         reads.clear()
         found = audit(tiny, stored, clean)
         assert found.as_mapping() == audit(tiny, held, clean).as_mapping() | {"cache": "a file"}
-        assert sorted(reads) == [0, *range(cache.n_layers)]
+        assert sorted(reads) == sorted([0, 0, cache.n_layers - 1, *range(cache.n_layers)])
 
 
 def test_clean_caches_pass_also_by_another_engine(tiny: Model, clean: Clean):
@@ -100,40 +102,92 @@ def test_clean_caches_pass_also_by_another_engine(tiny: Model, clean: Clean):
     assert alarms <= 2  # of 24, though the limits come from few texts
 
 
-def test_a_cache_in_fp8_is_held_against_clean_ones_in_fp8(
-    tiny: Model, clean: Clean, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
+def test_a_cache_in_fp8_is_held_against_clean_ones_in_the_same_fp8(
+    kind: Fp8Format, tiny: Model, clean: Clean, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("KVPROBE_CACHE", str(tmp_path))
-    coarse = learn_clean(tiny, replace(RECIPE, fp8=True))
-    monkeypatch.setattr(learning, "learn_clean", lambda model, recipe: coarse if recipe.fp8 else clean)
+    stored = {"K": kind, "V": kind}
+    coarse = learn_clean(tiny, replace(RECIPE, fp8=stored))
+    monkeypatch.setattr(learning, "learn_clean", lambda model, recipe: coarse if recipe.fp8 == stored else clean)
     texts = clean_texts(tiny, 24, 48, np.random.default_rng(98))
-    sound = [tiny.prefill(text).corrupt(Fp8Scale(1.0)) for text in texts]
-    assert sum(audit(tiny, cache, clean).suspicious for cache in sound) > 12
+    sound = [tiny.prefill(text).corrupt(Fp8Scale(1.0, kind)) for text in texts]
+    finer = replace(clean, recipe=replace(RECIPE, fp8=stored))
+    assert sum(audit(tiny, cache, finer).suspicious for cache in sound) > 12
     found = [audit(tiny, cache) for cache in sound]
     assert sum(one.suspicious for one in found) <= 2  # of 24, though the limits come from few texts
-    assert any("clean caches in fp8" in sentence for sentence in found[0].unseen)
-    assert not any("clean caches in fp8" in sentence for sentence in audit(tiny, tiny.prefill(texts[0])).unseen)
+    assert any(f"clean caches with K in fp8 ({kind}) and V in fp8 ({kind})" in sentence for sentence in found[0].unseen)
+    assert not any("in fp8" in sentence for sentence in audit(tiny, tiny.prefill(texts[0])).unseen)
     last = tiny.geometry.n_layers - 1
     for layers in ((0,), (last,)):  # rounded by mistake, so the others are held to what they should be
-        part = tiny.prefill(texts[0]).corrupt(Fp8Scale(1.0, scope=Scope(layers=layers)))
-        assert not any("clean caches in fp8" in sentence for sentence in audit(tiny, part).unseen)
+        part = tiny.prefill(texts[0]).corrupt(Fp8Scale(1.0, kind, scope=Scope(layers=layers)))
+        assert not any("in fp8" in sentence for sentence in audit(tiny, part).unseen)
     emptied = Zeros(scope=Scope(layers=(1,), slots=range(4, 8)))
     wrong = [cache.corrupt(emptied) for cache in sound]
     assert all(audit(tiny, cache).suspicious for cache in wrong)
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next"])
-def test_clean_caches_in_fp8_are_learnt_of_latents_and_of_states(kind: str):
-    model = load(every.tiny(kind))
-    recipe = replace(RECIPE, fp8=True)
-    known = learn_clean(model, recipe)
-    for number, names in enumerate(model.geometry.parts):
-        assert {*known.parts[number]} == {*names}
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_which_fp8_a_part_is_in_is_known_by_its_mantissas(scale: float, mixed: bool):
+    """At whatever scale; numbers of 4 bits have as few, and no more than eight sizes."""
+    kinds: dict[Fp8Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+    model = llama(head_dim=32)
+    parts = model.geometry.parts
     cache = model.prefill(IDS)
+
+    def stored(**dtypes: torch.dtype) -> KVCache:
+        return cache.with_parts({
+            name: [20 * layer[name] for layer in cache.layers]
+            if name not in dtypes
+            else [(20 * layer[name] / scale).to(dtypes[name]).float() * scale for layer in cache.layers]
+            for name in ("K", "V")
+        })  # fmt: skip
+
+    assert fp8_parts(stored(), parts) == {}
+    for kind, dtype in kinds.items():
+        other = next(one for one in kinds if one != kind)
+        dtypes = {"K": dtype, "V": kinds[other]} if mixed else {"K": dtype}
+        rounded = stored(**dtypes)
+        assert in_fp8(rounded)
+        assert fp8_parts(rounded, parts) == ({"K": kind, "V": other} if mixed else {"K": kind})
+    most = {name: [layer[name].abs().amax(-1, keepdim=True) / 7 for layer in cache.layers] for name in ("K", "V")}
+    int4 = cache.with_parts({
+        name: [(layer[name] / step).round() * step for layer, step in zip(cache.layers, steps, strict=True)]
+        for name, steps in most.items()
+    })  # fmt: skip
+    assert "e5m2" not in fp8_parts(int4, parts).values()
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next", "granitemoehybrid"])
+@pytest.mark.parametrize("attended", [False, True], ids=["all parts", "what is attended to alone"])
+def test_clean_caches_in_fp8_are_learnt_of_latents_and_of_states(kind: str, attended: bool):
+    """Of hybrid models engines round K and V, and leave the states alone."""
+    model = load(every.tiny(kind))
+    parts = model.geometry.parts
+    names = sorted({name for names in parts for name in names if name not in (WRITES if attended else ("decay",))})
+    recipe = replace(RECIPE, fp8=dict.fromkeys(names, "e4m3"))
+    cache = model.prefill(IDS)
+    assert fp8_parts(cache, parts) == {}
     rounded = learning._in_fp8(cache, recipe)
-    assert all_in_fp8(rounded)
-    assert not all_in_fp8(learning._in_fp8(cache, replace(recipe, fp8=False)))
-    assert "clean caches in fp8" in str(audit(model, rounded, known))
+    assert in_fp8(rounded)
+    assert fp8_parts(rounded, parts) == recipe.fp8
+    known = learn_clean(model, recipe)
+    for number, held in enumerate(parts):
+        assert {*known.parts[number]} == {*held}
+    assert f"clean caches with {names[0]} in fp8 (e4m3) and {names[1]}" in str(audit(model, rounded, known))
+
+
+def test_clean_caches_of_another_kind_are_refused(tiny: Model, clean: Clean, cache: KVCache):
+    coarse = replace(clean, recipe=replace(RECIPE, fp8={"K": "e4m3", "V": "e4m3"}))
+    refused(lambda: audit(tiny, cache, coarse), "have K in fp8 (e4m3) and V in fp8 (e4m3)", "has no part in fp8")
+    rounded = cache.corrupt(Fp8Scale(1.0, "e5m2"))
+    for given in (clean, coarse):
+        refused(lambda given=given: audit(tiny, rounded, given), "this one has K in fp8 (e5m2) and V in fp8 (e5m2)")
+    other = llama()
+    refused(lambda: audit(other, other.prefill(IDS), clean), "learnt of another model than", "(other weights")
+    assert "supplied clean caches" in audit(tiny, cache, clean).verdict
+    assert audit(tiny, cache, clean).as_mapping()["clean_from"] == "supplied"
 
 
 def test_limits_hold_at_their_rate_also_where_the_tails_of_checks_differ():
@@ -281,7 +335,7 @@ def test_what_was_learnt_is_kept_and_an_altered_file_is_refused(
     path = tmp_path / "kept.safetensors"
     save_clean(clean, path)
     path.write_bytes(path.read_bytes()[:1000])
-    refused(lambda: load_clean(path, RECIPE), "delete it, and it is learnt anew")
+    refused(lambda: load_clean(path), "delete it, and it is learnt anew")
     refused(lambda: CleanRecipe(calibrated=50), "calibrate on at least 99")
 
 

@@ -6,6 +6,7 @@ in `conclude`, from its scores on sound caches.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,8 @@ def collect(model: Model, config: Config, run: Run) -> pd.DataFrame:
     surprise, likewise), with `…_layer` and `…_block` of the first place, `diff_kind`, and `diff_alarm` (its verdict).
     """
     items = find_task(config.task).items(config.samples + config.benign, config.seed)
-    clean = Cleans(*(clean_of(model, replace(recipe(config.learnt), fp8=fp8)) for fp8 in (False, True)))
+    rounded = dict.fromkeys(sorted({*chain(*model.geometry.parts)} - {"decay"}), "e4m3")
+    clean = Cleans(*(clean_of(model, replace(recipe(config.learnt), fp8=fp8)) for fp8 in ({}, rounded)))
     doing = "Planting and detecting"
     return Parts(model, config, run).table(measure, list(enumerate(items)), "caches", clean, doing=doing, unit="prompt")
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvprobe.cache.cache import KVCache
-from kvprobe.cache.precision import all_in_fp8
+from kvprobe.cache.precision import fp8_parts
 from kvprobe.detection.clean import Clean
 from kvprobe.detection.diff import diff
 from kvprobe.detection.rows import scores_of
@@ -23,16 +23,16 @@ class Cleans(NamedTuple):
     usual: Clean
     fp8: Clean
 
-    def of(self, cache: KVCache) -> Clean:
+    def of(self, model: Model, cache: KVCache) -> Clean:
         """What this cache is held against."""
-        return self.fp8 if all_in_fp8(cache) else self.usual
+        return self.fp8 if fp8_parts(cache, model.geometry.parts) else self.usual
 
 
 def inspected(model: Model, cleans: Cleans, reference: KVCache, asked: AskedCache) -> dict[str, Any]:
     """What each finds in a cache; see `collect`."""
     cache = asked.cache
     same = all(torch.equal(one.to(two.dtype), two) for one, two in zip(cache.tensors, reference.tensors, strict=True))
-    return {"hash": float(not same)} | _by_diff(cache, reference) | _by_audit(model, cleans.of(cache), cache)
+    return {"hash": float(not same)} | _by_diff(cache, reference) | _by_audit(model, cleans.of(model, cache), cache)
 
 
 def _by_diff(cache: KVCache, reference: KVCache) -> dict[str, Any]:
