@@ -2,11 +2,11 @@
 
     python benchmarks/audit.py [--model smollm2-135m] [--clean 60] [--texts 3]
 
-Clean caches are of new texts of the kinds that were learnt: by the model itself, with K and V stored in bfloat16, as
-another engine computes them, and read in portions; of a third of them as the model in bfloat16 reads them (audited with
-it, and with the one in float32) and as llama.cpp saves them; and of longer texts. Bugs are planted as large as they
-were reported and as one block of one layer; of each it is said how far the log-probability of one of the five likeliest
-next tokens moves. Prints both tables.
+Clean caches are of new texts of the kinds that were learnt: by the model itself, with K and V stored in bfloat16 and in
+fp8, as another engine computes them, and read in portions; of a third of them as the model in bfloat16 reads them
+(audited with it, and with the one in float32) and as llama.cpp saves them; and of longer texts. Bugs are planted as
+large as they were reported and as one block of one layer; of each it is said how far the log-probability of one of the
+five likeliest next tokens moves. Prints both tables.
 """
 
 import argparse
@@ -100,7 +100,8 @@ def clean_caches(model: Model, text: Tokens) -> Iterator[tuple[str, KVCache]]:
     yield "by the model", cache
     rounded = tuple({name: part.bfloat16().float() for name, part in layer.items()} for layer in cache.layers)
     yield "stored in bfloat16", replace(cache, layers=rounded)
-    yield "stored in fp8", cache.corrupt(Fp8Scale(1.0))
+    yield "stored in fp8 (e4m3)", cache.corrupt(Fp8Scale(1.0))
+    yield "stored in fp8 (e5m2)", cache.corrupt(Fp8Scale(1.0, "e5m2"))
     yield "as by another engine", as_by_another_engine(model, [text])
     third = max(1, len(text) // 3)
     yield "read in portions", model.extend(model.prefill(text[:third]), text[third:])[0]
