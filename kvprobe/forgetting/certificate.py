@@ -28,7 +28,7 @@ from kvprobe.forgetting.readers import (
 )
 from kvprobe.forgetting.search import Search, search
 from kvprobe.forgetting.secret_places import TO_LEARN_FROM
-from kvprobe.forgetting.trace import SecretTrace, Slots, in_layers, stored, trace_of
+from kvprobe.forgetting.trace import REPEATED, SecretTrace, Slots, in_layers, stored, trace_of
 from kvprobe.forgetting.use import Use, uses
 from kvprobe.forgetting.ways import NOTHING, WAYS, Way, forgotten, way_of
 from kvprobe.inference.model import Model
@@ -126,7 +126,7 @@ class Certificate(Brief):
     def _where(self) -> Verdict:
         question = "Does anything that stays depend on the secret?"
         if self.clean:
-            most = "" if self.trace.exact else " by more than the same cache computed twice"
+            most = "" if self.trace.exact else " by more than the same cache computed again"
             words = f"No number of any layer that later tokens see differs between {self.secrets} secrets{most}."
             if self.stored:
                 return Verdict(question, "hidden, not removed", True, f"{words} {self.stored} hidden slots still do.")
@@ -341,7 +341,7 @@ def certify(
     rng = np.random.default_rng(seed)
     tried = case.secrets(model.tokenizer, secrets, rng, others)
     refuse_unreadable(case, tried, reader, conversations)
-    own, again = (forgotten(model, act, case, case.secret) for _ in range(2))
+    own, *again = (forgotten(model, act, case, case.secret) for _ in range(REPEATED))
     if cache is not None:
         _refuse_another(model, cache, own, again, name)
     rest = Bar(tried[1:], desc=f"Forgetting: {name}", unit="secret")
@@ -365,8 +365,8 @@ def certify(
     )
 
 
-def _refuse_another(model: Model, cache: KVCache, made: KVCache, again: KVCache, way: str) -> None:
-    """Refuse a cache that is not what the way makes, to the bit or to what making it twice differs by; in slots that
+def _refuse_another(model: Model, cache: KVCache, made: KVCache, again: Sequence[KVCache], way: str) -> None:
+    """Refuse a cache that is not what the way makes, to the bit or to what making it again differs by; in slots that
     later tokens do not see, to the bit."""
     if cache.batch != 1 or cache.n_layers != made.n_layers:
         raise UserError(

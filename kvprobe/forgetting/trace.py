@@ -22,6 +22,10 @@ from kvprobe.names import number_ranges
 
 STATE, INPUTS = "state", "conv"
 """Of recurrent layers: what they fold, and the inputs that their convolution keeps. Each counts as one slot."""
+REPEATED = 4
+"""How often the first of the caches is computed, so that one sees by how much the same cache differs from itself."""
+MARGIN = 2.0
+"""How many times as far as these differ numbers of two secrets must, since there are more secrets than repeats."""
 
 Seen = Mapping[str, Float[Tensor, "heads slots numbers"]]
 """What later tokens see of a layer, by part."""
@@ -101,15 +105,17 @@ class SecretTrace(Brief):
     Attributes:
         layers: of each layer, by part: the standard deviation over secrets relative to the size of what is stored, by
             head and slot.
-        differs: likewise, whether any number of any secret differs by more than the same cache computed twice does.
+        differs: likewise, whether any number of any secret differs by more than rounding.
+        rounding: of each layer, by part: how far numbers must differ, because the same cache computed again does.
         positions: of the slots.
-        exact: whether the same cache computed twice is the same to the bit, so that any difference counts.
+        exact: whether the same cache computed again is the same to the bit, so that any difference counts.
         slots_differ: whether the secret decides which slots stay.
         nearest: the least distance between two of the caches, relative to their size.
     """
 
     layers: tuple[Mapping[str, Float[Tensor, "heads slots"]], ...]
     differs: tuple[Mapping[str, Bool[Tensor, "heads slots"]], ...]
+    rounding: tuple[Mapping[str, float], ...]
     positions: tuple[int, ...]
     exact: bool
     slots_differ: bool
@@ -129,8 +135,10 @@ class SecretTrace(Brief):
 
     @property
     def most(self) -> float:
-        """The largest difference of any place."""
-        return max((float(one.max()) for parts in self.layers for one in parts.values() if one.numel()), default=0.0)
+        """The largest difference of any place that depends on the secret."""
+        found = zip(self.layers, self.differs, strict=True)
+        held = [parts[name][where] for parts, differs in found for name, where in differs.items()]
+        return float(torch.cat(held).max()) if any(one.numel() for one in held) else 0.0
 
     @property
     def empty(self) -> bool:
@@ -176,21 +184,28 @@ class SecretTrace(Brief):
         return torch.stack(rows) if self.positions else torch.zeros(len(self.layers), 0)
 
 
-def trace_of(model: Model, caches: Sequence[KVCache], again: KVCache, slots: Slots) -> SecretTrace:
+def trace_of(model: Model, caches: Sequence[KVCache], again: Sequence[KVCache], slots: Slots) -> SecretTrace:
     """What differs between caches.
 
     Args:
-        again: the first of them, computed once more.
+        again: the first of them, computed again.
         slots: that they have in common.
     """
-    repeated = Slots.of([caches[0], again])
+    repeated = Slots.of([caches[0], *again])
+    roundings: list[dict[str, float]] = []
     layers: list[dict[str, Tensor]] = []
     differs: list[dict[str, Tensor]] = []
     exact, count = not repeated.differ, len(caches)
     apart, size = torch.zeros(count, count, dtype=torch.double), 0.0
     for layer in range(caches[0].n_layers):
         held = [seen(model, cache, slots, number, layer) for number, cache in enumerate(caches)]
-        one, two = (seen(model, cache, repeated, number, layer) for number, cache in enumerate((caches[0], again)))
+        first, *others = (seen(model, one, repeated, row, layer) for row, one in enumerate([caches[0], *again]))
+        rounding = {
+            name: MARGIN * max((float((other[name] - one).abs().max()) for other in others if one.numel()), default=0.0)
+            for name, one in first.items()
+        }
+        roundings.append(rounding)
+        exact = exact and not any(rounding.values())
         spreads: dict[str, Tensor] = {}
         differing: dict[str, Tensor] = {}
         for name, first in held[0].items():
@@ -199,9 +214,7 @@ def trace_of(model: Model, caches: Sequence[KVCache], again: KVCache, slots: Slo
             scale = torch.stack([one[name] for one in held]).double().square().mean((0, 3))
             spread = (off - off.mean(0)).square().mean((0, 3)).sqrt()
             spreads[name] = (spread / scale.sqrt().clamp(min=1e-30)).float()
-            rounding = (one[name] - two[name]).abs().max() if one[name].numel() else 0.0
-            exact = exact and not bool(rounding)
-            differing[name] = off.abs().amax((0, 3)) > rounding
+            differing[name] = off.abs().amax((0, 3)) > rounding[name]
             flat = off.flatten(1)
             products = flat @ flat.T
             apart += (products.diagonal()[:, None] + products.diagonal() - 2 * products).clamp(min=0)
@@ -210,7 +223,7 @@ def trace_of(model: Model, caches: Sequence[KVCache], again: KVCache, slots: Slo
         differs.append(differing)
     apart.fill_diagonal_(torch.inf)
     nearest = float((apart.min() / max(size, 1e-30)).sqrt())
-    return SecretTrace(tuple(layers), tuple(differs), slots.positions, exact, slots.differ, nearest)
+    return SecretTrace(tuple(layers), tuple(differs), tuple(roundings), slots.positions, exact, slots.differ, nearest)
 
 
 def in_layers(layers: Sequence[int]) -> str:

@@ -64,11 +64,15 @@ def _side_by_side(rows: Sequence[Tensor]) -> Tensor:
     return torch.stack([pad(one, (0, width - one.shape[-1])) for one in rows], 1)
 
 
-def principal(numbers: Float[Tensor, "samples numbers"]) -> Float[Tensor, "samples samples"]:
+def principal(numbers: Float[Tensor, "samples numbers"], rounding: float = 0.0) -> Float[Tensor, "samples samples"]:
     """The same inner products between samples, of standardised numbers, in as many numbers as there are samples, the
-    largest last."""
+    largest last.
+
+    Args:
+        rounding: by how much numbers must differ, since standardised ones that only round would drown the others.
+    """
     size = numbers.norm(dtype=torch.double) / max(numbers.numel(), 1) ** 0.5
-    varying = numbers[:, (numbers != numbers[:1]).any(0)].double()
+    varying = numbers[:, ((numbers - numbers[:1]).abs() > rounding).any(0)].double()
     off = varying - varying.mean(0)
     scaled = off[:, off.square().mean(0).sqrt() > 1e-9 * size]
     scaled = scaled / scaled.square().mean(0).sqrt()
@@ -78,13 +82,13 @@ def principal(numbers: Float[Tensor, "samples numbers"]) -> Float[Tensor, "sampl
     return axes * values.clamp(min=0).sqrt()
 
 
-def rotated(numbers: Float[Tensor, "samples numbers"]) -> Float[Tensor, "samples dim"]:
-    """Principal coordinates in a random rotation.
+def rotated(numbers: Float[Tensor, "samples numbers"], rounding: float = 0.0) -> Float[Tensor, "samples dim"]:
+    """Principal coordinates in a random rotation; see `principal`.
 
     Ridge regression asks for inner products alone. The rotation spreads them over all numbers, since probes scale each
     number to the same variance.
     """
-    axes = principal(numbers)
+    axes = principal(numbers, rounding)
     rng = torch.Generator().manual_seed(0)
     return (axes @ torch.linalg.qr(torch.randn(axes.shape, generator=rng, dtype=torch.double))[0]).float()
 
@@ -106,21 +110,27 @@ def view_of(model: Model, caches: Sequence[KVCache], slots: Slots, trace: Secret
     tokens: list[Tensor] = []
     for layer in range(caches[0].n_layers):
         held = [seen(model, cache, slots, number, layer) for number, cache in enumerate(caches)]
-        sites |= {(layer, name): rotated(torch.stack([one[name].flatten() for one in held])) for name in held[0]}
+        rounding = trace.rounding[layer]
+        for name in held[0]:
+            sites[layer, name] = rotated(torch.stack([one[name].flatten() for one in held]), rounding[name])
         if layer in layers:
-            tokens.append(_tokens({name: torch.stack([one[name] for one in held]) for name in held[0]}, places))
+            parts = {name: torch.stack([one[name] for one in held]) for name in held[0]}
+            tokens.append(_tokens(parts, places, rounding))
     count = f"{len(places)} of {len(slots.positions)} slots"
     return View(sites, _side_by_side(tokens), f"{count} of {in_layers(layers)}")
 
 
 def _tokens(
-    parts: Mapping[str, Float[Tensor, "samples heads slots numbers"]], places: Sequence[int]
+    parts: Mapping[str, Float[Tensor, "samples heads slots numbers"]],
+    places: Sequence[int],
+    rounding: Mapping[str, float],
 ) -> Float[Tensor, "samples places width"]:
     """The parts of a layer side by side. A state is the first of the slots, in its principal coordinates."""
     beside: list[Tensor] = []
     if STATE in parts:
         folded = torch.cat([parts[name].flatten(1) for name in (STATE, INPUTS)], 1)
-        beside.append(pad(principal(folded).float()[:, None, -STATES:], (0, 0, 0, len(places) - 1)))
+        least = min(rounding[STATE], rounding[INPUTS])
+        beside.append(pad(principal(folded, least).float()[:, None, -STATES:], (0, 0, 0, len(places) - 1)))
     for name in [name for name in parts if name not in (STATE, INPUTS)]:
         held = parts[name][:, :, list(places)].transpose(1, 2).flatten(2)
         beside.append((held - held.mean(0)).float())

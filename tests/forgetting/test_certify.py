@@ -117,6 +117,44 @@ def test_a_planted_channel_is_found_where_it_is(model: Model):
     assert {one["reader"] for one in found.as_mapping()["readers"]} == {"ridge", "slot"}
 
 
+def rounded_otherwise(way: Any, size: float = 1e-6) -> Any:
+    """A way whose numbers are a little different whenever it is carried out, as on a graphics card."""
+    rng = torch.Generator().manual_seed(0)
+
+    def carried_out(model: Model, chat: Transcript, hide: tuple[str, ...]) -> KVCache:
+        cache = way(model, chat, hide)
+        return cache.with_parts({"V": [one + size * torch.randn(one.shape, generator=rng) for one in cache.values]})
+
+    return carried_out
+
+
+def test_rounding_is_no_trace_and_drowns_none(model: Model):
+    clean = certified(model, rounded_otherwise(WAYS["restart"]))
+    assert clean.clean
+    assert not clean.trace.exact
+    assert clean.trace.most == 0.0
+    leak = leaking(on_axes, 1, -2)
+    exact, noisy = (certified(model, way, searched=0) for way in (leak, rounded_otherwise(leak)))
+    assert noisy.trace.places == exact.trace.places
+    assert noisy.trace.most == pytest.approx(exact.trace.most, rel=1e-3)
+    assert noisy.known[0].above_chance
+    assert noisy.bits == pytest.approx(exact.bits, abs=0.05)
+
+
+def test_the_place_that_is_named_is_that_of_the_difference_beside_it(model: Model):
+    """V of layer 0 rounds so much that a larger difference there is none."""
+    rng = torch.Generator().manual_seed(0)
+    leak = leaking(on_axes, 1, -2)
+
+    def loud(model: Model, chat: Transcript, hide: tuple[str, ...]) -> KVCache:
+        first, *others = (cache := leak(model, chat, hide)).values
+        return cache.with_parts({"V": [first + torch.randn(first.shape, generator=rng), *others]})
+
+    found = certified(model, loud, searched=0)
+    assert {place[:2] for place in found.trace.places} == {(1, "V")}
+    assert found.trace.most == pytest.approx(certified(model, leak, searched=0).trace.most)
+
+
 def test_what_two_slots_say_only_together_is_read_by_a_transformer_and_not_by_the_ridge():
     """The product of the signs of two slots is the parity of a digit; either sign alone is a coin."""
     rng = torch.Generator().manual_seed(0)
