@@ -42,21 +42,20 @@ class Question:
         series: by name, the finding that answers, and its keys.
         scale: panels of one such name have one scale.
         limits: of the axis, beyond which an interval may reach.
-        small, medium: the presets of SmolLM2 and of the 0.5B, if they are named in another way.
+        small: the preset of SmolLM2, if it is named in another way.
     """
 
     preset: str
     label: str
     series: Mapping[str, tuple[str, Mapping[str, Key]]]
     small: str | None = None
-    medium: str | None = None
     scale: str = "share"
     limits: tuple[float, float] | None = None
 
     def runs(self) -> dict[str, str]:
         """By model, the name of its preset."""
         small, medium, large = (f"{self.preset}-{suffix}" for suffix in SUFFIXES)
-        return dict(zip(STYLES, (self.small or small, self.medium or medium, large), strict=True))
+        return dict(zip(STYLES, (self.small or small, medium, large), strict=True))
 
 
 def leak(preset: str, what: str, **more: str) -> Question:
@@ -102,7 +101,6 @@ QUESTIONS = {
                 "an answer that nobody stated": ("general", {"when": "later"}),
             },
             "reliance",
-            "reliance-qwen0.5b",
         )
     ],
     "patching": [
