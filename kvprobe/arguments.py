@@ -51,6 +51,10 @@ class Within:
 AtLeastZero = Annotated[int, Within(0)]
 AtLeastOne = Annotated[int, Within(1)]
 Share = Annotated[float, Within(0, 1)]
+FARTHEST = 2**31 - 1
+"""The last position that a slot can have."""
+Position = Annotated[int, Within(0, FARTHEST)]
+Distance = Annotated[int, Within(-FARTHEST, FARTHEST)]
 
 
 def checked_arguments(function: Checked) -> Checked:

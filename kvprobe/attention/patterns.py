@@ -26,6 +26,7 @@ from kvprobe.errors import UserError
 from kvprobe.exported import Exported
 from kvprobe.inference.forward import cache_of, forward_pass, new_slots, one_row_each, taps
 from kvprobe.inference.model import Model, Readable
+from kvprobe.inference.readable import only_run
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.unproved import Lane
@@ -169,12 +170,7 @@ def attend(
     Raises:
         UserError: the text is empty or several rows, or there is no such query or layer.
     """
-    rows = model.tokens_after(past, text)
-    if len(rows) != 1 or not len(rows[0]):
-        raise UserError(
-            f"Patterns are of one row with at least one token; there are {len(rows)} rows, or nothing to read."
-        )
-    tokens, wanted = rows[0], _layers(model, layers)
+    tokens, wanted = only_run(model.tokens_after(past, text)), _layers(model, layers)
     chosen, before = _chosen(tokens, queries), 0 if past is None else past.slots
     cache, logits = one_row_each(model.lanes, past, 1), torch.empty(0)
     weights: list[Tensor] = []

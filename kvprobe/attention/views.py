@@ -16,6 +16,7 @@ from kvprobe.cache.cache import KVCache
 from kvprobe.cache.indices import indices
 from kvprobe.checks import names_of
 from kvprobe.inference.model import Model, Readable
+from kvprobe.inference.readable import only_run
 from kvprobe.tidy import Rows
 
 AT_ONCE = 12
@@ -53,10 +54,10 @@ def logits_in_view(
     Raises:
         UserError: see `in_view_of`.
     """
-    logits = []
+    read, logits = only_run(model.tokens_after(cache, suffix, "suffix"), "suffix"), []
     for first in range(0, len(views), AT_ONCE):
         rows = KVCache.join([in_view_of(cache, hide, heads) for heads in views[first : first + AT_ONCE]])
-        logits.append(model.extend(rows, [*model.tokens_after(cache, suffix)] * rows.batch)[1][:, -1].float())
+        logits.append(model.extend(rows, [read] * rows.batch)[1][:, -1].float())
     return torch.cat(logits)
 
 

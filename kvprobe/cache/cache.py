@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from kvprobe.arguments import AtLeastOne, checked_arguments
+from kvprobe.arguments import AtLeastOne, Distance, Position, checked_arguments
 from kvprobe.cache.alike import refuse_other_model, refuse_other_slots, refuse_other_time, refuse_overlap
 from kvprobe.cache.contents import Contents
 from kvprobe.cache.device import pick_device
@@ -139,7 +139,9 @@ class KVCache(Contents):
         self.ledger.warn_of_sink(~chosen)
         return self.take(*self.ledger.order(chosen))
 
-    def rewind(self, segment: str | None = None, *, slots: int | None = None, position: int | None = None) -> "KVCache":
+    def rewind(
+        self, segment: str | None = None, *, slots: Distance | None = None, position: Position | None = None
+    ) -> "KVCache":
         """Take back what was read from some place on: its slots leave, and the next token stands where they began.
 
         What was done to the slots before that place stays done: those that were masked, evicted or rounded since do

@@ -172,8 +172,8 @@ REPORTS: Mapping[str, Report] = {
     ),
     "vllm-30931": Report(
         _issue(_VLLM, 30931),
-        "Adapters of one name and different weights shared cached blocks; planted as rows of another prompt, since no "
-        "adapter is at hand.",
+        "Adapters of one name and different weights shared cached blocks; planted as rows of another prompt: "
+        "the zoo strikes caches of any model, and the adapters that ship with kvprobe are of SmolLM2 alone.",
         "the whole shared prefix, all layers (Llama-3.3-70B)",
         "foreign prefix",
         place="first",

@@ -7,12 +7,13 @@ model away from it, which is not to remove it. `kv.certify` says what is left.
 
 from collections.abc import Mapping, Sequence
 from math import cos, pi
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvprobe.arguments import AtLeastOne, AtLeastZero, checked_arguments
+from kvprobe.arguments import AtLeastOne, AtLeastZero, Within, checked_arguments
 from kvprobe.cache.alike import refuse_other_model
 from kvprobe.cache.cache import KVCache, Slots
 from kvprobe.cache.parts import INDEX, recurrent
@@ -37,7 +38,7 @@ def train_eraser(
     texts: Readable,
     keep: AtLeastOne = 4,
     steps: AtLeastOne = 100,
-    rate: float = 0.05,
+    rate: Annotated[float, Within(0, 1000)] = 0.05,
     seed: AtLeastZero = 0,
 ) -> KVCache:
     """The cache with a span replaced by a few trained slots, so that the model goes on as from one that never had it.
@@ -57,7 +58,7 @@ def train_eraser(
 
     Raises:
         UserError: several rows; a span that is hidden, quantised or shorter than `keep`; states or an index; or a
-            target of another model.
+            target of another model; a cache that is not finite, before training or after it; or no texts.
     """
     span = spanned(cache, segments, slots, keep)
     refuse_other_model(cache, target, "The target")
@@ -66,7 +67,7 @@ def train_eraser(
             f"{type(model.lanes.plain).__name__} keeps states, or chooses slots by an index, through which slots are "
             "not trained; recompute or evict instead."
         )
-    runs, wanted = model.tokens_after(cache, texts), _log_probs(model, target, model.tokens_after(target, texts))
+    wanted, runs = _wanted(model, cache, target, texts)
     start = _drawn(target, keep, seed)
     moves = [{name: torch.zeros_like(part, requires_grad=True) for name, part in layer.items()} for layer in start]
     sizes = [{name: part.float().std() for name, part in layer.items()} for layer in target.layers]
@@ -84,12 +85,15 @@ def train_eraser(
             optimiser.param_groups[0]["lr"] = rate * (1 + cos(pi * step / steps)) / 2
             optimiser.zero_grad()
             loss = _kl(wanted, _log_probs(model, edited(), runs), runs).mean()
+            _refuse_diverged(loss, rate)
             loss.backward(inputs=[move for layer in moves for move in layer.values()])
             optimiser.step()
             bar.set_postfix_str(f"{float(loss.detach()):.3f} nats")
             bar.update()
     with torch.no_grad():
-        return edited()
+        erased = edited()
+        _refuse_diverged(_kl(wanted, _log_probs(model, erased, runs), runs), rate)
+        return erased
 
 
 @checked_arguments
@@ -100,11 +104,26 @@ def divergence(model: Model, cache: KVCache, target: KVCache, texts: Readable) -
         texts: each is read after both caches, at the positions of each.
 
     Raises:
-        UserError: several rows, or another model.
+        UserError: several rows, another model, a cache that is not finite, or no texts.
     """
     with torch.no_grad():
-        wanted, runs = _log_probs(model, target, model.tokens_after(target, texts)), model.tokens_after(cache, texts)
+        wanted, runs = _wanted(model, cache, target, texts)
         return _kl(wanted, _log_probs(model, cache, runs), runs)
+
+
+def _wanted(
+    model: Model, cache: KVCache, target: KVCache, texts: Readable
+) -> tuple[Float[Tensor, "texts tokens vocab"], list[Tokens]]:
+    """What the target predicts after each token of the texts, and the texts as they follow the cache."""
+    cache.refuse_nonfinite()
+    target.refuse_nonfinite()
+    after_target, runs = (model.tokens_after(past, texts, "texts") for past in (target, cache))
+    return _log_probs(model, target, after_target), runs
+
+
+def _refuse_diverged(losses: Float[Tensor, "..."], rate: float) -> None:
+    if not bool(losses.isfinite().all()):
+        raise UserError(f"Training ends in NaN or infinity at a rate of {rate}; give a smaller one.")
 
 
 def _drawn(target: KVCache, count: int, seed: int) -> Sequence[Mapping[str, Tensor]]:

@@ -55,16 +55,17 @@ def match_attention(
             tokens are read once more, as in the paper.
 
     Raises:
-        UserError: several rows, quantised slots; a span that is hidden or shorter than `keep`; or layers that store
-            something else than K and V.
+        UserError: several rows, quantised slots; a span that is hidden or shorter than `keep`; layers that store
+            something else than K and V; a cache that is not finite; or no queries.
     """
     span = spanned(cache, segments, slots, keep)
+    cache.refuse_nonfinite()
     if queries is None:
         cache.ledger.refuse_fitted("Reading the span once more")
         again = tokens_at(cache.ledger, 0, torch.tensor(span, device=cache.ledger.tokens.device))
         runs = [Tokens.of(again.ids, "queries", int(cache.ledger.following[0]))]
     else:
-        runs = model.tokens_after(cache, queries)
+        runs = model.tokens_after(cache, queries, "queries")
     places = span[len(span) - keep :]
     read = Readings.of(model, cache, runs)
     layers: list[Mapping[str, Tensor]] = []
@@ -73,7 +74,9 @@ def match_attention(
         layers.append(
             {part: torch.stack(tensors)[None] for part, tensors in zip(KV, zip(*heads, strict=True), strict=False)}
         )
-    return with_fitted(cache, layers, span, places)
+    edited = with_fitted(cache, layers, span, places)
+    edited.refuse_nonfinite()
+    return edited
 
 
 @checked_arguments
@@ -87,9 +90,11 @@ def attention_error(model: Model, cache: KVCache, edited: KVCache, text: Readabl
         edited: at the same positions.
 
     Raises:
-        UserError: several rows, other positions, or layers that store something else than K and V.
+        UserError: several rows, other positions, layers that store something else than K and V, an edited cache that
+            is not finite, or no text.
     """
     one_row(edited)
+    edited.refuse_nonfinite()
     if not torch.equal(cache.ledger.following, edited.ledger.following):
         raise UserError("The edited cache ends at another position, where queries would be others; do not reindex it.")
     return Readings.of(model, cache, model.tokens_after(cache, text)).errors(edited)

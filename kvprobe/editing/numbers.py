@@ -69,7 +69,8 @@ def steer(
         layers: to which; all that store the part by default.
 
     Raises:
-        UserError: a layer does not store this part, or the directions do not fit it or are not finite.
+        UserError: a layer does not store this part, the directions do not fit it or are not finite, or what they give
+            is too large for the cache's numbers.
     """
     wanted = _storing(cache, part, layers)
     if not bool(directions.isfinite().all()):
@@ -86,6 +87,8 @@ def steer(
             )
         moved = held.float() + scale * direction.to(held.device, torch.float32)[None, :, None]
         steered[number][part] = moved.to(held.dtype)
+        if not bool((steered[number][part].isfinite() | ~held.isfinite()).all()):
+            raise UserError(f"{part} of layer {number} overflows {held.dtype}; give a smaller scale.")
     donor = KVCache(tuple(steered), cache.ledger, cache.made_by)
     return cache.patch(donor, *segments, slots=slots, part=part)
 

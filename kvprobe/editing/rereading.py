@@ -13,6 +13,7 @@ from kvprobe.cache.entries import entries
 from kvprobe.editing.splicing import follow, one_row, refuse_quantised
 from kvprobe.errors import UserError
 from kvprobe.inference.model import Model
+from kvprobe.inference.readable import only_run
 from kvprobe.inference.rows import Readable
 from kvprobe.text.tokens import ANSWER_HEADER, Tokens
 
@@ -31,12 +32,12 @@ def replace_text(
 
     Args:
         cache: of one row; see `KVCache.rows` and `KVCache.join`.
-        text: new text of the segment, or its token ids.
+        text: new text of the segment, or its token ids; to take a segment out, evict it.
         window: how many of the slots after it are computed again, as in arXiv 2609.17983.
 
     Raises:
-        UserError: several rows, quantised slots, no such segment, or one whose text is interrupted; a recurrent
-            layer that decays over slots evicted right after it.
+        UserError: several rows or texts, no text, quantised slots, no such segment, or one whose text is interrupted; a
+            recurrent layer that decays over slots evicted right after it.
     """
     refuse_quantised(cache)
     one_row(cache)
@@ -52,9 +53,7 @@ def replace_text(
     # Where gaps were closed, slots that are hidden take no positions.
     after = torch.cat([ledger.positions[0, stop:][ledger.live_somewhere[0, stop:]], ledger.following])[0]
     first, end = int(head.ledger.following[0]), min(int(ledger.positions[0, stop - 1]) + 1, int(after))
-    ids = model.tokens_after(cache, text)[0].ids
-    if not ids:
-        raise UserError("There is no text to put in; to take a segment out, evict it.")
+    ids = only_run(model.tokens_after(cache, text)).ids
     edited = model.extend(head if start else None, Tokens.of(ids, segment, first))[0]
     edited = follow(edited, _from(cache, stop, first + len(ids) - end))
     begin = start + len(ids)

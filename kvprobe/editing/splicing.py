@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvprobe.arguments import AtLeastZero, checked_arguments
+from kvprobe.arguments import FARTHEST, Position, checked_arguments
 from kvprobe.cache.alike import refuse_other_model
 from kvprobe.cache.cache import KVCache, combined
 from kvprobe.cache.layer import Layer
@@ -25,7 +25,7 @@ def splice(
     cache: KVCache,
     piece: KVCache,
     *,
-    at: AtLeastZero | None = None,
+    at: Position | None = None,
     recomputed: bool = False,
     other_maker: bool = False,
 ) -> KVCache:
@@ -44,8 +44,8 @@ def splice(
             which (`makers`, `others`), and the cache stays one of its own model, which alone reads it.
 
     Raises:
-        UserError: another model, other rows, quantised slots, or a gap in a recurrent layer that the piece would fill
-            in part.
+        UserError: another model, other rows, quantised slots, positions that no slot can have, or a gap in a recurrent
+            layer that the piece would fill in part.
     """
     refuse_other_model(cache, piece, "The piece", any_maker=other_maker)
     piece = replace(piece, ledger=piece.ledger.within(piece.made_by, cache.made_by))
@@ -74,6 +74,11 @@ def splice(
         positions=base.positions + room[:, None] * later,
         following=torch.maximum(base.following + room, end),
     )
+    if (reached := int(moved.following.max())) > FARTHEST:
+        raise UserError(
+            f"The slots would reach position {reached - 1}, too far for a model; give a smaller `at`, or close gaps "
+            "with reindex() first."
+        )
     new = replace(new, following=moved.following)
     filled = _gap_filled(base.positions, base.padding, later, start, after, end)
     _refuse_lost_time(cache, ~later & ~base.padding, filled, end < after)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from kvprobe.arguments import Distance
 from kvprobe.cache.rotary import Rotation
 from kvprobe.errors import UserError
 from kvprobe.faults.fault import Fault, Need
@@ -19,7 +20,7 @@ class PositionShift(Fault):
     Source: llama.cpp #3825, where only the last of two shifts of the same slots was applied to their keys.
     """
 
-    by: int
+    by: Distance
 
     @property
     def needs(self) -> tuple[Need, ...]:

@@ -21,7 +21,7 @@ from kvprobe.inference.capture import Captured, capture
 from kvprobe.inference.forward import as_seen, extend, prefill
 from kvprobe.inference.generate import Generation, OnStep, generate
 from kvprobe.inference.hf import Grid, from_hf, to_hf
-from kvprobe.inference.readable import require_type
+from kvprobe.inference.readable import readable_runs, require_type
 from kvprobe.inference.room import budget_of, check_loading
 from kvprobe.inference.rows import Readable, needs_question, rows_of, runs_after, turns_after, user_turn, with_question
 from kvprobe.inference.sweep import ROWS, Question, Sweep, Trial, prepare, sweep
@@ -369,10 +369,10 @@ class Model(Brief):
             logits=logits,
         )
 
-    def tokens_after(self, cache: KVCache | None, text: Readable) -> list[Tokens]:
-        """The tokens of `text`; bare texts or ids, one or one for each row, take the positions after the cache."""
+    def tokens_after(self, cache: KVCache | None, text: Readable, name: str = "text") -> list[Tokens]:
+        """The tokens of argument `name`; bare texts or ids, one or one a row, take the positions after the cache."""
         runs = None if cache is None else runs_after(text, entries(cache.ledger.following, int), self._tokenizer)
-        return self.tokens(text) if runs is None else runs
+        return readable_runs(self.lanes, self.tokens(text) if runs is None else runs, name)
 
     def prompts(
         self, start: KVCache | Readable, ask: str | None, arguments: Mapping[str, object] | None = None

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kvprobe.arguments import FARTHEST
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.ledger import NO_TOKEN
 from kvprobe.cache.visibility import refuse_dropped_within
@@ -28,20 +29,7 @@ def refuse_unreadable(
             the cache dropped; or the cache, one layer's activations, masks if the cache was edited, and on the hooked
             lane one layer's attention scores need more memory than is free.
     """
-    if not tokens or not all(len(row) for row in tokens):
-        raise UserError("There is nothing to read: give at least one token for each row.")
-    entries = embedded_tokens(lanes.plain)
-    for number, row in enumerate(tokens):
-        if min(row.ids) == NO_TOKEN:
-            raise UserError(
-                f"Row {number} is to read a slot again that was fitted and has no token; evict it, or leave it."
-            )
-        for extreme in (min(row.ids), max(row.ids)):
-            if not 0 <= extreme < entries:
-                raise UserError(f"Row {number} has the token id {extreme}; this model has ids 0 to {entries - 1}.")
-        for extreme in (min(row.positions), max(row.positions)):
-            if not 0 <= extreme < 2**31:
-                raise UserError(f"Row {number} has the position {extreme}; positions start at 0 and stay below 2³¹.")
+    readable_runs(lanes, tokens)
     shape, rows, queries = lanes.geometry, len(tokens), max(map(len, tokens))
     if past is not None:
         first = torch.tensor([min(row.positions) for row in tokens], device=lanes.device)
@@ -61,6 +49,44 @@ def refuse_unreadable(
             f"{needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free on {lanes.device}; read fewer rows at "
             "once, or a prompt with chunk=512, or under a policy that evicts."
         )
+
+
+def readable_runs(lanes: Lanes, tokens: Sequence[Tokens], name: str | None = None) -> list[Tokens]:
+    """These runs of tokens, of which the model can read each.
+
+    Args:
+        name: of the argument that gave them.
+
+    Raises:
+        UserError: nothing to read, or an id or position that the model does not have.
+    """
+    within = "" if name is None else f" in `{name}`"
+    if not tokens or not all(map(len, tokens)):
+        raise UserError(f"There is nothing to read{within}: give at least one token for each row.")
+    entries = embedded_tokens(lanes.plain)
+    for number, row in enumerate(tokens):
+        if min(row.ids) == NO_TOKEN:
+            raise UserError(
+                f"Row {number} is to read a slot again that was fitted and has no token; evict it, or leave it."
+            )
+        for extreme in (min(row.ids), max(row.ids)):
+            if not 0 <= extreme < entries:
+                raise UserError(f"Row {number} has the token id {extreme}; this model has ids 0 to {entries - 1}.")
+        for extreme in (min(row.positions), max(row.positions), row.following - 1):
+            if not 0 <= extreme <= FARTHEST:
+                raise UserError(f"Row {number} has the position {extreme}; positions start at 0 and stay below 2³¹.")
+    return [*tokens]
+
+
+def only_run(runs: Sequence[Tokens], name: str = "text") -> Tokens:
+    """The run of an argument that gives one.
+
+    Raises:
+        UserError: it gives several.
+    """
+    if len(runs) != 1:
+        raise UserError(f"`{name}` gives {len(runs)} rows, but one is read here; give one text.")
+    return runs[0]
 
 
 def require_type(name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:

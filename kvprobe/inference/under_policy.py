@@ -17,7 +17,7 @@ from kvprobe.cache.recurrence import timeless
 from kvprobe.cache.visibility import visible_by_layer
 from kvprobe.errors import UserError, warn
 from kvprobe.inference.forward import extend, new_slots, one_row_each, prove_reading
-from kvprobe.inference.readable import refuse_unreadable
+from kvprobe.inference.readable import readable_runs, refuse_unreadable
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
 from kvprobe.models.unproved import Lane
@@ -222,6 +222,7 @@ def read_in_chunks(
     Raises:
         UserError: rows of unequal length, which do not end together.
     """
+    readable_runs(lanes, tokens)
     if len({len(row) for row in tokens}) != 1:
         raise UserError("Reading in chunks needs rows of equal length; read them one by one.")
     scene: Scene | None = None
@@ -239,7 +240,7 @@ def read_in_chunks(
         if start + chunk >= len(tokens[0]):
             return apply(lanes, policy, scene, lane=lane), scores
         scene = apply(lanes, policy, scene, lane=lane, parts=[part for part in policy.parts if part.every is not None])
-    raise UserError("There is nothing to read: give at least one token for each row.")
+    raise AssertionError("every row has a token")
 
 
 def recomputed(read: Callable[[Sequence[Tokens]], KVCache], before: Ledger, scene: Scene) -> Scene:

@@ -19,10 +19,9 @@ from kvprobe.cache.attention import scores_of
 from kvprobe.cache.cache import KVCache, PatchedPart
 from kvprobe.cache.parts import KV, LATENT
 from kvprobe.cache.visibility import visible_by_layer
-from kvprobe.errors import UserError
 from kvprobe.inference.forward import new_slots, warn_of_taken_positions
 from kvprobe.inference.model import Model
-from kvprobe.inference.readable import refuse_unreadable
+from kvprobe.inference.readable import only_run, refuse_unreadable
 from kvprobe.models.attending import Attending
 from kvprobe.models.lanes import Lanes
 from kvprobe.patching.grid import LATENT_PARTS, Cell, seen_in, stored_parts
@@ -66,11 +65,8 @@ def suffixes(model: Model, base: KVCache, donor: KVCache, suffix: Tokens | str) 
 
 
 def suffix_after(model: Model, base: KVCache, suffix: Tokens | str) -> Tokens:
-    """The tokens of what is read after a base of one row; nothing is refused."""
-    rows = model.tokens_after(base, suffix)
-    if len(rows) != 1 or not len(rows[0]):
-        raise UserError("There is nothing to read after the cache; give a suffix of at least one token.")
-    return rows[0]
+    """The tokens of what is read after a base of one row."""
+    return only_run(model.tokens_after(base, suffix, "suffix"), "suffix")
 
 
 class Reader:
