@@ -198,7 +198,13 @@ def _grid(name: str, given: object, rows: int, count: int) -> Int[Tensor, "rows 
     """A number for each slot, as users give it."""
     if given is None:
         return None
-    grid = torch.as_tensor(given).cpu()
+    try:
+        grid = torch.as_tensor(given).cpu()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise UserError(
+            f"`{name}` holds numbers that are too large, or rows that are not alike ({str(error).rstrip('.')}); give "
+            f"whole numbers for {rows} rows of {count} slots, all that the cache has read."
+        ) from error
     if tuple(grid.shape) != (rows, count) or grid.is_floating_point():
         raise UserError(
             f"`{name}` has shape {tuple(grid.shape)} in {grid.dtype}; give whole numbers for {rows} rows of {count} "

@@ -107,6 +107,8 @@ def test_a_cache_that_is_not_what_the_model_reads_is_refused(tiny_llama: Model):
     refused(lambda: tiny_llama.from_hf(past, tokens, hidden[:, 1:]), "`attention_mask` has shape (1, 18)")
     refused(lambda: tiny_llama.from_hf(past, tokens, hidden.float()), "`attention_mask` has shape")
     refused(lambda: tiny_llama.from_hf(past, tokens, hidden, position_ids=hidden), "slot")
+    for wrong in ([[2**70] * COUNT], [[2**63] * COUNT], [[1], [1, 2]]):
+        refused(lambda wrong=wrong: tiny_llama.from_hf(past, tokens, position_ids=wrong), "`position_ids` holds")
     other = llama(seed=3)
     past = read_by_transformers(tiny_llama, ids(0))
     refused(lambda: other.from_hf(past, tokens), "layer 0")
