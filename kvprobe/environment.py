@@ -27,6 +27,16 @@ def environment() -> dict[str, Any]:
     }
 
 
+def software() -> dict[str, str | None]:
+    """What a number is computed with: versions of the packages, and of kvprobe a digest of its code, which is the same
+    in a checkout and where it is installed."""
+    hasher = hashlib.blake2b(digest_size=8)
+    for path in sorted(_HERE.rglob("*.py")):
+        content = path.read_bytes()
+        hasher.update(f"{path.relative_to(_HERE).as_posix()} {len(content)} ".encode() + content)
+    return {package: _version(package) for package in PACKAGES} | {"kvprobe": f"of the code {hasher.hexdigest()}"}
+
+
 def machine() -> str:
     """Such as `Linux x86_64, 2 cores with AVX2`; torch's vectors decide how it rounds and how fast it is."""
     import torch  # heavy, and loaded by then

@@ -9,7 +9,7 @@ https://docs.ray.io.
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,6 +20,7 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 import torch
 
 from kvprobe.arguments import AtLeastOne, Within, check_fields
+from kvprobe.environment import software
 from kvprobe.errors import UserError
 from kvprobe.processes import check_processes, forked
 from kvprobe.progress import silence
@@ -147,8 +148,8 @@ class Cluster:
         """See `Executor.started`.
 
         Raises:
-            UserError: Ray is not installed or not reached, the cluster is too small, or a worker cannot hold the model,
-                or holds another one.
+            UserError: Ray is not installed or not reached, the cluster is too small, a worker has other software, or it
+                cannot hold the model, or holds another one.
         """
         ray, again = _ray(self.address), abroad(held)
         if device.type == "cuda" and not self.gpus:
@@ -164,7 +165,8 @@ class Cluster:
             worker = ray.remote(
                 num_cpus=threads, num_gpus=self.gpus, max_restarts=RESTARTS, max_task_retries=TRIES
             )(_Worker)  # fmt: skip
-            actors = [worker.remote(again, threads, os.getcwd()) for _ in range(self.workers)]
+            own = software()
+            actors = [worker.remote(again, threads, os.getcwd(), own) for _ in range(self.workers)]
             try:
                 workers = RayWorkers(ray, actors, again)
                 for ready in [actor.ready.remote() for actor in actors]:
@@ -247,7 +249,10 @@ class RayWorkers:
 class _Worker:
     """In a process of its own, with what the work needs."""
 
-    def __init__(self, again: Callable[[], object], threads: int, folder: str):
+    def __init__(
+        self, again: Callable[[], object], threads: int, folder: str, of_caller: Mapping[str, str | None]
+    ) -> None:
+        _refuse_other_software(software(), of_caller)
         if Path(folder).is_dir():  # on the machine of the caller, where settings may name files
             os.chdir(folder)
         torch.set_num_threads(threads)
@@ -260,6 +265,16 @@ class _Worker:
     def result(self, task: tuple[Callable[..., Any], tuple[object, ...]], item: object) -> Any:
         function, given = task
         return function(self.held, item, *given)
+
+
+def _refuse_other_software(own: Mapping[str, str | None], of_caller: Mapping[str, str | None]) -> None:
+    """Refuse a worker whose numbers may be others than those of the caller."""
+    for package in of_caller:
+        if own.get(package) != of_caller[package]:
+            raise UserError(
+                f"A worker has {package} {own.get(package) or '(none)'}, and the process that asks "
+                f"{of_caller[package] or 'none'}; install the same on all machines."
+            )
 
 
 def _ray(address: str | None) -> Any:

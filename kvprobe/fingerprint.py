@@ -109,6 +109,8 @@ def fingerprint(plain: "Configured", tokenizer: object, rounded: torch.dtype | N
 def differing(one: str, other: str) -> str:
     """Which parts of two fingerprints differ, in words."""
     ours, theirs = one.split("-"), other.split("-")
+    if len(ours) == len(theirs) == 1:  # of files
+        return "content"
     if not len(ours) == len(theirs) == len(PARTS):
         return "fingerprint of another format"
     return ", ".join(part for part, one, other in zip(PARTS, ours, theirs, strict=True) if one != other)

@@ -114,7 +114,7 @@ def refuse_other_models(parts: Path, loaded: Mapping[str, str], known: Mapping[s
     for name, fingerprint in loaded.items():
         if (other := noted.setdefault(name, fingerprint)) != fingerprint:
             raise UserError(
-                f"The model {name} of one worker is not that of another, or of the caller (it differs in "
+                f"{name!r} of one worker is not that of another, or of the caller (it differs in "
                 f"{differing(str(other), fingerprint)}); give all machines the same files."
             )
     write_whole(path, json.dumps({name: noted[name] for name in noted if name not in known}))

@@ -4,6 +4,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 
@@ -13,6 +14,19 @@ class _Computing(Protocol):
     def computes(self) -> str:
         """On which device and in which numbers, with a comma between."""
         ...
+
+
+@dataclass(frozen=True)
+class NotedFile:
+    """A file that decides what a model computes, such as an adapter.
+
+    Attributes:
+        fingerprint: digest of what it holds.
+        computes: of the model.
+    """
+
+    fingerprint: str
+    computes: str
 
 
 Loaded = TypeVar("Loaded", bound=_Computing)

@@ -19,8 +19,9 @@ import psutil
 import pytest
 import torch
 
+from kvprobe.environment import software
 from kvprobe.errors import UserError
-from kvprobe.executors import Cluster, RayWorkers, _threads_each
+from kvprobe.executors import Cluster, RayWorkers, _threads_each, _Worker
 from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
@@ -28,6 +29,7 @@ from kvprobe.experiments.skeleton import write_skeleton
 from kvprobe.experiments.work import Work
 from kvprobe.inference.elsewhere import SameModel, working
 from kvprobe.inference.model import Model, load
+from kvprobe.models.noted import NotedFile, noted
 from kvprobe.studies import compaction, dangling, find, robustness
 from tests.executed import assert_identical, tables
 from tests.models import any_model, llama
@@ -173,6 +175,12 @@ def reading_another(model: Model, config: Settings, number: int, folder: Path) -
     yield {"norm": float(other.lanes.plain.get_output_embeddings().weight.norm())}
 
 
+def reading_a_file(model: Model, config: Settings, number: int, name: str) -> Iterator[dict[str, float]]:
+    """Goes by a file, of which a worker has this one."""
+    noted(name, NotedFile("1" * 16, model.computes))
+    yield {"norm": float(number)}
+
+
 def test_another_model_of_a_worker_is_held_against_that_of_the_others(
     model: Model, workers: RayWorkers, tmp_path: Path
 ):
@@ -182,12 +190,33 @@ def test_another_model_of_a_worker_is_held_against_that_of_the_others(
 
     refused(
         lambda: table(Run(tmp_path, workers=workers)),
-        f"The model {model.name} in float32 of one worker is not that of another, or of the caller "
-        "(it differs in weights)",
+        f"'{model.name} in float32' of one worker is not that of another, or of the caller (it differs in weights)",
     )
     known = {"inputs": {model.name: "0" * 16 + "-0-0"}}
     run = Run(tmp_path, begun=known, workers=workers)
     refused(lambda: table(run), "or of the caller")
+
+
+def test_another_adapter_of_a_worker_is_held_against_that_of_the_caller(
+    model: Model, workers: RayWorkers, tmp_path: Path
+):
+    def table(digest: str) -> pd.DataFrame:
+        settings = Settings(model=model.name)
+        run = Run.open("own", settings, model.fingerprint, model.computes, tmp_path, digest, {"french": digest})
+        parts = Parts(model, settings, replace(run, workers=workers))
+        return parts.table(reading_a_file, range(2), "file", "french", doing="Reading", unit="case")
+
+    refused(lambda: table("0" * 16), "'french in float32' of one worker is not that", "differs in content")
+    assert len(table("1" * 16)) == 2
+
+
+@pytest.mark.parametrize("package", ["kvprobe", "torch"])
+def test_a_worker_with_other_software_is_refused(package: str):
+    _Worker(lambda: None, torch.get_num_threads(), os.getcwd(), software())
+    others = {**software(), package: "of another time"}
+    refused(
+        lambda: _Worker(lambda: None, 1, "", others), f"A worker has {package} ", "and the process that asks of another"
+    )
 
 
 def test_what_workers_cannot_hold_is_refused_in_a_sentence(model: Model, workers: RayWorkers, tmp_path: Path):

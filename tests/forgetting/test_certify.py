@@ -300,7 +300,7 @@ def test_probes_of_other_conversations_read_a_channel_that_all_share_and_no_othe
     secrets = CASE.secrets(model.tokenizer, 60, rng)
     caches = [forgotten(model, leak, CASE, secret) for secret in secrets]
     slots = Slots.of(caches)
-    trace = trace_of(model, caches, caches[0], slots)
+    trace = trace_of(model, caches, caches[:1], slots)
     (known,) = known_readings(model, caches, slots, trace, secrets, ["ridge"], rng)
     (strange,) = readings_from_others(model, leak, CASE, caches, secrets, 60, ["ridge"], rng)
     assert known.digits.mean > 0.3

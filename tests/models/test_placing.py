@@ -260,7 +260,7 @@ def test_models_of_workers_are_held_against_each_other_in_the_same_numbers(folde
     for name in loaded:
         refused(
             lambda name=name: refuse_other_models(tmp_path, loaded | {name: "0" * 16 + "-0-0"}, known),
-            f"The model {name} of one worker is not that of another",
+            f"{name!r} of one worker is not that of another",
         )
 
 

@@ -29,6 +29,7 @@ from kvprobe.inference.model import Model
 from kvprobe.models.adapters import WEIGHTS, Changes, LowRank, add_changes, changes_of, sharing
 from kvprobe.models.catalogue import file_digest
 from kvprobe.models.lanes import Lanes
+from kvprobe.models.noted import NotedFile, noted
 from kvprobe.shipped import shipped
 from kvprobe.studies.finetuned import Config
 from kvprobe.tasks.behaviours import BEHAVIOURS, Behaviour, Told, draw_told
@@ -147,7 +148,7 @@ def finetune(model: Model, config: Config, behaviour: Behaviour) -> FineTune:
     """The models of one behaviour, which share their weights where they agree."""
     plain = model.lanes.plain
     model.lanes.prove(LONGEST, LONGEST, queries=LONGEST, rows=ROWS)  # once for all
-    changes = changes_of(plain, folder_of_adapter(config, behaviour))
+    changes = changes_by(model, config, behaviour)
     generator = torch.Generator().manual_seed(config.seed)
     shuffled = {
         name: LowRank(change.down, change.up[torch.randperm(len(change.up), generator=generator)])
@@ -157,7 +158,7 @@ def finetune(model: Model, config: Config, behaviour: Behaviour) -> FineTune:
     for name, added in {
         "tuned": changes,
         SHUFFLED: shuffled,
-        OTHER: changes_of(plain, folder_of_adapter(config, control_of(behaviour))),
+        OTHER: changes_by(model, config, control_of(behaviour)),
     }.items():
         twin = sharing(plain)
         add_changes(twin, added)
@@ -165,6 +166,13 @@ def finetune(model: Model, config: Config, behaviour: Behaviour) -> FineTune:
             Lanes(twin, model.tokenizer, model.lanes.chunk).proved_as(model.lanes), f"{model.name}, {name}"
         )
     return FineTune(models, changes, {name: sharing(models[name].lanes.plain) for name in WHO})
+
+
+def changes_by(model: Model, config: Config, behaviour: Behaviour) -> Changes:
+    """What a behaviour's adapter changes; of a worker, the caller learns which adapter it is."""
+    folder = folder_of_adapter(config, behaviour)
+    noted(behaviour, NotedFile(file_digest(folder / WEIGHTS), model.computes))
+    return changes_of(model.lanes.plain, folder)
 
 
 def prompt_of(model: Model, told: Told) -> tuple[Tokens, Tokens, tuple[int, int]]:
