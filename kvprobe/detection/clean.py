@@ -47,7 +47,8 @@ from kvprobe.progress import Bar
 from kvprobe.stats import conformal_rank
 from kvprobe.text.tokens import Tokens
 
-FORMAT = "kvprobe-clean-6"
+FORMAT = "kvprobe-clean-7"
+"""Of the file, and of the texts: where one of these changes, this changes, too."""
 BODY = 0.9
 """The share of clean places below which a score is not unusual; beyond it the tail is taken to be exponential."""
 NARROWEST = 0.05

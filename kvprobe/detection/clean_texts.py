@@ -4,7 +4,6 @@ given: the rounding of another engine."""
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,10 @@ SHORTEST = 12
 _RANDOM, _SPLICED, _WRITTEN = 0.15, 0.3, 0.35
 """Shares of texts that are tokens at random, that begin as a conversation and go on with pieces of others, and that are
 pieces of files: source code, styles, templates, settings."""
-_FILES, _CHARACTERS = ("*.py", "*.yaml", "*.j2", "*.js", "*.css"), 4
-_PACKAGES = ("kvprobe", "jinja2", "yaml", "json", "email", "encodings")
-"""What is installed wherever kvprobe is."""
+_CHARACTERS = 4
+PIECES, _BETWEEN = Path(__file__).with_name("clean_texts.txt"), "\n\f\n"
+"""Pieces of kvprobe's own files as they were once, and tables, records and logs that were drawn at random. They never
+change, so that what is learnt is the same in all versions of kvprobe."""
 
 
 def clean_texts(
@@ -45,7 +45,7 @@ def clean_texts(
         chats: what `chats_of` gives, where it is known already.
     """
     chats = chats_of(model) if chats is None else chats
-    files = _files() if chats else []
+    pieces = _pieces() if chats else []
     vocabulary = embedded_tokens(model.lanes.plain)
     limit = model.geometry.max_position
     longest = longest if limit is None else min(longest, limit)
@@ -57,7 +57,7 @@ def clean_texts(
         if kind < _RANDOM:
             return Tokens.of(generator.integers(0, vocabulary, length).tolist())
         if kind < _RANDOM + _WRITTEN:
-            written = files[generator.integers(len(files))]
+            written = pieces[generator.integers(len(pieces))]
             start = int(generator.integers(max(1, len(written) - length * _CHARACTERS)))
             ids = model.tokenizer(written[start : start + length * 2 * _CHARACTERS])["input_ids"][:length]
             if len(ids) >= length:
@@ -80,11 +80,8 @@ def chats_of(model: Model) -> list[tuple[int, ...]]:
     return [chat.ids for chat in hand_written(model)] if model.tokenizer is not None else []
 
 
-def _files() -> list[str]:
-    """The text files of packages that are installed with kvprobe."""
-    folders = [Path(spec.origin).parent for name in _PACKAGES if (spec := find_spec(name)) and spec.origin]
-    paths = sorted(path for folder in folders for pattern in _FILES for path in folder.rglob(pattern))
-    return [text for path in paths if len(text := path.read_text(encoding="utf-8", errors="ignore")) > SHORTEST * 8]
+def _pieces() -> list[str]:
+    return PIECES.read_text(encoding="utf-8").split(_BETWEEN)
 
 
 @contextmanager

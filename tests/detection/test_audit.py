@@ -20,13 +20,15 @@ from kvprobe.cache.stored import LazyLayers, StoredCache
 from kvprobe.detection import clean as learning
 from kvprobe.detection.audit import audit
 from kvprobe.detection.bits import in_q8
-from kvprobe.detection.clean import Clean, CleanRecipe, clean_of, learn_clean, limits_of, load_clean, save_clean
-from kvprobe.detection.clean_texts import as_by_another_engine, clean_texts
+from kvprobe.detection.clean import FORMAT, Clean, CleanRecipe, clean_of, learn_clean, limits_of, load_clean, save_clean
+from kvprobe.detection.clean_texts import PIECES, as_by_another_engine, clean_texts
 from kvprobe.detection.columns import lone_columns, read_at_spots
 from kvprobe.detection.scores import BLOCK, Score, shifted_distances
 from kvprobe.faults import BitFlips, Draws, Fp8Scale, NotANumber, PositionShift, Scope, Zeros
+from kvprobe.fingerprint import digest
 from kvprobe.inference.model import Model, load
 from kvprobe.report.views.audit import save_audit
+from kvprobe.tasks import facts, sessions
 from tests.models import every, gemma3, llama
 from tests.refusals import refused
 
@@ -188,6 +190,15 @@ def test_clean_caches_of_another_kind_are_refused(tiny: Model, clean: Clean, cac
     refused(lambda: audit(other, other.prefill(IDS), clean), "learnt of another model than", "(other weights")
     assert "supplied clean caches" in audit(tiny, cache, clean).verdict
     assert audit(tiny, cache, clean).as_mapping()["clean_from"] == "supplied"
+
+
+def test_what_is_learnt_is_the_same_in_all_versions_with_this_format():
+    """It is learnt from these texts alone; with another text FORMAT is another one, too."""
+    chats = [facts.conversation(fact, value) for fact in facts.facts() for value in fact.values]
+    chats += [sessions.conversation(session) for session in sessions.sessions()]
+    said = [[(message.role, message.text) for message in chat.messages] for chat in chats]
+    texts = json.dumps([said, PIECES.read_text("utf-8")])
+    assert (FORMAT, digest([texts.encode()])) == ("kvprobe-clean-7", "1d92ae0aa3c0be1b")
 
 
 def test_limits_hold_at_their_rate_also_where_the_tails_of_checks_differ():
