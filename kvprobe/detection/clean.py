@@ -47,12 +47,16 @@ from kvprobe.progress import Bar
 from kvprobe.stats import conformal_rank
 from kvprobe.text.tokens import Tokens
 
-FORMAT = "kvprobe-clean-7"
-"""Of the file, and of the texts: where one of these changes, this changes, too."""
+FORMAT = "kvprobe-clean-8"
+"""Of the file, of the texts and of what is learnt: where one of these changes, this changes, too."""
 BODY = 0.9
 """The share of clean places below which a score is not unusual; beyond it the tail is taken to be exponential."""
 NARROWEST = 0.05
 """A tail is taken to be at least so wide, so that what never varied in clean caches does not alarm by a rounding."""
+POOLED = 300
+"""So many places of the whole check are added to those by which the width of a head's tail is measured. Few texts give
+a head few places, and those of one text are alike: where they happened to lie close together, a tail was far too narrow
+and the limits of all others, measured in such widths, far too wide."""
 RIDGE = 1e-4
 EXACT = ("finite", "zeros", "copies")
 """Checks of what no clean cache was seen to hold; their limits are just beyond what clean caches had."""
@@ -179,9 +183,7 @@ def learn_clean(model: Model, recipe: CleanRecipe) -> Clean:
     by_key: dict[str, list[Score]] = {}
     for _, score in chain(*scored):
         by_key.setdefault(score.key, []).append(score)
-    clean = Clean(
-        parts, {key: _tails(same) for key, same in by_key.items()}, {}, model.lanes.rounded_fingerprint, recipe
-    )
+    clean = Clean(parts, _tails(by_key), {}, model.lanes.rounded_fingerprint, recipe)
     calibrating = _worst(clean, _scored(model, calibrated, parts, recipe, "Setting limits"))
     return replace(clean, limits=limits_of(_worst(clean, scored), calibrating, recipe.rate))
 
@@ -323,13 +325,23 @@ def _whitening(covariance: Float[Tensor, "heads d d"], shrinkage: Tensor) -> Flo
     return vectors * values.clamp_min(1e-6 * values[:, -1:]).rsqrt()[:, None]
 
 
-def _tails(scores: list[Score]) -> Float[Tensor, "heads 2"]:
-    """Where the tail begins and how wide it is."""
-    values = torch.cat([score.values.transpose(0, 1).flatten(1) for score in scores], 1)
-    begins = values.quantile(BODY, 1, keepdim=True)
-    over = values > begins
-    excess = ((values - begins) * over).sum(1) / over.sum(1).clamp_min(1)
-    return torch.stack([begins[:, 0], excess.clamp_min(NARROWEST)], 1)
+def _tails(scores: Mapping[str, Sequence[Score]]) -> dict[str, Float[Tensor, "heads 2"]]:
+    """Where the tail of each begins and how wide it is: the mean of a head's own places beyond that, and of `POOLED`
+    more that are like those of the whole check."""
+    measured: dict[str, dict[str, tuple[Tensor, Tensor, Tensor]]] = {}
+    for key, same in scores.items():
+        values = torch.cat([score.values.transpose(0, 1).flatten(1) for score in same], 1)
+        begins = values.quantile(BODY, 1)
+        over = values - begins[:, None]
+        measured.setdefault(same[0].check, {})[key] = begins, over.clamp_min(0).sum(1), (over > 0).sum(1)
+    tails: dict[str, Tensor] = {}
+    for by_key in measured.values():
+        sums, counts = (torch.cat([one[place] for one in by_key.values()]).sum() for place in (1, 2))
+        width = sums / counts.clamp_min(1)
+        for key, (begins, beyond, count) in by_key.items():
+            wide = (beyond + POOLED * width) / (count + POOLED)
+            tails[key] = torch.stack([begins, wide.clamp_min(NARROWEST)], 1)
+    return tails
 
 
 def save_clean(clean: Clean, path: Path) -> None:
