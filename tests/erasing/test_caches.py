@@ -12,6 +12,7 @@ from kvprobe.inference.model import Model
 from kvprobe.patching import LogitDiff, aligned, patch_sweep
 from kvprobe.patching.along import split
 from kvprobe.text.tokens import Tokens
+from tests.random_caches import assert_same_ledger
 from tests.refusals import refused
 
 
@@ -39,7 +40,8 @@ def test_erasing_changes_only_chosen_slots_of_layers_and_parts_with_an_eraser(ti
     cache = cache_of(tiny, 0)
     eraser = eraser_of(width_of(cache))
     erased = erase(cache, {(1, "V"): eraser}, "T2")
-    assert erased.ledger is cache.ledger
+    assert torch.equal(erased.ledger.edited, cache.ledger.in_segments("T2"))
+    assert_same_ledger(replace(erased.ledger, edited=cache.ledger.edited), cache.ledger)
     for layer in range(cache.n_layers):
         assert torch.equal(erased.keys[layer], cache.keys[layer])
         same = (erased.values[layer] == cache.values[layer]).all(3).all(1)[0]

@@ -21,7 +21,7 @@ import torch
 
 from kvprobe.environment import software
 from kvprobe.errors import UserError
-from kvprobe.executors import Cluster, RayWorkers, _threads_each, _Worker
+from kvprobe.executors import Cluster, RayWorkers, _refuse_other_software, _threads_each, _Worker
 from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
@@ -212,7 +212,7 @@ def test_another_adapter_of_a_worker_is_held_against_that_of_the_caller(
 
 @pytest.mark.parametrize("package", ["kvprobe", "torch"])
 def test_a_worker_with_other_software_is_refused(package: str):
-    _Worker(lambda: None, torch.get_num_threads(), os.getcwd(), software())
+    _refuse_other_software(software(), software())
     others = {**software(), package: "of another time"}
     refused(
         lambda: _Worker(lambda: None, 1, "", others), f"A worker has {package} ", "and the process that asks of another"

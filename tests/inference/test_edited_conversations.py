@@ -144,7 +144,8 @@ def test_zeroed_values_add_nothing_and_their_keys_stay(tiny: Model, chat: Transc
     inside = cache.ledger.in_segments(["T1"])[0]
     for layers in (None, [0, 2]):
         zeroed = tiny.apply(ZeroValues("T1", layers=layers), cache)
-        assert_same_ledger(zeroed.ledger, cache.ledger)
+        assert torch.equal(zeroed.ledger.edited[0], inside)
+        assert_same_ledger(replace(zeroed.ledger, edited=cache.ledger.edited), cache.ledger)
         for layer in range(cache.n_layers):
             assert torch.equal(zeroed.keys[layer], cache.keys[layer])
             assert torch.equal(zeroed.values[layer][:, :, ~inside], cache.values[layer][:, :, ~inside])
