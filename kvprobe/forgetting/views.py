@@ -64,15 +64,17 @@ def _side_by_side(rows: Sequence[Tensor]) -> Tensor:
     return torch.stack([pad(one, (0, width - one.shape[-1])) for one in rows], 1)
 
 
-def principal(numbers: Float[Tensor, "samples numbers"], rounding: float = 0.0) -> Float[Tensor, "samples samples"]:
-    """The same inner products between samples, of standardised numbers, in as many numbers as there are samples, the
-    largest last.
+def _beyond(numbers: Float[Tensor, "samples numbers"], rounding: float) -> Float[Tensor, "samples numbers"]:
+    """With those numbers alike that differ by rounding alone: standardised, they would drown the others."""
+    differ = ((numbers - numbers[:1]).abs() > rounding).any(0)
+    return torch.where(differ, numbers, numbers[:1])
 
-    Args:
-        rounding: by how much numbers must differ, since standardised ones that only round would drown the others.
-    """
+
+def principal(numbers: Float[Tensor, "samples numbers"]) -> Float[Tensor, "samples samples"]:
+    """The same inner products between samples, of standardised numbers, in as many numbers as there are samples, the
+    largest last."""
     size = numbers.norm(dtype=torch.double) / max(numbers.numel(), 1) ** 0.5
-    varying = numbers[:, ((numbers - numbers[:1]).abs() > rounding).any(0)].double()
+    varying = numbers[:, (numbers != numbers[:1]).any(0)].double()
     off = varying - varying.mean(0)
     scaled = off[:, off.square().mean(0).sqrt() > 1e-9 * size]
     scaled = scaled / scaled.square().mean(0).sqrt()
@@ -82,13 +84,13 @@ def principal(numbers: Float[Tensor, "samples numbers"], rounding: float = 0.0) 
     return axes * values.clamp(min=0).sqrt()
 
 
-def rotated(numbers: Float[Tensor, "samples numbers"], rounding: float = 0.0) -> Float[Tensor, "samples dim"]:
-    """Principal coordinates in a random rotation; see `principal`.
+def rotated(numbers: Float[Tensor, "samples numbers"]) -> Float[Tensor, "samples dim"]:
+    """Principal coordinates in a random rotation.
 
     Ridge regression asks for inner products alone. The rotation spreads them over all numbers, since probes scale each
     number to the same variance.
     """
-    axes = principal(numbers, rounding)
+    axes = principal(numbers)
     rng = torch.Generator().manual_seed(0)
     return (axes @ torch.linalg.qr(torch.randn(axes.shape, generator=rng, dtype=torch.double))[0]).float()
 
@@ -112,7 +114,7 @@ def view_of(model: Model, caches: Sequence[KVCache], slots: Slots, trace: Secret
         held = [seen(model, cache, slots, number, layer) for number, cache in enumerate(caches)]
         rounding = trace.rounding[layer]
         for name in held[0]:
-            sites[layer, name] = rotated(torch.stack([one[name].flatten() for one in held]), rounding[name])
+            sites[layer, name] = rotated(_beyond(torch.stack([one[name].flatten() for one in held]), rounding[name]))
         if layer in layers:
             parts = {name: torch.stack([one[name] for one in held]) for name in held[0]}
             tokens.append(_tokens(parts, places, rounding))
@@ -128,9 +130,8 @@ def _tokens(
     """The parts of a layer side by side. A state is the first of the slots, in its principal coordinates."""
     beside: list[Tensor] = []
     if STATE in parts:
-        folded = torch.cat([parts[name].flatten(1) for name in (STATE, INPUTS)], 1)
-        least = min(rounding[STATE], rounding[INPUTS])
-        beside.append(pad(principal(folded, least).float()[:, None, -STATES:], (0, 0, 0, len(places) - 1)))
+        folded = torch.cat([_beyond(parts[name].flatten(1), rounding[name]) for name in (STATE, INPUTS)], 1)
+        beside.append(pad(principal(folded).float()[:, None, -STATES:], (0, 0, 0, len(places) - 1)))
     for name in [name for name in parts if name not in (STATE, INPUTS)]:
         held = parts[name][:, :, list(places)].transpose(1, 2).flatten(2)
         beside.append((held - held.mean(0)).float())

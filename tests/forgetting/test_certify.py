@@ -23,7 +23,7 @@ from kvprobe.forgetting.readers import (
 from kvprobe.forgetting.secret_places import SecretPlaces, digits_of
 from kvprobe.forgetting.trace import INPUTS, STATE, Slots, trace_of
 from kvprobe.forgetting.use import Answers, answers, exchange, use_of, uses
-from kvprobe.forgetting.views import View, rotated
+from kvprobe.forgetting.views import View, _tokens, rotated
 from kvprobe.forgetting.ways import WAYS, forgotten
 from kvprobe.inference.forced import given_answer
 from kvprobe.inference.model import Model, load
@@ -139,6 +139,14 @@ def test_rounding_is_no_trace_and_drowns_none(model: Model):
     assert noisy.trace.most == pytest.approx(exact.trace.most, rel=1e-3)
     assert noisy.known[0].above_chance
     assert noisy.bits == pytest.approx(exact.bits, abs=0.05)
+
+
+def test_rounding_of_a_state_drowns_nothing_in_it_though_its_inputs_do_not_round():
+    generator = torch.Generator().manual_seed(0)
+    state, inputs = 1e-6 * torch.randn(32, 1, 1, 2000, generator=generator), torch.zeros(32, 1, 1, 4)
+    state[:, 0, 0, 0] += (said := torch.arange(32) % 2)
+    tokens = _tokens({STATE: state, INPUTS: inputs}, [0], {STATE: 2e-5, INPUTS: 0.0})
+    assert abs(float(torch.corrcoef(torch.stack([tokens[:, 0, -1], said.float()]))[0, 1])) > 0.999
 
 
 def test_the_place_that_is_named_is_that_of_the_difference_beside_it(model: Model):

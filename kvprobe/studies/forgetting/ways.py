@@ -156,13 +156,7 @@ class ForgettingSession:
         if behind <= 0:
             return edited
         clean = edited.rewind(slots=edited.slots - behind).fork(self.full.batch)
-        return splice(clean, self._last(behind))
-
-    def _last(self, count: int) -> KVCache:
-        """The last slots of the cache."""
-        stay = torch.zeros_like(self.full.ledger.padding)
-        stay[:, -count:] = True
-        return self.full.take(*self.full.ledger.order(stay))
+        return splice(clean, _last(self.full, behind))
 
     def edited(self, slots: int) -> KVCache:
         """Each secret put in the place of the one before it: the slots of its words and so many after them, read with
@@ -173,7 +167,7 @@ class ForgettingSession:
         if not behind:
             return self.full
         read = self.full.rewind(slots=self.full.slots - behind)
-        return splice(read, replace(self, full=self.former)._last(behind))
+        return splice(read, _last(self.former, behind))
 
     @property
     def former(self) -> KVCache:
@@ -192,6 +186,13 @@ class ForgettingSession:
         text = other.ledger.in_segments([TURN])[0]
         pairs = [(to["V"], of["V"]) for to, of in zip(other.layers, self.full.layers, strict=True) if "V" in of]
         return torch.stack([to[0][:, text].mean(1) - of[:, :, self.turn].mean((0, 2)) for to, of in pairs]).float()
+
+
+def _last(cache: KVCache, count: int) -> KVCache:
+    """The last slots of a cache."""
+    stay = torch.zeros_like(cache.ledger.padding)
+    stay[:, -count:] = True
+    return cache.take(*cache.ledger.order(stay))
 
 
 def reread(session: ForgettingSession, way: str, cache: KVCache) -> tuple[int, int]:
