@@ -14,7 +14,7 @@ from kvprobe.experiments.study import Conclusion
 from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.inference.model import Model, load
 from kvprobe.studies.pointers import Config
-from kvprobe.studies.pointers.cases import FORMS, KNOWN, MOVED, OBJECT, PLACE, RENAMED, bindings, memos
+from kvprobe.studies.pointers.cases import FORMS, KNOWN, MOVED, OBJECT, PLACE, RENAMED, binding, memo_case
 from kvprobe.studies.pointers.collect import (
     ARMS,
     EXCHANGED,
@@ -55,7 +55,9 @@ def test_a_run_holds_every_number_and_finds_what_is_known_of_ordinal(finished: R
 
 @pytest.mark.parametrize("form", FORMS)
 def test_conversations_and_their_donors_have_one_layout_and_differ_as_they_say(smol: Model, form: str):
-    for number, case in enumerate(bindings(smol, form, 4, 1, np.random.default_rng(0))):
+    rng = np.random.default_rng(0)
+    for place in (0, 1, 0, 1):
+        case = binding(smol, form, place, 1, rng)
         texts = {name: smol.tokenizer.decode(getattr(case, name).ids) for name in ("own", MOVED, RENAMED)}
         assert len({(tokens.segments, len(tokens)) for tokens in (case.own, case.moved, case.renamed)}) == 1
         listed, pointer = (
@@ -67,7 +69,7 @@ def test_conversations_and_their_donors_have_one_layout_and_differ_as_they_say(s
         assert pointer["own"] == pointer[RENAMED]
         assert (pointer["own"] == pointer[MOVED]) == (form == OBJECT)
         right, wrong = (smol.tokenizer.decode([token]).strip() for token in (case.right, case.wrong))
-        assert (listed["own"].index(right) < listed["own"].index(wrong)) == (number % 2 == 0)
+        assert (listed["own"].index(right) < listed["own"].index(wrong)) == (place == 0)
         assert not {right, wrong} & set(pointer["own"].replace(".", " ").split())
         assert texts["own"].endswith("We ask")
 
@@ -79,7 +81,7 @@ def read(model: Model, tokens: Any, segment: str) -> str:
 def test_an_exchange_of_all_that_differs_is_the_other_conversation():
     """With the list exchanged too, the answer is that of the renamed conversation, whose way is the whole."""
     model = load("ordinal")
-    case = memos(model, LOCATED, 1, np.random.default_rng(3))[0]
+    case = memo_case(model, LOCATED, np.random.default_rng(3))
     own, renamed = (model.prefill(tokens[: case.cut]) for tokens in (case.own, case.renamed))
     table = read_case(model, case, 1)
     both = outcomes(model, [own.patch(renamed, case.payload, case.pointer)], case.own[case.cut :], case)
@@ -91,7 +93,7 @@ def test_an_exchange_of_all_that_differs_is_the_other_conversation():
 
 
 def test_a_tokenizer_that_splits_names_is_refused(roomy: Model):
-    refused(lambda: bindings(roomy, PLACE, 1, 0, np.random.default_rng(0)), "'Anna' as several tokens")
+    refused(lambda: binding(roomy, PLACE, 1, 0, np.random.default_rng(0)), "'Anna' as several tokens")
 
 
 def made_up(

@@ -67,18 +67,14 @@ class PointerCase:
         return self.own.span(self.pointer).stop
 
 
-def bindings(model: Model, form: str, count: int, shots: int, rng: np.random.Generator) -> list[PointerCase]:
-    """Random cases of one form; every other one points to the first of two people.
+def binding(model: Model, form: str, place: int, shots: int, rng: np.random.Generator) -> PointerCase:
+    """A random conversation of a form that points to the first or the second of two people.
 
     Raises:
         UserError: the tokenizer splits a name or a thing.
     """
     if split := [word for word in (*PEOPLE, *THINGS, *ORDER) if len(_ids(model, word)) > 1]:
         raise UserError(f"{model.name} reads {split[0]!r} as several tokens, so that these conversations do not fit.")
-    return [_binding(model, form, number % 2, shots, rng) for number in range(count)]
-
-
-def _binding(model: Model, form: str, place: int, shots: int, rng: np.random.Generator) -> PointerCase:
     people, things = rng.permutation(PEOPLE).tolist(), rng.permutation(THINGS).tolist()
     before: list[Turn] = []
     for shot in range(1, shots + 1):
@@ -125,15 +121,12 @@ def _ids(model: Model, word: str) -> list[int]:
     return model.tokenizer(f" {word}", add_special_tokens=False).input_ids
 
 
-def memos(model: Model, form: str, count: int, rng: np.random.Generator) -> list[PointerCase]:
-    """Random lists, each with a summary that names one of their places."""
-    cases = []
-    for _ in range(count):
-        memo = draw("held_out", rng, (KNOWN[form],))
-        other = int(rng.choice([place for place in range(len(memo.things)) if place != memo.place]))
-        renamed = memo.swapped(other)
-        moved = Memo(renamed.things, other, memo.reference, memo.asked)
-        tokens = [some.conversation().tokens(model.tokenizer) for some in (memo, moved, renamed)]
-        right, wrong = model.tokenizer.convert_tokens_to_ids([memo.answer, renamed.answer])
-        cases.append(PointerCase(tokens[0], tokens[1], tokens[2], "block", "summary", right, wrong))
-    return cases
+def memo_case(model: Model, form: str, rng: np.random.Generator) -> PointerCase:
+    """A random list with a summary that names one of its places."""
+    memo = draw("held_out", rng, (KNOWN[form],))
+    other = int(rng.choice([place for place in range(len(memo.things)) if place != memo.place]))
+    renamed = memo.swapped(other)
+    moved = Memo(renamed.things, other, memo.reference, memo.asked)
+    tokens = [some.conversation().tokens(model.tokenizer) for some in (memo, moved, renamed)]
+    right, wrong = model.tokenizer.convert_tokens_to_ids([memo.answer, renamed.answer])
+    return PointerCase(tokens[0], tokens[1], tokens[2], "block", "summary", right, wrong)

@@ -17,7 +17,7 @@ from kvprobe.inference.forward import onwards
 from kvprobe.inference.model import Model, load
 from kvprobe.policies import RestartInPlace
 from kvprobe.studies.pointers import Config
-from kvprobe.studies.pointers.cases import FORMS, KNOWN, MOVED, RENAMED, PointerCase, bindings, memos
+from kvprobe.studies.pointers.cases import FORMS, KNOWN, MOVED, RENAMED, PointerCase, binding, memo_case
 from kvprobe.text.tokens import Tokens
 from kvprobe.tidy import chosen
 
@@ -37,28 +37,33 @@ def collect(model: Model, config: Config, run: Run) -> dict[str, pd.DataFrame]:
     view, by layer).
     """
     parts = Parts(model, config, run)
-    rows = parts.table(measure, [*FORMS, *KNOWN], "form", doing="Asking where pointers lead", unit="form")
+    counts = dict.fromkeys(FORMS, config.conversations) | dict.fromkeys(KNOWN, config.memos)
+    cases = [(form, number) for form, count in counts.items() for number in range(count)]
+    rows = parts.table(measure, cases, "case", doing="Asking where pointers lead", unit="case")
     return {
         name: chosen(rows, {"table": name}).drop(columns="table").dropna(axis=1, how="all")
         for name in (ARMS, EXCHANGED, LOOKED, MASS)
     }
 
 
-def measure(model: Model, config: Config, form: str) -> pd.DataFrame:
-    """All that is measured of the cases of one form."""
-    rng = np.random.default_rng([config.seed, (*FORMS, *KNOWN).index(form)])
+def measure(model: Model, config: Config, case: tuple[str, int]) -> pd.DataFrame:
+    """All that is measured of a case of one form; every other conversation points to the first of two people."""
+    form, number = case
+    rng = np.random.default_rng([config.seed, (*FORMS, *KNOWN).index(form), number])
     if form in KNOWN:
-        reader = load("ordinal", device=config.device, dtype=config.dtype)
-        cases = memos(reader, form, config.memos, rng)
+        model = load("ordinal", device=config.device, dtype=config.dtype)
+        drawn = memo_case(model, form, rng)
     else:
-        reader, cases = model, bindings(model, form, config.conversations, config.shots, rng)
-    tables = [read_case(reader, case, config.bands).assign(case=number) for number, case in enumerate(cases)]
-    return pd.concat(tables, ignore_index=True).assign(form=form)
+        drawn = binding(model, form, number % 2, config.shots, rng)
+    return read_case(model, drawn, config.bands).assign(form=form, case=number)
 
 
 def read_case(model: Model, case: PointerCase, bands: int) -> pd.DataFrame:
     """All that is measured of one case; see `collect`."""
-    own, moved, renamed = (model.prefill(tokens[: case.cut]) for tokens in (case.own, case.moved, case.renamed))
+    first = case.own.span(case.payload).start  # all three begin alike
+    before = model.prefill(case.own[:first])
+    three = (case.own, case.moved, case.renamed)
+    own, moved, renamed = (model.extend(before, tokens[first : case.cut])[0] for tokens in three)
     suffix = case.own[case.cut :]
     layers = named_bands(model.geometry.n_layers, bands)
     asked = partial(outcomes, model, suffix=suffix, case=case)
