@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from timing import Row, compared, main
+from timing import Row, assert_same, compared, main
 from transformers import DynamicCache
 
 import kvprobe as kv
@@ -57,7 +57,7 @@ def beside_nnsight(model: kv.Model, ids: list[int], repeats: int) -> Iterator[Ro
 
     (key, value, logits), (k, v, scores) = theirs(), ours()
     for one, other in ((k, key), (v, value.unflatten(-1, (v.shape[1], -1)).transpose(1, 2)), (scores, logits)):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        assert_same(one, other)
     yield compared(f"K and V of a layer, {len(ids):,} tokens", "nnsight, trace", ours, theirs, repeats)
 
 

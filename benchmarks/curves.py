@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from timing import Row, alternated, main
+from timing import Row, alternated, assert_same, main
 
 import kvprobe as kv
 from kvprobe.faults import Gaussian, Scope
@@ -66,7 +66,7 @@ def reading(model: kv.Model, length: int) -> dict[str, Run]:
             return bridge(tensor, use_cache=True, logits_to_keep=1)
 
     ours, theirs = model.prefill(ids), bare()
-    torch.testing.assert_close(ours.layers[-1]["V"], theirs.layers[-1].values)
+    assert_same(ours.layers[-1]["V"], theirs.layers[-1].values)
     return {"read a prompt": lambda: model.prefill(ids), BARE: bare, BRIDGE: hooked}
 
 
@@ -82,7 +82,7 @@ def samples(model: kv.Model, count: int) -> dict[str, Run]:
         return model.extend(None, prompts)[1]
 
     alone = torch.cat([answer.logits for answer in one_by_one()])
-    torch.testing.assert_close(together(), alone, rtol=1e-3, atol=1e-3)
+    assert_same(together(), alone)
     return {"read prompts": together, f"{BARE}, one by one": one_by_one}
 
 

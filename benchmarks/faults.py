@@ -35,14 +35,16 @@ def conditions(at: int | str, transient: bool, rates: Sequence[float]) -> list[F
     return [replace(kind, scope=scope, at=at, transient=transient) for kind in kinds for scope in scopes]
 
 
-def plainly(model: kv.Model, ids: Sequence[int], fault: Fault, donor: kv.KVCache) -> list[int]:
-    """One prompt, one condition: read the prompt, damage the cache of transformers, and decode."""
+def plainly(model: kv.Model, ids: Sequence[int], fault: Fault, context: FaultContext) -> list[int]:
+    """One prompt, one condition: read the prompt, damage the cache of transformers, and decode.
+
+    The context is the sweep's: by the moments of another cache, off by rounding, a covariance may have an eigenvector
+    of the other sign, and the noise that it shapes is another.
+    """
     network = model.lanes.plain
     past = DynamicCache()
     with torch.no_grad():
         network(torch.tensor([ids[:-1]]), past_key_values=past, use_cache=True)
-    clean = model_cache(past, ids[:-1])
-    context = FaultContext(clean, {"distractor": donor})
     answer, token = [], ids[-1]
     for step in range(NEW_TOKENS):
         tensors = [{"K": layer.keys.contiguous(), "V": layer.values.contiguous()} for layer in past.layers]
@@ -78,6 +80,7 @@ def measure(asked: Namespace) -> Iterator[Row]:
     draw = torch.Generator().manual_seed(0)
     ids, other = (torch.randint(5, 20_000, (length,), generator=draw).tolist() for _ in range(2))
     donor = model.prefill(Tokens.of(other))
+    context = FaultContext(model.prefill(Tokens.of(ids[:-1])), {"distractor": donor})
     for name, at, transient in (("written once", 0, False), ("anew before each token", "every", True)):
         faults = conditions(at, transient, rates)
 
@@ -88,7 +91,7 @@ def measure(asked: Namespace) -> Iterator[Row]:
             return [list(outcome.tokens) for outcome in swept.outcomes]
 
         def one_by_one(faults: list[Fault] = faults) -> list[list[int]]:
-            return [plainly(model, ids, fault, donor) for fault in faults]
+            return [plainly(model, ids, fault, context) for fault in faults]
 
         for fault, mine, theirs in zip(faults, batched(), one_by_one(), strict=True):
             assert mine == theirs, f"{fault}: {mine} in the batch, {theirs} alone"

@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator
 
 import torch
-from timing import Row, compared, main
+from timing import Row, assert_same, compared, main
 from transformers import DynamicCache
 
 import kvprobe as kv
@@ -37,7 +37,7 @@ def prefill(model: kv.Model, ids: torch.Tensor, repeats: int) -> Row:
         with torch.no_grad():
             return model.lanes.plain(ids, use_cache=True, logits_to_keep=1).logits[:, -1]
 
-    torch.testing.assert_close(ours(), bare())
+    assert_same(ours(), bare())
     return compared(f"read {ids.shape[1]} tokens", "transformers, bare", ours, bare, repeats, most=1.05)
 
 
@@ -94,7 +94,7 @@ def capture(model: kv.Model, ids: torch.Tensor, repeats: int) -> Iterator[Row]:
     for layer in layers:
         for family, hook in (("k", "hook_rot_k"), ("v", "hook_v")):
             other = theirs[f"blocks.{layer}.attn.{hook}"].transpose(1, 2)
-            torch.testing.assert_close(seen[family, layer], other, rtol=0, atol=1e-5 * float(other.abs().max()))
+            assert_same(seen[family, layer], other)
     everything = "TransformerLens, run_with_cache"
     yield Row.of("bytes of K and V held", everything, [held(seen.values())], [held(whole.values())], unit="B", most=0.1)
     del theirs, whole

@@ -115,6 +115,12 @@ def main(
         asked.json.write_text(json.dumps(kept, indent=1))
 
 
+def assert_same(ours: torch.Tensor, theirs: torch.Tensor, most: float = 1e-4) -> None:
+    """Both are the same but for rounding: no number is off by more than this share of the largest. Products of other
+    shapes are summed in another order, and each processor has its own."""
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=most * float(theirs.abs().max()))
+
+
 def clock() -> float:
     """Seconds of the processor where one thread works, so that other work on the machine counts little; else of the
     wall."""
