@@ -98,7 +98,7 @@ def write_page(folder: Path, quick: bool) -> Path:
             caption=f"{grows}: seconds, by how many there are",
             finding="seconds",
             x="size",
-            x_label=grows,
+            x_label=str(grows),
             y_label="seconds",
             line="side",
             where={"grows": grows},
@@ -151,7 +151,7 @@ def said(rows: Mapping[str, Sequence[Row]], quick: bool) -> str:
 
 
 def row_of(record: Mapping[str, Any]) -> Row:
-    ratio = {name: nan if value is None else value for name, value in record["ratio"].items()}
+    ratio: dict[str, Any] = {name: nan if value is None else value for name, value in record["ratio"].items()}
     return Row(**{**record, "ratio": Estimate(**ratio)})
 
 
@@ -169,7 +169,8 @@ def curves(rows: Sequence[Row]) -> Findings:
         if len(taken) > 1:
             logs = [[log(value) for value in values] for values in (taken, taken.values())]
             slope = statistics.linear_regression(*logs).slope
-            findings.number("slope", slope, grows=grows, side=side, **{"from": min(taken), "to": max(taken)})
+            ends: dict[str, Any] = {"from": min(taken), "to": max(taken)}
+            findings.number("slope", slope, grows=grows, side=side, **ends)
     return findings
 
 

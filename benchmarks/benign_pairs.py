@@ -154,7 +154,7 @@ def pairs_of(
         for number, pair in in_llama_cpp(name, model, texts, across):
             yield number, across[number], pair
     if mixed := {number: way for number, way in left.items() if way in GONE_ON}:
-        for number, pair in gone_on(name, model, texts, mixed, cuts):
+        for number, pair in gone_on(name, model, texts, mixed, cuts.tolist()):
             yield number, mixed[number], pair
 
 

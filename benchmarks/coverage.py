@@ -210,8 +210,8 @@ def _crossing(rng: np.random.Generator, count: int) -> Estimate:
     """The loss is 0.5 less the memory, so that it crosses 0.1 at 0.4."""
     memory = np.array([1.0, 0.75, 0.5, 0.3, 0.1])
     losses = 0.5 - memory[:, None] + 0.3 * rng.normal(size=(1, count)) + 0.1 * rng.normal(size=(5, count))
-    crossing = crossings(memory, np.stack(means(losses, np.arange(count))), 0.1, between=True)
-    return Estimate(*map(float, crossing))
+    mean, low, high = crossings(memory, np.stack(means(losses, np.arange(count))), 0.1, between=True)
+    return Estimate(float(mean), float(low), float(high))
 
 
 def _effects() -> np.ndarray:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from coverage import table, write
 
+from kvprobe.models.lens import Family
 from kvprobe.probing.claims import FLOOR
 from kvprobe.probing.features import Features, Site
 from kvprobe.probing.fits import Fits, chosen, fit_sites, fit_tasks
@@ -145,8 +146,8 @@ def drawn(
     floor = offsets + 0.3 * rng.standard_normal(offsets.shape)
 
     def of(tensor: np.ndarray, rows: np.ndarray) -> Features:
-        where = {"v": tuple(Site(layer, None, "mean") for layer in range(sites))}
-        read = {"v": torch.from_numpy(tensor).float()}
+        where: dict[Family, tuple[Site, ...]] = {"v": tuple(Site(layer, None, "mean") for layer in range(sites))}
+        read: dict[Family, torch.Tensor] = {"v": torch.from_numpy(tensor).float()}
         return Features(read, where, rows, torch.from_numpy(labels)[None], homes, TARGET)
 
     return of(vectors, np.arange(len(homes))), of(floor, homes)

@@ -8,6 +8,7 @@ Every comparison first asserts that both sides give the same result.
 import gc
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from timing import Row, assert_same, compared, main
@@ -59,7 +60,8 @@ def decode(model: kv.Model, ids: torch.Tensor, new: int, repeats: int) -> Iterat
 
     def library() -> list[int]:
         mask = torch.ones_like(prompt)
-        done = model.lanes.plain.generate(
+        generated: Any = model.lanes.plain.generate
+        done = generated(
             prompt, attention_mask=mask, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0
         )
         return done[0, prompt.shape[1] :].tolist()
@@ -82,11 +84,11 @@ def capture(model: kv.Model, ids: torch.Tensor, repeats: int) -> Iterator[Row]:
         with torch.no_grad():
             return model.lanes.plain(ids, use_cache=True, logits_to_keep=1).logits
 
-    def filtered() -> dict:
+    def filtered() -> Any:
         with torch.no_grad():
             return bridge.run_with_cache(ids, names_filter=names)[1]
 
-    def unfiltered() -> dict:
+    def unfiltered() -> Any:
         with torch.no_grad():
             return bridge.run_with_cache(ids)[1]
 

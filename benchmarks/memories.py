@@ -117,7 +117,7 @@ def measure(kind: str, length: int, repeats: int) -> None:
     tell("compare with a turn hidden", timed(lambda: kv.compare(model, chat, "m0", "w1 w2", max_new_tokens=8)))
     donor = model.prefill(kv.Tokens.of([*ids[:100], ids[99], *ids[101:length]]))
     cells: dict[str, Any] = {"over": ("layer",), "progress": False}
-    metric = kv.LogProb([ids[5]])
+    metric = kv.LogProb((ids[5],))
     tell("patch every layer", timed(lambda: kv.patch_sweep(model, cache, donor, rest, metric, **cells)))
     tell("attention of the last token", timed(lambda: kv.attend(model, text)))
     with TemporaryDirectory() as folder:

@@ -80,10 +80,9 @@ def table() -> list[str]:
         config = published.get("text_config", published)
         first = budget(name, dtype="bfloat16")
         tokens = min(first.trained_context or 2048, 131_072)
-        read, grown, blocks = (
-            budget(name, context=tokens, dtype="bfloat16", new=new, engine=engine)
-            for new, engine in ((0, "hf"), (1, "hf"), (0, "vllm"))
-        )
+        asked: dict[str, Any] = {"context": tokens, "dtype": "bfloat16"}
+        read, grown = (budget(name, new=new, **asked) for new in (0, 1))
+        blocks = budget(name, engine="vllm", **asked)
         logical = sum(read.logical)
         cells = [name, f"{tokens:,}", _size(logical)]
         cells += [_size(size) for size in (read.cache, grown.cache, blocks.cache)]

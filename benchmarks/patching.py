@@ -144,10 +144,10 @@ def one_by_one(
 
 def batched(name: str, patch: Patch, metric: LogitDiff, cells: Cells, most: float | None = None) -> Contender:
     """All cells of one layer and part in one pass."""
-    groups = dict.fromkeys((layer, part) for layer, part, _ in cells)
+    groups: dict[tuple[int, Part], None] = dict.fromkeys((layer, part) for layer, part, _ in cells)
 
     def run() -> dict[Key, float]:
-        values = {}
+        values: dict[Key, float] = {}
         for layer, part in groups:
             slots = [slot for other, which, slot in cells if (other, which) == (layer, part)]
             logits = patch(layer, part, slots)

@@ -18,7 +18,7 @@ from kvprobe.models.lens import Family
 from kvprobe.probing.controls import hash_control
 from kvprobe.probing.features import Features
 from kvprobe.probing.fits import fit_tasks
-from kvprobe.probing.splits import SPLITS, fold_numbers
+from kvprobe.probing.splits import SPLITS, Split, fold_numbers
 from kvprobe.tasks.designs import Target
 
 WIDTHS: dict[Family, int] = {"k": 192, "v": 192, "resid_post": 576}
@@ -35,10 +35,10 @@ def measure(asked: Namespace) -> Iterator[Row]:
         folds = fold_numbers(split, features.contexts, FOLDS, np.random.default_rng(0))
         together, apart = [], []
 
-        def at_once(split=split, folds=folds, together=together) -> None:
+        def at_once(split: Split = split, folds=folds, together=together) -> None:
             together[:] = fit_tasks(features, split, folds, tasks)
 
-        def in_turn(split=split, folds=folds, apart=apart) -> None:
+        def in_turn(split: Split = split, folds=folds, apart=apart) -> None:
             apart[:] = [fit_tasks(features, split, folds, [task])[0] for task in tasks]
 
         what = f"probes of own and control labels, {split}"

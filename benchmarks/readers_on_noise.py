@@ -48,7 +48,7 @@ def main() -> None:
         caches = [noisy(restart, noise) for _ in secrets]
         slots = Slots.of(caches)
         readings = known_readings(
-            model, caches, slots, trace_of(model, caches, caches[0], slots), secrets, given.readers, rng
+            model, caches, slots, trace_of(model, caches, [caches[0]], slots), secrets, given.readers, rng
         )
         for one in readings:
             digits[one.reader] += one.digits.above(one.chance)
