@@ -1,5 +1,6 @@
 """Figures as declarations over findings: what is drawn is what was declared."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from kvprobe.report.plots.lines import MOST, Lines, Style
 from kvprobe.report.plots.said import say
 from kvprobe.report.plots.style import save
 from kvprobe.stats import Estimate
+from kvprobe.studies import STUDIES, find
 from kvprobe.studies.features.scatter import Scatter
 from kvprobe.studies.memory.stack_figure import StackFigure, stack_findings
 from kvprobe.studies.policies.tradeoff import GROUPS, PANELS, POLICY_STYLES, REFERENCE, Tradeoff
@@ -264,7 +266,7 @@ def test_a_tradeoff_draws_quality_against_the_memory_of_the_same_condition():
     ]
     levels = {line.get_label(): line.get_ydata()[0] for line in right.lines}
     assert (levels["full"], levels["chance"]) == (0.9, 0.05)
-    assert [text.get_text() for text in right.texts] == ["4"]
+    assert [[text.get_text() for text in axis.texts] for axis in (divergence, right)] == [["4"], []]
     assert said_of(figure) == "t\nn = 9, 95 % intervals; one scale in each row"
 
 
@@ -306,9 +308,14 @@ def test_what_panels_rest_on_is_said_once_or_for_each_with_its_letter():
     held = Finding("c", {}, one, comparisons=9)
     assert said([held]) == "t n = 48 n-things, 95 % intervals (together over 9 claims); more"
     assert said([held, small]) == "t n = 12 to 48 n-things, 95 % intervals (some together over 9 claims); more"
-    assert said([Finding("d", {}, by_range)]) == "t n = 3 n-things, lines from the smallest to the largest; more"
+    assert said([Finding("d", {}, by_range)]) == "t n = 3 n-things, ranges from the smallest to the largest; more"
     assert said([Finding("e", {}, Estimate(0.5))]) == "t more"
     plt.close("all")
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_figures_of_every_study_say_what_they_count(name: str):
+    assert find(name).declaration.label("n", "9") != "9"
 
 
 def test_many_lines_are_shared_out_among_panels_one_below_the_other():
@@ -325,10 +332,20 @@ def test_no_number_lies_beyond_limits_and_that_an_interval_does_is_said():
     figure = limited.draw(Findings([share(1.4, -0.2, 1.4, x=1), share(0.5, 0.2, 0.6, x=2)]), label, "t")
     assert figure is not None
     assert figure.axes[0].get_ylim() == (0.0, 1.4)
+    assert not any(line.get_clip_on() for line in figure.axes[0].lines)
     assert said_of(figure).endswith("; intervals that reach the lower edge go on beyond it")
     inside = limited.draw(Findings([share(0.5, 0.2, 0.6, x=x) for x in (1, 2)]), label, "t")
     assert inside is not None
     assert "beyond" not in said_of(inside)
+
+
+def test_what_a_number_can_be_at_most_and_named_rules_stand_in_the_legend():
+    lines = Lines(curves=True, rules={0.1: "chance", 0.2: ""}, most=(lambda x: 2 * x, "all"), **SHARES)
+    figure = lines.draw(Findings(share(0.5, 0.4, 0.6, x=x) for x in (2, 1)), label, "t")
+    assert figure is not None
+    drawn = {line.get_label(): np.asarray(line.get_xydata()).tolist() for line in figure.axes[0].lines}
+    assert drawn["all"] == [[1, 2], [2, 4]]
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["chance", "all"]
 
 
 def test_no_dot_lies_beyond_limits_and_that_an_interval_does_is_said():
@@ -342,14 +359,15 @@ def test_no_dot_lies_beyond_limits_and_that_an_interval_does_is_said():
 
 
 def test_points_stand_side_by_side_only_for_their_intervals():
-    def places(low: float, high: float) -> list[list[float]]:
+    def places(low: float, high: float, moved: bool) -> list[list[float]]:
         found = Findings(share(0.5, low, high, line=line, x=x) for line in "ab" for x in (1, 2))
         figure = Lines(line="line", **SHARES).draw(found, label, "t")
         assert figure is not None
+        assert ("points of one x stand side by side" in said_of(figure)) == moved
         return [np.exp(dots.lines[0].get_xdata()).tolist() for dots in figure.axes[0].containers]
 
-    assert places(0.5, 0.5) == [pytest.approx([1, 2])] * 2
-    first, second = places(0.4, 0.6)
+    assert places(0.5, 0.5, moved=False) == [pytest.approx([1, 2])] * 2
+    first, second = places(0.4, 0.6, moved=True)
     assert first[0] < 1 < second[0]
 
 
@@ -362,6 +380,7 @@ def test_an_interval_down_to_zero_has_no_floor_on_a_logarithmic_axis(curves: boo
     assert axis.get_ylim()[0] == pytest.approx(0.1 / 1.5)
     ends = axis.collections[0].get_paths()[0].vertices[:, 1]
     assert min(ends) == 0.0
+    assert len(axis.images) == curves, "a shade fades"
     assert "lower edge go on beyond it" in said_of(figure)
 
 
@@ -382,6 +401,10 @@ def test_dots_of_one_unit_have_one_scale_and_a_legend_says_on_how_many_each_rest
     assert first[0] < 0.1 < 0.9 < first[1] < third[0]
     assert "one scale: a, b" in said_of(figure)
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["kept (n = 12)", "masked (n = 24)"]
+    assert [axis.get_xscale() for axis in figure.axes] == ["linear"] * 3
+    logarithmic = Dots("f", "c", (replace(panels[0], log=True),)).draw(found, label, "t")
+    assert logarithmic is not None
+    assert logarithmic.axes[0].get_xscale() == "log"
     four = Dots("f", "c", (*panels, panels[0])).draw(found, label, "t")
     assert four is not None
     assert [axis.axison for axis in four.axes] == [True] * 4 + [False] * 2

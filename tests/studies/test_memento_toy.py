@@ -39,7 +39,7 @@ def finished(root: Path) -> Run:
 def test_a_run_shows_everything(finished: Run):
     findings = Conclusion.of(finished.metrics).findings
     assert {claim.finding for claim in STUDY.claims} <= set(findings.names)
-    assert set(findings.values("by_layer", "model")) == {MAIN, UNTRAINED}
+    assert [set(findings.values(name, "model")) for name in ("by_layer", "by_training")] == [{MAIN, UNTRAINED}] * 2
     assert set(findings.values("left", "state")) == {OPEN, STAND_IN, *ERASED, RESTART}
     assert not (finished.path / "parts").exists()
 
@@ -205,6 +205,7 @@ def test_the_paper_stands_beside_runs_of_its_design_alone():
     assert [bool(each.facts["published"]) for each in concluded] == [True, False, False, False]
     beside = [each.findings.frame("paper_by_distance") for each in concluded]
     assert [len(each) for each in beside[1:]] == [0, 0, 0]
+    assert [len(each.findings.where("paper_by_training")) for each in concluded] == [2, 0, 0, 0]
     linear = beside[0][beside[0]["probe"] == "linear"]
     assert dict(zip(linear["distance"], linear["mean"], strict=True)) == {1: 0.262, 2: 0.214, 7: 0.13}
     first, last = concluded[0].findings.where("paper_by_layer", probe="linear")

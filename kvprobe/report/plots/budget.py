@@ -21,6 +21,8 @@ MEMORY_COLOURS = {
     "headroom": "#009e73",
 }
 """The parts of a memory budget, in the order in which they are stacked."""
+CACHE = {"prompt": "cache of the prompt", "generated": "cache of what is generated"}
+"""What the parts that are cache are called in the legend."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ def draw_stack(stack: Stack, measured: Sequence[tuple[int, int | float]] = ()) -
         figure, axis = plt.subplots(figsize=(5.6, 3.3), layout="constrained")
         shown = {name: np.array(part) / 1e9 for name, part in stack.parts.items() if any(part)}
         axis.stackplot(
-            lengths, *shown.values(), labels=list(shown), colors=[MEMORY_COLOURS[name] for name in shown],
+            lengths, *shown.values(), labels=[CACHE.get(name, name) for name in shown],
+            colors=[MEMORY_COLOURS[name] for name in shown],
             alpha=0.85, lw=0,
         )  # fmt: skip
         if measured:

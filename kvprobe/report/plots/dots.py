@@ -33,6 +33,7 @@ class Panel:
         label: of the axis.
         where: the other keys; one of several values, where a tuple is given.
         level: see `Level`.
+        log: whether the axis is logarithmic.
         scale: panels of one such name have one scale; a scale of its own by default.
         limits: of the axis, which is longer where a number lies beyond; that an interval does is said.
     """
@@ -44,6 +45,7 @@ class Panel:
     label: str
     where: Mapping[str, Key | tuple[Key, ...]] = field(default_factory=dict)
     level: Level | None = None
+    log: bool = False
     scale: str = ""
     limits: tuple[float, float] | None = None
 
@@ -140,6 +142,8 @@ def _draw(axis: "Axes", panel: Panel, findings: Findings, labels: Labels) -> lis
                 capsize=2.5,
                 label=labels(panel.line, line) if apart else None,
             )
+    if panel.log:
+        axis.set_xscale("log")
     if panel.level:
         name, of, keys = panel.level
         value = findings.get(of, **keys) if of else None

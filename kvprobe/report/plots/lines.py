@@ -9,7 +9,7 @@ import numpy as np
 
 from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.plots.figure import Labels
-from kvprobe.report.plots.said import Shown, beyond, say
+from kvprobe.report.plots.said import Shown, beyond, edges, say
 from kvprobe.report.plots.style import styled
 from kvprobe.stats import Estimate
 
@@ -56,7 +56,9 @@ class Lines:
         level: the same as a dotted line.
         beside: a finding with the same keys, drawn hollow and dashed, or not joined beside curves, and what to add to
             its names.
-        rules: values of y at which a thin line is drawn; at 0 by default, where a number is negative.
+        rules: values of y at which a thin line is drawn, and their names in the legend, which may be empty; at 0 by
+            default, where a number is negative.
+        most: the most that a number can be at each x, drawn as a dotted line, and its name in the legend.
         upright: numbers on the x axis of curves at which a dotted line is drawn.
         above: such a finding by which x is multiplied on a second axis above, and that axis's label.
         y_label: of the y axis.
@@ -85,7 +87,8 @@ class Lines:
     band: tuple[str, str] | None = None
     level: tuple[str, str] | None = None
     beside: tuple[str, str] | None = None
-    rules: tuple[float, ...] = ()
+    rules: Mapping[float, str] = field(default_factory=dict)
+    most: tuple[Callable[[Any], float], str] | None = None
     upright: tuple[float, ...] = ()
     above: tuple[str, str] | None = None
     log: bool = False
@@ -103,7 +106,8 @@ class Lines:
         if not panels:
             return None
         rows = self._rows(known)
-        across = self._places([finding.keys[self.x] for finding in known])
+        beside = self._known(findings, self.beside[0]) if self.beside else []
+        across = self._places([finding.keys[self.x] for finding in (*known, *beside)])
         width, height = self.size
         shown: list[Shown] = []
         with styled():
@@ -129,7 +133,11 @@ class Lines:
             for axis in grid[-1]:
                 axis.set_xlabel(self.x if self.x_label is None else self.x_label)
             own = "each panel has a scale of its own" if self.own_scales and len(shown) > 1 else ""
-            say(figure, shown, labels, self.title or title, own, beyond(shown))
+            moved = any(self._crowded(of) for _, of in shown) and not any(isinstance(x, str) for x in across)
+            aside = "points of one x stand side by side" if moved else ""
+            say(figure, shown, labels, self.title or title, own, aside, beyond(shown))
+            for axis, of in shown if self.curves else ():
+                _fade(axis, edges(axis, of))
             _legends(grid)
             figure.tight_layout(h_pad=2.2)
         return figure
@@ -158,7 +166,7 @@ class Lines:
         ]
 
     def _at(self, keys: Keys, row: Row, panel: Key) -> bool:
-        return self.row(keys) == row[0] and keys.get(self.line, "") in row[1] and keys.get(self.panel, "") == panel
+        return self.row(keys) == row[0] and keys.get(self.line, "") in row[1] and keys.get(self.panel, panel) == panel
 
     def _places(self, values: Sequence[Key]) -> dict[Key, float]:
         """Where each x stands on the axis: names one after the other; numbers by their logarithm, but by themselves in
@@ -186,15 +194,17 @@ class Lines:
         if self.level and (value := _common(findings, self.level[0], known)) and value.mean > 0:
             axis.axhline(value.mean, color="black", ls=":", lw=0.9, label=self.level[1])
         negative = any(finding.value.mean < 0 for finding in known)
-        for value in self.rules or ((0.0,) if negative else ()):
-            axis.axhline(value, color="0.7", ls="--", lw=0.8, zorder=0)
+        for value, name in (self.rules or ({0.0: ""} if negative else {})).items():
+            axis.axhline(value, color="0.7", ls="--", lw=0.8, zorder=0, label=name or None)
+        if self.most:
+            ends = sorted((at, self.most[0](x)) for x, at in across.items())
+            axis.plot(*np.transpose(ends), "k:", lw=0.9, label=self.most[1])
         for value in self.upright:
             axis.axvline(value, color="0.35", ls=":", lw=0.9, zorder=0)
         lines = [line for line in place[0][1] if any(finding.keys.get(self.line, "") == line for finding in known)]
         named = any(isinstance(x, str) for x in across)
-        shared = len({finding.keys[self.x] for finding in known}) < len(known)
-        apart = named or (shared and any(np.ptp(finding.value.ends) > 0 for finding in known))
-        shifts = _offsets(len(lines), across.values()) if apart else [0.0] * len(lines)
+        moved = named or self._crowded(known)
+        shifts = _offsets(len(lines), across.values(), 0 if named else self.size[0]) if moved else [0.0] * len(lines)
         for number, (line, shift) in enumerate(zip(lines, shifts, strict=True)):
             name, style = labels(self.line, line), self.styles.get(line, CYCLE[number % len(CYCLE)])
             look = {"color": style.colour, "marker": style.marker}
@@ -214,7 +224,7 @@ class Lines:
                 hollow = {**look, "mfc": "white", "ls": joined, "lw": 0.9, "ms": 5, "label": called}
                 _points(axis, hollow_points, aside, **hollow)
         if self.curves:
-            axis.locator_params(axis="x", integer=True)
+            axis.locator_params(axis="x", integer=all(place.is_integer() for place in across.values()))
         else:
             names = [labels(self.x, x) if isinstance(x, str) else f"{x:g}" for x in across]
             axis.set_xticks(
@@ -232,7 +242,15 @@ class Lines:
             of_all = [one for name in names for one in self._known(findings, name, place if self.own_scales else None)]
             means = [finding.value.mean for finding in of_all]  # of all panels that share the axis
             axis.set_ylim(min(self.limits[0], *means), max(self.limits[1], *means))
+            for line in axis.lines:  # whose numbers the limits hold, but not their markers
+                line.set_clip_on(False)
         return known
+
+    def _crowded(self, known: Sequence[Finding]) -> bool:
+        """Whether intervals of one x would cover each other."""
+        places = {(finding.keys[self.x], finding.keys.get(self.line, "")) for finding in known}
+        shared = len({x for x, _ in places}) < len(places)
+        return not self.curves and shared and any(np.ptp(finding.value.ends) > 0 for finding in known)
 
     def _on(self, finding: Finding, line: Key, across: Mapping[Key, float]) -> bool:
         """Whether a finding is a point of a line."""
@@ -246,6 +264,18 @@ def _logarithmic(axis: "Axes", known: Sequence[Finding]) -> None:
     if (means > 0).any():
         smallest = means[means > 0].min()
         axis.set_ylim(bottom=max(lows[lows > 0].min(initial=smallest), smallest / 30) / 1.5)
+
+
+def _fade(axis: "Axes", reached: Iterable[str]) -> None:
+    """Let shades vanish at edges that they cross, so that none seems to end there."""
+    axis.autoscale(False)
+    for edge in reached:
+        ends = (0.0, 0.2) if edge == "lower" else (1.0, 0.8)
+        white = np.ones((64, 1, 4))
+        white[..., 3] = np.linspace(1, 0, 64)[:, None]
+        axis.imshow(
+            white, extent=(0, 1, *ends), origin="lower", transform=axis.transAxes, aspect="auto", zorder=1.5
+        )  # fmt: skip
 
 
 def _common(findings: Findings, name: str, known: Sequence[Finding]) -> Estimate | None:
@@ -282,11 +312,13 @@ def _numbers(points: Points) -> np.ndarray:
     return np.array([(across, value.mean, *value.ends) for across, value in points]).T
 
 
-def _offsets(count: int, across: Iterable[float]) -> list[float]:
-    """By how much the points of each of so many lines are moved, so that their intervals do not cover each other."""
+def _offsets(count: int, across: Iterable[float], width: float) -> list[float]:
+    """By how much the points of each of so many lines are moved, so that their intervals do not cover each other; on an
+    axis of numbers no further than that takes in a panel of this width in inches."""
     places = sorted(across)
     nearest = min((high - low for low, high in pairwise(places)), default=1.0)
-    half = min(max(0.17, 0.012 * (places[-1] - places[0])), 0.3 * nearest)
+    far = 0.025 * (count - 1) / width * (places[-1] - places[0]) if width else 0.17
+    half = min(far, 0.3 * nearest)
     return np.linspace(-half, half, count).tolist() if count > 1 else [0.0] * count
 
 

@@ -32,7 +32,7 @@ def say(figure: "Figure", panels: Sequence[Shown], labels: Labels, title: str, *
             axis.set_title(letter, loc="left", x=-0.02, ha="right", weight="bold")
         if note := rests_on(findings, labels):
             notes.setdefault(note, []).append(place)
-    said = [f"{_spans(of)}: {note}" if len(notes) > 1 else note for note, of in notes.items()]
+    said = [note if len(of) == len(panels) else f"{_spans(of)}: {note}" for note, of in notes.items()]
     width = int(13 * figure.get_figwidth())
     lines = wrap("; ".join(filter(None, [*said, *more])), width)
     figure.suptitle("\n".join(filter(None, [title, *lines])), fontsize=10)
@@ -45,7 +45,7 @@ def rests_on(findings: Sequence[Finding], labels: Labels) -> str:
     whole = [finding.comparisons for finding in findings if finding.value.has_interval]
     ranges = any(each.ends[0] == each.smallest and not each.has_interval for each in (of.value for of in findings))
     intervals = f"95 % intervals{_together(whole)}" if whole else ""
-    ranged = f"{'where there is none, ' if whole else ''}lines from the smallest to the largest" if ranges else ""
+    ranged = f"{'where there is none, ' if whole else ''}ranges from the smallest to the largest" if ranges else ""
     return ", ".join(filter(None, [counted, intervals, ranged]))
 
 
@@ -80,13 +80,14 @@ def _together(comparisons: Sequence[int]) -> str:
 
 def beyond(panels: Sequence[Shown], *, sideways: bool = False) -> str:
     """What is to be said where intervals reach further up or down than their panel, or to the sides."""
+    reached = sorted(set().union(*(edges(axis, findings, sideways=sideways) for axis, findings in panels)))
+    return f"intervals that reach the {' or '.join(reached)} edge go on beyond it" if reached else ""
+
+
+def edges(axis: "Axes", findings: Sequence[Finding], *, sideways: bool = False) -> set[str]:
+    """The edges of a panel that intervals cross."""
+    low, high = axis.get_xlim() if sideways else axis.get_ylim()
     names = ("left", "right") if sideways else ("lower", "upper")
-    edges = {
-        edge
-        for axis, findings in panels
-        for low, high in [axis.get_xlim() if sideways else axis.get_ylim()]
-        for finding in findings
-        for edge, hidden in zip(names, (finding.value.ends[0] < low, finding.value.ends[1] > high), strict=True)
-        if hidden
-    }
-    return f"intervals that reach the {' or '.join(sorted(edges))} edge go on beyond it" if edges else ""
+    lows, highs = zip(*(finding.value.ends for finding in findings), strict=True) if findings else ((), ())
+    crossed = (any(end < low for end in lows), any(end > high for end in highs))
+    return {edge for edge, is_crossed in zip(names, crossed, strict=True) if is_crossed}

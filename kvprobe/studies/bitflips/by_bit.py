@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvprobe.faults.bit_flips import LAYOUTS
-from kvprobe.report.findings import Findings, Key
+from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.plots.figure import Labels
+from kvprobe.report.plots.said import Shown, say
 from kvprobe.report.plots.style import styled
 
 if TYPE_CHECKING:
@@ -53,24 +54,24 @@ class ByBit(ABC):
         if not places:
             return None
         several = len({task for task, _ in places}) > 1
-        named = {}
+        named, shown = {}, list[Shown]()
         with styled():
             figure, grid = plt.subplots(len(places), 1, figsize=(8.4, 1.1 + 2.3 * len(places)), squeeze=False)
             for axis, (task, dtype) in zip(grid[:, 0], places, strict=True):
                 keys = {"task": task, "dtype": dtype}
                 bits = findings.values("bit_flips", "bit", **keys)[::-1]
-                self.panel(axis, findings, keys, bits)
+                shown.append((axis, self.panel(axis, findings, keys, bits)))
                 _name_bits(axis, str(dtype), bits)
                 axis.set_ylabel("\n".join([labels("task", task)] * several + [str(dtype), axis.get_ylabel()]))
                 named |= {name: handle for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
-            figure.suptitle(title, fontsize=10)
+            say(figure, shown, labels, title)
             figure.legend(named.values(), named.keys(), loc="lower center", ncols=3, frameon=False, handlelength=2.4)
             figure.tight_layout(rect=(0, 0.55 / figure.get_figheight(), 1, 1))
         return figure
 
     @abstractmethod
-    def panel(self, axis: "Axes", findings: Findings, keys: Mapping[str, Key], bits: Sequence[Key]) -> None:
-        """Draw one task and dtype."""
+    def panel(self, axis: "Axes", findings: Findings, keys: Mapping[str, Key], bits: Sequence[Key]) -> list[Finding]:
+        """Draw one task and dtype; gives what has an interval."""
 
 
 class SharesByBit(ByBit):
@@ -83,15 +84,18 @@ class SharesByBit(ByBit):
     )
     finding = "bit_share"
 
-    def panel(self, axis: "Axes", findings: Findings, keys: Mapping[str, Key], bits: Sequence[Key]) -> None:
+    def panel(self, axis: "Axes", findings: Findings, keys: Mapping[str, Key], bits: Sequence[Key]) -> list[Finding]:
         def shares(became: str) -> Any:
             return np.array([findings.at(self.finding, **keys, bit=bit, became=became).mean for bit in bits])
 
-        harm = next(became for became in STACKS if findings.where(self.finding, **keys, became=became))
+        harm, known = next(
+            (became, known) for became in STACKS if (known := findings.where(self.finding, **keys, became=became))
+        )
         places, bottom = np.arange(len(bits)), np.zeros(len(bits))
         for whole, part, colour, name in STACKS[harm]:
             heights = shares(whole) - (shares(part) if part else 0)
-            axis.bar(places, 100 * heights, 0.86, bottom=100 * bottom, color=colour, label=name, lw=0)
+            label = name if heights.any() else None
+            axis.bar(places, 100 * heights, 0.86, bottom=100 * bottom, color=colour, label=label, lw=0)
             bottom = bottom + heights
         means = shares(harm)
         low, high = np.array([findings.at(self.finding, **keys, bit=bit, became=harm).ends for bit in bits]).T
@@ -106,6 +110,7 @@ class SharesByBit(ByBit):
             label=f"interval of what {DID[harm]}",
         )
         axis.set(ylim=(0, 100), ylabel="share of flips (%)")
+        return known
 
 
 class KLByBit(ByBit):
@@ -119,7 +124,7 @@ class KLByBit(ByBit):
     )
     finding = "bit_kl"
 
-    def panel(self, axis: "Axes", findings: Findings, keys: Mapping[str, Key], bits: Sequence[Key]) -> None:
+    def panel(self, axis: "Axes", findings: Findings, keys: Mapping[str, Key], bits: Sequence[Key]) -> list[Finding]:
         for place, bit in enumerate(bits):
             value = findings.get(self.finding, **keys, bit=bit)
             if value is not None:
@@ -130,6 +135,7 @@ class KLByBit(ByBit):
             if left_out:
                 axis.annotate(f"{left_out:g}", (place, 0.985), va="top", color="#d55e00", fontsize=7.5, **ABOVE)
         axis.set(yscale="log", ylim=LIMITS, ylabel="KL (nats per token)")
+        return findings.where(self.finding, **keys)
 
 
 def _name_bits(axis: "Axes", dtype: str, bits: Sequence[Key]) -> None:

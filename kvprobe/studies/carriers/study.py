@@ -16,7 +16,7 @@ STYLES = {"K": Style("#0072b2"), "V": Style("#d55e00", "s"), "KV": Style("#00000
 
 def by(x: str, file: str, finding: str, line: str, caption: str, **more: Any) -> Lines:
     """A panel for each direction, along groups of slots or bands of layers."""
-    known: dict[str, Any] = {"panel": "direction", "styles": STYLES, "rules": (0.0, 1.0), "size": (3.6, 3.3)}
+    known: dict[str, Any] = {"panel": "direction", "styles": STYLES, "rules": {0.0: "", 1.0: ""}, "size": (3.6, 3.3)}
     known |= {"x_label": "layers" if x == "band" else "", "y_label": "share of the KL between the two caches"}
     return Lines(x=x, file=file, finding=finding, line=line, caption=f"{caption} 95 % intervals.", **known | more)
 
@@ -70,7 +70,7 @@ STUDY = Study(
             "part",
             "Swaps for slots that have seen another code, at all layers.",
             y_label="moved towards the other code (logits)",
-            rules=(0.0,),
+            rules={0.0: ""},
         ),
     ),
     claims=(

@@ -95,7 +95,7 @@ STUDY = Study(
             "shaded: 95 % intervals over conversations.",
             x="layer",
             line="place",
-            y_label="share of attention",
+            y_label="change in the share of attention",
             styles=PLACES,
             curves=True,
         ),

@@ -52,7 +52,7 @@ STUDY = Study(
             x_label="KV heads that see the turn",
             y_label="share that comes back",
             styles={TOP: Style("#d55e00"), RANDOM: Style("#7f7f7f", "s")},
-            rules=(0.0, 1.0),
+            rules={0.0: "", 1.0: ""},
             size=(3.4, 3.2),
         ),
         Lines(

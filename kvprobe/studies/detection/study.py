@@ -65,6 +65,7 @@ STUDY = Study(
         ),
     ),
     labels={
+        "n": "{} prompts".format,
         "task": shown_task,
         "size": {
             "spot": "in one block of one layer",

@@ -7,6 +7,7 @@ import numpy as np
 from kvprobe.probing.intervals import LEVEL
 from kvprobe.report.findings import Findings, Key
 from kvprobe.report.plots.figure import Labels
+from kvprobe.report.plots.said import Shown, means_of, say
 from kvprobe.report.plots.style import styled
 
 if TYPE_CHECKING:
@@ -27,17 +28,20 @@ class Scatter:
         rows, columns = (findings.values("retained", key) for key in ("segment", "place"))
         if not columns:
             return None
+        shown: list[Shown] = []
         size = (3.3 * len(columns), 3.1 * len(rows))
         with styled():
             figure, grid = plt.subplots(len(rows), len(columns), figsize=size, squeeze=False)
             figure.set_layout_engine("constrained")
             for axes, row in zip(grid, rows, strict=True):
                 for axis, column in zip(axes, columns, strict=True):
+                    # The points have no intervals; what is taken from them, and rests on the same, has.
+                    shown.append((axis, [means_of(one) for one in findings.where("carried", place=column)]))
                     _panel(axis, findings, {"segment": row, "place": column})
                     panel = f"{labels('place', column)}: {labels('segment', row)}"
                     axis.set(xscale="log", yscale="log", title=panel, xlabel="mean activation, restart")
                 axes[0].set_ylabel("mean activation, retained")
-            figure.suptitle(title, fontsize=10)
+            say(figure, shown, labels, title)
             looks = grid[0, 0].get_legend_handles_labels()
             figure.legend(*looks, loc="outside lower center", ncols=min(2, len(columns)), frameon=False, markerscale=2)
         return figure

@@ -62,7 +62,7 @@ STUDY = Study(
             x_label="",
             y_label="share of KL that goes away",
             styles={"T3": Style("#0072b2")},
-            rules=(0.0,),
+            rules={0.0: ""},
             own_scales=True,
         ),
         Scatter(),

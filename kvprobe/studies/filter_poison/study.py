@@ -28,18 +28,16 @@ STUDY = Study(
         Lines(
             file="strips",
             caption="The share of the damage that goes away when the output of one attention block or MLP is restored. "
-            "Shaded: 95 % intervals. Below −1 nothing is shown: with an MLP restored there may be several times the "
-            "damage.",
+            "Shaded: 95 % intervals.",
             finding="pi",
             x="layer",
-            line="family",
-            panel="kind",
+            row=lambda keys: KINDS[str(keys["kind"])],
+            panel="family",
             where={"kind": ("attn", "mlp")},
             y_label="causal index π",
-            styles=STYLES,
             curves=True,
             limits=(-1.05, 1.05),
-            size=(3.8, 3.4),
+            size=(1.9, 2.4),
         ),
         Heatmaps(
             file="heads",

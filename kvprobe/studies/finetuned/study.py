@@ -36,7 +36,7 @@ STUDY = Study(
             x_label="",
             y_label=SHARE,
             styles=STYLES,
-            rules=(0.0, 1.0),
+            rules={0.0: "", 1.0: ""},
         ),
         Heatmaps(
             file="bands",
@@ -59,7 +59,7 @@ STUDY = Study(
             panel="behaviour",
             x_label="handed over after",
             y_label=SHARE,
-            rules=(0.0, 1.0),
+            rules={0.0: "", 1.0: ""},
         ),
         Lines(
             file="weights",
@@ -71,7 +71,7 @@ STUDY = Study(
             panel="behaviour",
             x_label="first layer of the band",
             y_label=SHARE,
-            rules=(0.0,),
+            rules={0.0: ""},
             curves=True,
         ),
     ),

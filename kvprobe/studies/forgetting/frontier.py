@@ -49,12 +49,13 @@ STYLES = {
     MASK: Style("#0072b2", "s"),
     EVICT: Style("#56b4e9", "s"),
     CLOSED: Style("#332288", "o"),
-    PLACED: Style("#009e73", "^"),
+    PLACED: Style("#8fd6be", "^"),
     RESTART: Style("#009e73", "*"),
 }
 REPLACED = Style("#7f7f7f", "o")
 """Of ways that put other text in, which a line joins."""
-FITTED = Style("#f0e442", "d")
+FITTED = (Style("#999933", "d"), Style("#661100", "H"))
+"""Of fitted slots, the fewest first."""
 TRAINED = Style("#882255", "p")
 FARTHEST = 1.7
 """Share of a restart's cost at which ways stand that cost more."""
@@ -71,7 +72,8 @@ class Frontier:
         "What each way leaves and breaks against what it costs, as a share of a restart's: tokens that the model reads "
         "again, FLOPs of its passes (what is fitted between them is not counted), seconds on this machine; 95 % "
         "intervals over conversations. Joined: other text in the message's place, with more and more slots read again. "
-        "Ways that cost nothing stand side by side at zero; ways that cost more than is shown, at the right edge."
+        "Ways that cost nothing stand side by side at zero; ways that cost more than is shown, at the right edge, "
+        "with their cost above."
     )
 
     def draw(self, findings: Findings, labels: Labels, title: str) -> "Figure | None":
@@ -97,9 +99,11 @@ class Frontier:
     ) -> list[Shown]:
         """One cost's panels."""
         free = [way for way, cost in costs.items() if cost < FREE]
-        places = {way: min(cost, FARTHEST) for way, cost in costs.items()}
+        places, far = dict(costs), [way for way, cost in costs.items() if cost > FARTHEST]
+        places |= {way: FARTHEST + 0.12 * place for place, way in enumerate(far)}
         places |= {way: -0.05 * place for place, way in enumerate(reversed(free))}
-        looks = {way: _look(way) for way in places}
+        fitted = dict(zip((way for way in costs if way.startswith(MATCHED)), FITTED, strict=False))
+        looks = {way: fitted.get(way) or _look(way) for way in places}
         shown: list[Shown] = []
         for axis, (measure, label) in zip(row, PANELS.items(), strict=True):
             known: list[Finding] = [
@@ -117,17 +121,19 @@ class Frontier:
                     yerr=np.clip([[value.mean - low], [high - value.mean]], 0, None),
                     fmt=style.marker,
                     color=style.colour,
-                    mfc="white" if way == ALL else style.colour,
-                    ms=9 if style.marker == "*" else 6,
+                    mfc={ALL: "white"}.get(way, "none" if style in FITTED else style.colour),
+                    ms=9 if style.marker in "*^" else 6,
                     elinewidth=0.8,
                     label=labels("way", way),
                 )
                 if way.startswith(OTHER):
                     text = way.removeprefix(OTHER).strip() or "0"
                     axis.annotate(text, (across, value.mean), (4, 6), textcoords="offset points", fontsize=7)
-                if costs[way] > FARTHEST:
-                    text = f"→ {costs[way]:.2g}"
-                    axis.annotate(text, (across, value.mean), (-8, 6), textcoords="offset points", fontsize=7)
+            for place, way in enumerate(far):
+                axis.annotate(
+                    f"→ {costs[way]:.2g}", (places[way], 1.0 + 0.05 * place), xycoords=("data", "axes fraction"),
+                    ha="center", fontsize=7, color=looks[way].colour,
+                )  # fmt: skip
             axis.axvline(FREE, color="0.85", lw=0.8, zorder=0)
             axis.axhline(0.0, color="0.85", lw=0.8, zorder=0)
             axis.set(xlabel=f"{said} (share of a restart's)", ylabel=label)
@@ -139,4 +145,4 @@ class Frontier:
 def _look(way: str) -> Style:
     if way.startswith(ERASED):
         return TRAINED
-    return STYLES.get(way, FITTED if way.startswith(MATCHED) else REPLACED)
+    return STYLES.get(way, REPLACED)

@@ -54,6 +54,7 @@ STUDY = Study(
         Claim("nearer", above="further away", below="nearer", unclear="no difference detected"),
     ),
     labels={
+        "n": "{} items".format,
         "task": shown_task,
         "fault": {**{name: fault.label for name, fault in CATALOGUE.items()}, BITS: "bits flipped"},
         "rate": "{:g} %".format,

@@ -12,11 +12,11 @@ from kvprobe.experiments.estimands import Difference, Estimand, Mean, Ratio, mea
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
-from kvprobe.report.findings import Findings
-from kvprobe.stats import DIFFERENCE, SHARE
+from kvprobe.report.findings import Finding, Findings
+from kvprobe.stats import DIFFERENCE, SHARE, Estimate
 from kvprobe.studies.memento_toy import Config
 from kvprobe.studies.memento_toy.closing import ERASED, OPEN, STAND_IN
-from kvprobe.studies.memento_toy.collect import CHECKPOINT, MAIN, SEED
+from kvprobe.studies.memento_toy.collect import CHECKPOINT, MAIN, SEED, UNTRAINED
 from kvprobe.studies.memento_toy.digits import RESTART, RETAINED
 from kvprobe.studies.memento_toy.exchange import DONOR, OWN
 from kvprobe.studies.memento_toy.probes import BOTH, LINEAR
@@ -30,6 +30,8 @@ PUBLISHED = (
     {"layer": 3, "distance": 7, "paper": 0.13},
 )
 """Accuracy per digit from K and V of mementos, one to seven blocks after the block was hidden (arXiv 2604.09852)."""
+TRAINING = Estimate(0.18, 0.17, 0.19), (0.77, 0.95)
+"""The same over the training, which is published as a range, from one share of right mementos to another."""
 ANSWER: dict[str, Any] = {"together": (), "family": "answer", "cluster": "trace"}
 ROLES = (MAIN, SEED)
 
@@ -63,6 +65,8 @@ def add_paper(findings: Findings, published: Sequence[Mapping[str, Any]]) -> Non
             findings.number("paper_by_distance", cell["paper"], **keys, distance=cell["distance"])
         if cell["distance"] == PUBLISHED[0]["distance"]:
             findings.number("paper_by_layer", cell["paper"], **keys, layer=cell["layer"])
+    for accuracy in TRAINING[1] if published else ():
+        findings.add(Finding("paper_by_training", {"accuracy": accuracy, "arm": RETAINED}, TRAINING[0]))
 
 
 def findings_of(tables: Mapping[str, Rows], config: Config, layers: int) -> Findings:
@@ -81,7 +85,7 @@ def findings_of(tables: Mapping[str, Rows], config: Config, layers: int) -> Find
     probed, written, ranks = (closing[closing["measure"] == name] for name in ("probe", "answer", "rank"))
     harm = written["right"] - beside(written, "right", {"state": OPEN}, ("trace", "memento"))
     site = {"distance": config.hidden_from - config.block, "layer": layers - 1, "part": BOTH, "probe": LINEAR}
-    keys, where = ("model", "accuracy", "arm"), {**site, "role": (MAIN, CHECKPOINT)}
+    keys, where = ("model", "accuracy", "arm"), {**site, "role": (MAIN, CHECKPOINT, UNTRAINED)}
     over_training = Mean(name="by_training", of="right", by=keys, where=where, cluster="trace", within=SHARE)
     findings = measure(
         samples,

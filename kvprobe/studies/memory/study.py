@@ -100,6 +100,7 @@ STUDY = Study(
         ),
     ),
     labels={
+        "n": "{} repeats".format,
         "what": WHAT,
         "way": {"cached": "with the cache", "anew": "all read anew"},
         "measure": {"cache": "cache, MB (10⁶ bytes)", "peak": "peak, MB", "step": "a step of all, ms"},

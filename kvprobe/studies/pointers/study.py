@@ -21,7 +21,7 @@ def exchanged(file: str, name: str, donor: str) -> Lines:
         line="part",
         panel="form",
         styles=PART_LOOKS,
-        rules=(0.0, 1.0),
+        rules={0.0: "", 1.0: ""},
         caption=f"How far the answer turns when the pointer's slots are those of the conversation {donor}: 0 not at "
         "all, 1 as far as the other answer. Bars: 95 % intervals over conversations.",
     )

@@ -65,7 +65,7 @@ STUDY = Study(
             "layer of the step whose K and V are those of the sound run",
             "share of the damage undone",
             "The margin of the right value that comes back if the wrong step has the K and V of the right one.",
-            rules=(0.0, 1.0),
+            rules={0.0: "", 1.0: ""},
             curves=True,
         ),
         over(

@@ -52,7 +52,7 @@ REFERENCE = "random"
 
 class Tradeoff:
     """A row of panels for each measure, a column for each group of policies, and a line for each policy from its least
-    memory on; one without dashes is not joined, and its points are named by its bits."""
+    memory on; one without dashes is not joined, and its points in the first row are named by its bits."""
 
     file = "quality_by_memory"
     caption = (
@@ -131,8 +131,8 @@ def _line(axis: "Axes", findings: Findings, measure: str, name: str, labels: Lab
         label=labels("kind", name),
         zorder=3 if style.dashes else 4,
     )
-    if not style.dashes:
+    if not style.dashes and measure == "kl":
         for point, across, mean in zip(points, memory, means, strict=True):
             text = str(point.keys["level"])
-            axis.annotate(text, (across, mean), (5, -9), textcoords="offset points", fontsize=7)
+            axis.annotate(text, (across, mean), (5, 3), textcoords="offset points", fontsize=7)
     return shown

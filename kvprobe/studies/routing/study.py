@@ -106,7 +106,7 @@ STUDY = Study(
             x_label="layer whose routing is exchanged",
             y_label="share undone",
             styles=STYLES,
-            rules=(0.0,),
+            rules={0.0: ""},
             curves=True,
         ),
     ),
