@@ -42,33 +42,38 @@ class Question:
         series: by name, the finding that answers, and its keys.
         scale: panels of one such name have one scale.
         limits: of the axis, beyond which an interval may reach.
-        small: the preset of SmolLM2, if it is named in another way.
+        small, large: the presets of SmolLM2 and the largest, if they are named in another way.
+        log: whether numbers are logarithms, and the axis one of what these are of.
     """
 
     preset: str
     label: str
     series: Mapping[str, tuple[str, Mapping[str, Key]]]
     small: str | None = None
+    large: str | None = None
+    log: bool = False
     scale: str = "share"
     limits: tuple[float, float] | None = None
 
     def runs(self) -> dict[str, str]:
         """By model, the name of its preset."""
         small, medium, large = (f"{self.preset}-{suffix}" for suffix in SUFFIXES)
-        return dict(zip(STYLES, (self.small or small, medium, large), strict=True))
+        return dict(zip(STYLES, (self.small or small, medium, self.large or large), strict=True))
 
 
-def leak(preset: str, what: str, **more: str) -> Question:
+def leak(preset: str, what: str, small: str | None = None) -> Question:
     splits = {"in conversations never seen": "leave-context-out", "centred within a conversation": "paired"}
     series = {name: ("leak", {"arm": "masked", "split": split}) for name, split in splits.items()}
-    return Question(preset, f"{what} read beyond a restart (share)", series, **more)
+    return Question(preset, f"{what} read beyond a restart (share)", series, small)
 
 
 def right(label: str, arms: Mapping[str, str]) -> Question:
     known = {name: ("outcome", {"outcome": "right_summary", "condition": arm}) for name, arm in arms.items()}
-    return Question("compaction", f"right answers, {label} (share)", known, "compaction")
+    return Question("compaction", f"right answers, {label} (share)", known, "compaction", MORE)
 
 
+MORE = "compaction-qwen1.5b-36"
+"""All conversations that were asked of the largest model."""
 ARMS = ("everything in view", "summary retained", "summary recomputed")
 PLACES = {"first slot": "sink", "later turn": "later", "question, reply": "local", "elsewhere": "elsewhere"}
 QUESTIONS = {
@@ -87,6 +92,7 @@ QUESTIONS = {
                 "… unrelated turns hidden": ("gap_irrelevant", {"outcome": "right_summary"}),
             },
             "compaction",
+            MORE,
             scale="difference",
         ),
     ],
@@ -132,12 +138,13 @@ QUESTIONS = {
     "policies": [
         Question(
             "policies",
-            "KL from the full cache at half of the slots (nats)",
+            "KL from the full cache at half of the slots (nats, geometric mean)",
             {
-                CATALOGUE[kind].label.partition(" (")[0]: ("quality", {"measure": "kl", "kind": kind, "level": 50})
+                CATALOGUE[kind].label.partition(" (")[0]: ("log_kl", {"kind": kind, "level": 50})
                 for kind in ("sliding", "sinks", "random", "random-heads", "h2o", "tova", "snapkv", "pyramidkv")
             },
             "policies-smollm2",
+            log=True,
         )
     ],
 }
@@ -154,7 +161,8 @@ def main() -> None:
                 line="model",
                 styles=STYLES,
                 label=question.label,
-                level=("zero", "", {}),
+                level=None if question.log else ("zero", "", {}),
+                log=question.log,
                 scale=question.scale,
                 limits=question.limits,
             )
@@ -180,7 +188,8 @@ def answers(figure: str, questions: Sequence[Question]) -> Iterator[Finding]:
             for series, (name, keys) in question.series.items():
                 if (answer := found.find(name, **keys)) is not None:
                     shown = {"series": series, "model": model}
-                    yield Finding(f"{figure} {number}", shown, answer.value, comparisons=answer.comparisons)
+                    value = answer.value.exponential if question.log else answer.value
+                    yield Finding(f"{figure} {number}", shown, value, comparisons=answer.comparisons)
 
 
 if __name__ == "__main__":
