@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from kvprobe.memory.budget import budget
 from kvprobe.presets import presets
 from kvprobe.report.findings import Findings
 from kvprobe.report.plots import memory, save
-from kvprobe.report.plots.figure import Figure
+from kvprobe.report.plots.figure import Figure, Labels
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies import find
 from kvprobe.studies.idle_rebuild import FIRST
@@ -46,6 +47,7 @@ FIGURES: dict[str, tuple[str, str | Figure]] = {
     "features": ("features", "differences"),
     "features_sparse": ("features", "curves_paired"),
     "memory_times": ("memory", "times"),
+    "memory_batch": ("memory", "batches"),
     "memory_growth": ("memory-gemma3", "growth"),
     "mask_or_restart": ("compaction", "arms"),
     "dangling_attention": ("compaction", "dangling"),
@@ -72,17 +74,14 @@ FIGURES: dict[str, tuple[str, str | Figure]] = {
     "dangling_rescued": ("dangling", "rescues"),
     "payload_or_pointer": ("dangling", "memos"),
     "routing_start": ("routing", "start_by_place"),
-    "poisoning": ("poisoning", "right_by_arm"),
-    "poisoning_layers": ("poisoning", "undone_by_layer"),
     "reliance": ("reliance", "answers_by_source"),
     "reliance_right": ("reliance", "right_by_turns"),
     "reliance_layers": ("reliance", "undone_by_band"),
-    "leakage_scaling": ("leakage_scaling", "by_conversations"),
     "leakage_by_amount": ("leakage_scaling", "for_ridge"),
+    "leakage_by_world": ("leakage_scaling", "by_world"),
     "code_poisoning": ("code_poisoning-qwen1.5b", "code_poisoning"),
     "ghost_state": ("ghost_state", "reach"),
     "ghost_state_capacity": ("ghost_state", "capacity"),
-    "memento": ("memento_toy-seeds", "by_distance"),
     "memento_layers": ("memento_toy-seeds", "by_layer"),
     "memento_training": ("memento_toy-seeds", "by_training"),
     "lossy_memento": ("lossy_memento", "capacity"),
@@ -101,6 +100,8 @@ REMOVED = {
     "idle_rebuild-window": "before each turn the oldest one",
 }
 """Runs on rebuilding, by what had left the view."""
+SHAPES = {"poisoning": "mixture of experts", "poisoning-active": "dense, of as many active parameters"}
+"""Runs on poisoning, by the model's shape."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,10 @@ def main(names: list[str]) -> None:
         "memory": lambda: memory(budget("google/gemma-3-27b-it", memory="80GB")),
         "gsm8k": gsm8k,
         "rebuilt": rebuilt,
+        "poisoning": lambda: by_shape("right_by_arm", row=lambda keys: SHAPES[str(keys["of"])], size=(7.2, 2.4)),
+        "poisoning_layers": lambda: by_shape("undone_by_layer", panel="of"),
+        "leakage_scaling": by_reader,
+        "memento": over_seeds,
     }
     drawn = names or [*others, *(name for name, (preset, _) in FIGURES.items() if (PUBLISHED / preset).is_dir())]
     for name in drawn:
@@ -130,8 +135,7 @@ def figure_of(name: str) -> Any:
     """A figure of the gallery, from what the run of its preset found."""
     preset, which = FIGURES[name]
     found = published(preset) if (PUBLISHED / preset).is_dir() else run_of(preset)
-    declared = {figure.file: figure for figure in found.study.figures}
-    figure = declared[which] if isinstance(which, str) else which
+    figure = declared(found.study, which) if isinstance(which, str) else which
     return figure.draw(found.findings, found.study.label, found.model)
 
 
@@ -190,17 +194,14 @@ def gsm8k() -> Any:
 
 def rebuilt() -> Any:
     """How far the runs are from the running one, turn by turn, a panel for each kind of removal."""
-    together, found = Findings(), published("idle_rebuild")
-    for name in REMOVED:
-        for finding in published(name).findings.where("by_turn", measure="from_compacted"):
-            together.add(replace(finding, keys={**finding.keys, "removed": name}))
     lines = Lines(
         file="rebuilt",
         caption="",
         finding="by_turn",
         x="turn",
         line="run",
-        panel="removed",
+        panel="of",
+        where={"measure": "from_compacted"},
         drawn=lambda run: run in ("in_place", "rebuilt", "control"),
         styles=RUNS_OF_SESSIONS,
         upright=(FIRST - 0.5,),
@@ -210,10 +211,51 @@ def rebuilt() -> Any:
         size=(2.9, 3.4),
     )
     return lines.draw(
-        together,
-        lambda key, value: REMOVED[str(value)] if key == "removed" else found.study.label(key, value),
-        f"What had left the view before the rebuild, {found.model}",
+        *beside_each_other("by_turn", REMOVED),
+        f"What had left the view before the rebuild, {published('idle_rebuild').model}",
     )
+
+
+def by_shape(file: str, **more: Any) -> Any:
+    """A figure of poisoning for both shapes."""
+    figure: Any = declared(published("poisoning").study, file)
+    return replace(figure, **more).draw(
+        *beside_each_other(figure.finding, SHAPES), "Models that work sums step by step"
+    )
+
+
+def by_reader() -> Any:
+    """All readers, of which one learned from fewer conversations in a run of its own."""
+    found = published("leakage_scaling")
+    together = Findings((*found.findings, *published("leakage_scaling-soft").findings.where("read", reader="soft")))
+    return declared(found.study, "by_conversations").draw(together, found.study.label, found.model)
+
+
+def over_seeds() -> Any:
+    """Digits by distance, the mean of three trainings of the toy of Memento."""
+    found = published("memento_toy-seeds")
+    figure = replace(declared(found.study, "by_distance"), finding="seeds", where={})
+    labels = {"n": "{} seeds".format}
+    return figure.draw(
+        found.findings, lambda key, value: labels.get(key, partial(found.study.label, key))(value), "Toys of Memento"
+    )
+
+
+def declared(study: Study[Any], file: str) -> Any:
+    """The figure of a study by its name."""
+    return next(figure for figure in study.figures if figure.file == file)
+
+
+def beside_each_other(name: str, runs: Mapping[str, str]) -> tuple[Findings, Labels]:
+    """The findings of a name in some runs, with the key `of` for the run, and how keys are written."""
+    found = {run: published(run) for run in runs}
+    together = Findings(
+        replace(finding, keys={**finding.keys, "of": run})
+        for run in runs
+        for finding in found[run].findings.where(name)
+    )
+    study = found[next(iter(runs))].study
+    return together, lambda key, value: runs[str(value)] if key == "of" else study.label(key, value)
 
 
 def _counted(findings: Findings, name: str) -> str:
