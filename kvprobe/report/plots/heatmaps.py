@@ -104,9 +104,8 @@ class Heatmaps:
                 axis.set_xlabel(self.columns if self.x_label is None else self.x_label)
             bar = figure.colorbar(grid[0, 0].collections[0], ax=grid, label=self.label, shrink=0.7)
             bar.ax.yaxis.set_major_formatter(lambda offset, _: f"{round(middle + offset, 9) + 0.0:.4g}")
-            lowest, highest = min(offsets.values()), max(offsets.values())
-            if lowest >= 0 or highest <= 0:  # half of the scale means nothing
-                bar.ax.set_ylim(-limit * (lowest < 0), limit * (highest > 0))
+            lowest, highest = min(0.0, *offsets.values()), max(0.0, *offsets.values())
+            bar.ax.set_ylim(max(-limit, lowest), min(limit, highest))  # beyond, shares might be below zero
             shown = [[means_of(finding) for place, finding in known.items() if place[0] == panel] for panel in panels]
             say(figure, list(zip(grid.flat, shown, strict=True)), labels, title, "means")
         return figure
