@@ -35,6 +35,7 @@ ARM_STYLES = {
     "masked": Style("#009e73", "D"),
     "later": Style("#7f7f7f", "s"),
 }
+WORLDS = {GRAMMAR: Style("#0072b2"), UNTRAINED: Style("#7f7f7f", "s"), SHARED: Style("#d55e00", "^")}
 LOOK: dict[str, Any] = {
     "x": "conversations",
     "x_label": "conversations that the reader knows",
@@ -85,18 +86,14 @@ STUDY = Study(
         Lines(
             file="by_world",
             finding="read",
-            caption="The same after 1,500 conversations, where the subject is new, beside a model of random weights, "
-            "and beside Memento's split, whose 48 contexts are shared by training and test.",
-            x="arm",
-            x_label="",
-            line="world",
-            panel="state",
-            where={"reader": "pooled", "conversations": 1500, "held_out": (KNOWN_WORDING, CODES)},
+            caption="The same where the subject is new, beside a model of random weights, and beside Memento's split, "
+            "whose contexts are shared by training and test.",
+            where={"reader": "pooled", "held_out": (KNOWN_WORDING, CODES)},
+            row=lambda keys: STATES[keys["state"]],
             rules={0.1: "chance"},
             limits=(0.0, 1.03),
             y_label="digits read (share)",
-            styles={GRAMMAR: Style("#0072b2"), UNTRAINED: Style("#7f7f7f", "s"), SHARED: Style("#d55e00", "^")},
-            size=(3.6, 4.2),
+            **{**LOOK, "line": "world", "styles": WORLDS, "size": (2.5, 2.4)},
         ),
         Lines(
             file="bits_by_conversations",
