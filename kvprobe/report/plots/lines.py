@@ -204,7 +204,7 @@ class Lines:
         lines = [line for line in place[0][1] if any(finding.keys.get(self.line, "") == line for finding in known)]
         named = any(isinstance(x, str) for x in across)
         moved = named or self._crowded(known)
-        shifts = _offsets(len(lines), across.values(), 0 if named else self.size[0]) if moved else [0.0] * len(lines)
+        shifts = _offsets(len(lines), across.values(), 0.0 if named else self.size[0]) if moved else [0.0] * len(lines)
         for number, (line, shift) in enumerate(zip(lines, shifts, strict=True)):
             name, style = labels(self.line, line), self.styles.get(line, CYCLE[number % len(CYCLE)])
             look = {"color": style.colour, "marker": style.marker}
