@@ -73,6 +73,7 @@ FIGURES: dict[str, tuple[str, str | Figure]] = {
     "dangling": ("dangling", "went"),
     "dangling_rescued": ("dangling", "rescues"),
     "payload_or_pointer": ("dangling", "memos"),
+    "pointers": ("pointers-qwen1.5b", "address"),
     "routing_start": ("routing", "start_by_place"),
     "reliance": ("reliance", "answers_by_source"),
     "reliance_right": ("reliance", "right_by_turns"),

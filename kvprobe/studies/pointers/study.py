@@ -3,6 +3,7 @@
 from kvprobe.experiments.study import Claim, Study
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies.pointers import Config
+from kvprobe.studies.pointers.cases import FORMS
 from kvprobe.studies.pointers.collect import LATE, RESTART, STAND_IN, VIEW, collect
 from kvprobe.studies.pointers.conclude import conclude
 from kvprobe.wording import formatted, percent, points
@@ -20,6 +21,7 @@ def exchanged(file: str, name: str, donor: str) -> Lines:
         y_label="turned (share of the way)",
         line="part",
         panel="form",
+        where={"form": FORMS},
         styles=PART_LOOKS,
         rules={0.0: "", 1.0: ""},
         caption=f"How far the answer turns when the pointer's slots are those of the conversation {donor}: 0 not at "
@@ -45,6 +47,7 @@ STUDY = Study(
             finding="mass",
             x="layer",
             line="form",
+            where={"form": FORMS},
             y_label="attention on the list",
             curves=True,
             caption="Attention of the last token before the answer to the list in view, mean over heads: what dangles "
