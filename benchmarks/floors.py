@@ -90,6 +90,15 @@ def read(bare: Any, runs: list[list[int]], cuts: tuple[int, ...] = ()) -> list[L
     ]
 
 
+def in_dtype(bare: Any, name: str) -> Any:
+    """A copy with weights in this dtype, as transformers loads it: frequencies of rotation stay in float32, which
+    `bare.to(dtype)` would round, so that keys were off by more the later they stand."""
+    other = copy.deepcopy(bare)
+    for weights in other.parameters():
+        weights.data = weights.data.to(getattr(torch, name))
+    return other
+
+
 def as_layers(layers: Layers) -> list[Layer]:
     return [{"K": keys, "V": values} for keys, values in layers]
 
@@ -111,8 +120,8 @@ def in_transformers(
     bare: Any = model.lanes.plain
     eager = copy.deepcopy(bare)
     eager.set_attn_implementation("eager")
-    in_half = {name: copy.deepcopy(bare).to(getattr(torch, name)) for name in half}
-    eager_half = {name: copy.deepcopy(bare).to(getattr(torch, name)) for name in half}
+    in_half = {name: in_dtype(bare, name) for name in half}
+    eager_half = {name: in_dtype(bare, name) for name in half}
     for other in eager_half.values():
         other.set_attn_implementation("eager")
     for start in range(0, len(texts), ROWS):
