@@ -12,20 +12,18 @@ where they differ by more than rounding.
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
 
-os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.vllm_dumps import engine_of
 from kvprobe.cache.cache import KVCache
 from kvprobe.engines.plain import open_plain, save_plain
 
-BLOCK, TOKENS, CUT, TOP = 32, 80, 64, 20
+TOKENS, CUT, TOP = 80, 64, 20
 ALLOWED = {"float32": 1e-5, "bfloat16": 0.05}
 """Difference of K and V, relative to the largest number of the layer."""
 
@@ -72,25 +70,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.record and not arguments.model.is_dir():
         make_tiny(arguments.model)
-    from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
+    from vllm import SamplingParams
 
     folder = arguments.record or Path(tempfile.mkdtemp())
-    engine = LLM(
-        str(arguments.model),
-        dtype=arguments.dtype,
-        max_model_len=256,
-        enforce_eager=True,
-        block_size=BLOCK,
-        enable_prefix_caching=False,
-        skip_tokenizer_init=True,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="KvprobeConnector",
-            kv_connector_module_path="kvprobe.engines.vllm",
-            kv_role="kv_both",
-            kv_connector_extra_config={"folder": str(folder)},
-        ),
-    )
+    engine = engine_of(arguments.model, arguments.dtype, folder)
 
     def asked(ids: list[int], **files: str) -> dict[int, float]:
         """Log-probabilities of the likeliest next tokens."""

@@ -1,21 +1,23 @@
 """Measures how far the caches of one text lie apart when they are computed in different ways, and writes the table
 that `kvprobe.cache.floors` reads.
 
-    python benchmarks/floors.py measure smollm2-135m --texts 200 --out floors/
-    python benchmarks/floors.py measure smollm2-135m --texts 200 --out floors/ --engine llamacpp
+    python -m benchmarks.floors measure smollm2-135m --texts 200 --out floors/
+    python -m benchmarks.floors measure smollm2-135m --texts 200 --out floors/ --engine llamacpp
+    python -m benchmarks.floors measure smollm2-135m --texts 120 --out floors/ --engine vllm
     python -m benchmarks.floors states --texts 40 --out floors/
-    python benchmarks/floors.py write floors/
-    python benchmarks/floors.py check floors/
+    python -m benchmarks.floors write floors/
+    python -m benchmarks.floors check floors/
 
 `measure` takes the relative distance of each vector, ‖a - b‖ / ‖b‖, of every layer, head and slot, of K and of V, and
 keeps them all. `write` makes the table, of the models that it learns from together and of each that has texts
 enough; `check` counts false alarms on texts that were left out, by the floor of all models and by that of their own,
-and on the model that was held out.
+and on the model that was held out. vLLM runs in the environment that `make engines` makes.
 """
 
 import argparse
 import copy
 import json
+import subprocess
 from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from itertools import pairwise, product
@@ -28,6 +30,7 @@ import torch
 from transformers import DynamicCache
 
 import kvprobe as kv
+from benchmarks.vllm_dumps import WAYS
 from kvprobe.cache.cache import KVCache
 from kvprobe.cache.differences import vectors_apart
 from kvprobe.cache.floors import FILE, RATE, TOGETHER, MeasuredPair, Place, counted, distances_of_rows, fitted
@@ -37,12 +40,15 @@ from kvprobe.engines.llamacpp import from_slot
 from kvprobe.engines.server import LlamaServer, served
 from kvprobe.inference.model import Model
 from kvprobe.models.catalogue import gguf_of
+from kvprobe.models.loading import resolve_folder
 from kvprobe.stats import binomial
 from kvprobe.text.tokens import Tokens
 
 CHUNK, DECODED, ROWS = 16, 2, 4
 """Tokens of a chunk, of the end that is read one at a time, and rows of a batch."""
 CACHES = ("f32", "f16", "q8_0", "q4_0")
+DTYPES = ("float32", "bfloat16")
+VLLM, OTHER_WAYS = Path(".venv-engines/bin/python"), [way for way in WAYS if way != "whole"]
 RECURRENT = {
     "qwen3_next": "delta rule",
     "kimi_linear": "delta rule",
@@ -61,6 +67,10 @@ PAIRS: dict[str, tuple[str, ...]] = {
     "float16 / float32": ("float16",),
     **{f"llama.cpp {kind} / float32": (f"llama.cpp {kind}",) for kind in CACHES},
     **{f"llama.cpp {kind} / llama.cpp {kind}": (f"llama.cpp {kind} portions",) for kind in CACHES},
+    "vLLM float32 / float32": ("vLLM float32",),
+    "vLLM bfloat16 / float32": ("vLLM bfloat16",),
+    "vLLM bfloat16 / bfloat16": ("vLLM bfloat16 to bfloat16",),
+    **{f"vLLM {dtype} / vLLM {dtype}": tuple(f"vLLM {dtype} {way}" for way in OTHER_WAYS) for dtype in DTYPES},
     **{
         f"float32 / float32, {kept}": (f"float32 {kept} portions", f"float32 {kept} batched")
         for kept in ("delta rule", "Mamba-2", "convolution")
@@ -218,6 +228,40 @@ def in_llama_cpp(model: Model, texts: list[Tokens], name: str) -> Iterator[tuple
                     )
 
 
+def in_vllm(
+    model: Model, texts: list[Tokens], others: int, weights: Path, dumps: Path
+) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """Distances of vLLM's caches in each dtype to float32 in transformers and to the same dtype there, and to
+    themselves where the text was read otherwise: of the first texts alone, where `others` are fewer. Dumps that are
+    there are not made again."""
+    dumps.mkdir(parents=True, exist_ok=True)
+    runs = [[*text.ids] for text in texts]
+    for dtype, way in product(DTYPES, WAYS):
+        (out := dumps / f"{dtype}-{way}").mkdir(exist_ok=True)
+        wanted = runs if way == "whole" else runs[:others]
+        if len([*out.glob("*.json")]) < len(wanted):
+            (listed := dumps / "texts.json").write_text(json.dumps(wanted), encoding="utf-8")
+            how = ["--dtype", dtype, "--way", way, "--out", out]
+            subprocess.run([VLLM, "-m", "benchmarks.vllm_dumps", weights, listed, *how], check=True)
+    bare: Any = model.lanes.plain
+    plain = {dtype: in_dtype(bare, dtype) for dtype in DTYPES}
+    for number, run in enumerate(runs):
+        found: dict[str, np.ndarray] = {}
+        true = {dtype: as_layers(read(plain[dtype], [run])[0]) for dtype in DTYPES}
+        for dtype in DTYPES:
+            caches = {
+                way: kv.open_cache(dumps / f"{dtype}-{way}" / f"{number:03}.json").cache()
+                for way in (WAYS if number < others else ("whole",))
+            }
+            whole = caches.pop("whole").layers
+            found[f"vLLM {dtype}"] = distances_of_rows(whole, true["float32"])
+            if dtype != "float32":
+                found[f"vLLM {dtype} to {dtype}"] = distances_of_rows(whole, true[dtype])
+            for way, other in caches.items():
+                found[f"vLLM {dtype} {way}"] = distances_of_rows(other.layers, whole)
+        yield number, found
+
+
 def measure(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     model = kv.load(arguments.model)
@@ -226,11 +270,13 @@ def measure(arguments: argparse.Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(model.lanes.maker.config), encoding="utf-8")
     done = {int(path.stem.rsplit("-", 1)[1]) for path in out.glob(f"float32 eager {arguments.seed}-*.npy")}
-    ways = (
-        in_llama_cpp(model, texts, arguments.model)
-        if arguments.engine == "llamacpp"
-        else in_transformers(model, texts, arguments.half, done)
-    )
+    if arguments.engine == "vllm":
+        dumps = arguments.out / "dumps" / f"{arguments.model}-{arguments.seed}"
+        ways = in_vllm(model, texts, arguments.others, resolve_folder(arguments.model), dumps)
+    elif arguments.engine == "llamacpp":
+        ways = in_llama_cpp(model, texts, arguments.model)
+    else:
+        ways = in_transformers(model, texts, arguments.half, done)
     for number, found in ways:
         for way, off in found.items():
             np.save(out / f"{way} {arguments.seed}-{number:03}.npy", off.astype(np.float32))
@@ -339,7 +385,8 @@ def main() -> None:
     one.add_argument("--longest", type=int, default=128)
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--half", nargs="*", default=["bfloat16", "float16"])
-    one.add_argument("--engine", choices=["transformers", "llamacpp"], default="transformers")
+    one.add_argument("--engine", choices=["transformers", "llamacpp", "vllm"], default="transformers")
+    one.add_argument("--others", type=int, default=200, help="texts that vLLM also reads in portions and otherwise")
     one.add_argument("--out", type=Path, required=True)
     one.set_defaults(run=measure)
     two = commands.add_parser("states")

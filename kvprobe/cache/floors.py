@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 
 from kvprobe.arguments import AtLeastOne, Share, checked_arguments
-from kvprobe.cache.computed import ENGINES, STEPS, Computed
+from kvprobe.cache.computed import DTYPES, STEPS, Computed
 from kvprobe.cache.differences import vectors_apart
 from kvprobe.cache.entries import entries
 from kvprobe.cache.layer import Layer
@@ -190,7 +190,7 @@ class NoiseFloor:
     @property
     def of_one_engine(self) -> bool:
         """Whether an engine computed one of the two caches, or slots of it, and transformers the other."""
-        return (self.one in ENGINES) != (self.other in ENGINES)
+        return (self.one in DTYPES) != (self.other in DTYPES)
 
     @property
     def longest(self) -> int:

@@ -83,7 +83,8 @@ class Ledger(Brief):
         names: segment names, in order of first appearance.
         quantisation: format of the quantised slots; None where there are none.
         others: models that computed slots and are not that of the cache (see `kvprobe.editing.splice`).
-        engine: that computed slots of it, where it rounds more than their numbers say; of several the coarsest.
+        engine: that computed slots of it, where its caches were measured to differ from those of transformers; of
+            several the coarsest.
     """
 
     tokens: Int[Tensor, "batch slots"]

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvprobe.cache.computed import STEPS, Computed
+from kvprobe.cache.computed import COARSE, IN_DTYPES, STEPS, Computed, Dtype
 from kvprobe.cache.layer import Layer
 from kvprobe.cache.parts import attends
 from kvprobe.cache.stored import AnyCache
@@ -24,18 +24,21 @@ _FEWEST = 16
 
 def computed_as(cache: AnyCache) -> Computed:
     """How a cache was computed: in the precision that its numbers have, whatever they are stored as now, in the first
-    layer or, where it is finer, the last; or by the engine that its ledger names."""
-    if cache.ledger.engine is not None:
-        return cache.ledger.engine
+    layer or, where it is finer, the last; or by the engine that its ledger names, where it was measured in that
+    precision."""
+    engine = cache.ledger.engine
+    if engine in COARSE:
+        return engine
     both = (cache.layers, reversed(cache.layers))
-    ends: list[Computed] = [coarsest for layers in both if (coarsest := _coarsest(layers))]
-    return min(ends, key=STEPS.__getitem__) if ends else "float32"
+    ends: list[Dtype] = [coarsest for layers in both if (coarsest := _coarsest(layers))]
+    dtype: Dtype = min(ends, key=STEPS.__getitem__) if ends else "float32"
+    return IN_DTYPES.get((engine, dtype), dtype)
 
 
 def in_fp8(cache: AnyCache) -> bool:
     """Whether vectors of the first layers, up to one that attends, are of numbers as fp8 has them, at whatever scale of
-    its own each vector has; no engine is known to have computed them."""
-    if cache.ledger.engine is not None:
+    its own each vector has; no engine that rounds more than its numbers say is known to have computed them."""
+    if cache.ledger.engine in COARSE:
         return False
     for layer in cache.layers:
         if any(_fp8(tensor) for name, tensor in layer.items() if name != "decay"):
@@ -52,7 +55,7 @@ def fp8_parts(cache: AnyCache, parts: Sequence[Iterable[str]]) -> dict[str, Fp8F
     Args:
         parts: those of each layer.
     """
-    if cache.ledger.engine is not None:
+    if cache.ledger.engine in COARSE:
         return {}
     holding = {
         name: [number for number, names in enumerate(parts) if name in names]
@@ -77,8 +80,8 @@ def mantissas(vectors: Float[Tensor, "vectors numbers"]) -> Int[Tensor, "vectors
     return seen[:, :256].sum(1).where(counts.sum(1) >= _FEWEST, 0)
 
 
-def _coarsest(layers: Iterable[Layer]) -> Computed | None:
-    parts: list[Computed] = [precision for tensor in _first_parts(layers) if (precision := _precision(tensor))]
+def _coarsest(layers: Iterable[Layer]) -> Dtype | None:
+    parts: list[Dtype] = [precision for tensor in _first_parts(layers) if (precision := _precision(tensor))]
     return max(parts, key=STEPS.__getitem__) if parts else None
 
 
@@ -115,7 +118,7 @@ def _some(tensor: Tensor) -> Float[Tensor, "numbers"]:
     return some[(some != 0) & some.isfinite()]
 
 
-def _precision(tensor: Tensor) -> Computed | None:
+def _precision(tensor: Tensor) -> Dtype | None:
     if tensor.dtype in (torch.bfloat16, torch.float16):
         return "bfloat16" if tensor.dtype == torch.bfloat16 else "float16"
     some = _some(tensor)

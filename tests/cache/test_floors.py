@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache
 
 import kvprobe as kv
+from kvprobe.cache.computed import Computed
 from kvprobe.cache.floors import (
     MeasuredPair,
     NoiseFloor,
@@ -24,6 +25,7 @@ from kvprobe.cache.floors import (
     floor_of_dtype,
 )
 from kvprobe.cache.layer import Layer
+from kvprobe.cache.places import Distances, damage_of
 from kvprobe.fingerprint import Maker
 from kvprobe.inference.model import Model
 from kvprobe.stats import binomial
@@ -182,15 +184,30 @@ def test_a_floor_is_of_one_model_alone(smol: Model):
 
 
 @pytest.mark.parametrize("name", ["clean", "other"])
-def test_vllm_is_within_the_floor_of_another_kernel_in_float32(name: str):
+def test_a_dump_of_vllm_is_within_the_floor_of_vllm(name: str):
     model = kv.load(str(RECORDED / "model"), device="cpu", dtype="float32")
     dumped = kv.open_cache(RECORDED / f"{name}.json")
     true = model.prefill(Tokens.of(dumped.ledger.tokens[0].tolist()))
-    (known,) = floor_between("float32", "float32").measured
+    floor = kv.diff(dumped, true).floor
+    assert floor.name == "vLLM float32 and float32"
+    (known,) = floor.measured
     off = distances_of_rows(dumped.layers, true.layers)
     assert not any(known.exceeds(off, place) for place in ("vector", "layer", "block"))
     moved = [{name: part * (1 + 1e-3) for name, part in layer.items()} for layer in true.layers]
     assert known.exceeds(distances_of_rows(moved, true.layers), "vector")
+
+
+@pytest.mark.parametrize(("computed", "differs"), [("float32", True), ("vLLM float32", False)])
+def test_a_sound_cache_of_vllm_is_farther_off_than_by_another_kernel_of_transformers(
+    computed: Computed, differs: bool, smol: Model
+):
+    """That of one text of 120 in float32, of which the distances to transformers' are recorded."""
+    layers = torch.from_numpy(np.load(RECORDED / "distances.npy"))[:, :, None].unbind()
+    every = torch.ones(1, layers[0].shape[-1], dtype=torch.bool)
+    distances = Distances(tuple({"K": keys, "V": values} for keys, values in layers), (every,) * len(layers))
+    floor = floor_between(computed, "float32", model=smol.lanes.maker.config)
+    assert floor.own
+    assert bool(damage_of(distances, floor, 16).layers) == differs
 
 
 def test_a_short_vector_counts_as_long_as_the_median_of_its_head():
