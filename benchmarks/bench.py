@@ -4,6 +4,8 @@ What a script measured is kept in a folder, so that an interrupted run goes on; 
 is installed, or the settings are others. Where a script fails, the page says so.
 
     make bench [QUICK=1] [NAMES="lanes curves"]     or     python benchmarks/bench.py [NAMES] [--quick] [--out FOLDER]
+
+The tables of docs/results/costs.md are `tables` of what is published in docs/results/runs/bench.json.
 """
 
 import argparse
@@ -132,6 +134,25 @@ def write_page(folder: Path, quick: bool) -> Path:
     )  # fmt: skip
     write_whole(folder / "index.html", text)
     return folder / "index.html"
+
+
+def tables(kept: Mapping[str, Any]) -> list[str]:
+    """Lines of Markdown: a table of what was compared, and one of curves: seconds at each size, and the slope."""
+    rows = [row_of(row) for of in kept.values() for row in of["rows"] if row["ours"] is not None]
+    compared = ["| what | beside | kvprobe | the other | ratio | pairs |", "|---|---|---:|---:|---:|---:|"]
+    compared += [
+        f"| {row.what} | {row.beside} | {size(row.ours, row.unit)} | {size(row.theirs, row.unit)} "
+        f"| {row.size_of_ratio} | {row.ratio.clusters} |"
+        for row in rows
+        if not row.grows
+    ]
+    findings = curves([row for row in rows if row.grows])
+    grown = ["| what grows | | seconds | slope |", "|---|---|---|---:|"]
+    for slope in findings.where("slope"):
+        where = {key: slope.keys[key] for key in ("grows", "side")}
+        points = [f"{point.value.mean:.3g} ({point.keys['size']:,})" for point in findings.where("seconds", **where)]
+        grown.append(f"| {where['grows']} | {where['side']} | {', '.join(points)} | {slope.value.mean:.2f} |")
+    return [*compared, "", *grown]
 
 
 def size(value: float | None, unit: str) -> str:

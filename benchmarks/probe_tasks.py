@@ -23,8 +23,9 @@ from kvprobe.tasks.designs import Target
 
 WIDTHS: dict[Family, int] = {"k": 192, "v": 192, "resid_post": 576}
 LAYERS, CONTEXTS, PER_CONTEXT, TARGETS, CLASSES, FOLDS, SIGNAL = 30, 12, 20, 5, 10, 5, 0.35
-MOST_RATIO, CLOSE = 0.9, 1e-3
-"""The second: bits, mean over the samples of a site; a temperature that hardly matters may turn on rounding."""
+MOST_RATIO, FEW, CLOSE = 0.9, 1e-3, 0.01
+"""The second: a share of the predictions. The third: accuracy, and bits, mean over the samples of a site. A penalty or
+a temperature that hardly matters may turn on rounding."""
 
 
 def measure(asked: Namespace) -> Iterator[Row]:
@@ -44,8 +45,8 @@ def measure(asked: Namespace) -> Iterator[Row]:
         what = f"probes of own and control labels, {split}"
         yield compared(what, "one after the other", at_once, in_turn, asked.repeats, most=MOST_RATIO)
         for one, other in zip(together, apart, strict=True):
-            assert one.predicted.equal(other.predicted)
-            assert one.inner_accuracy.equal(other.inner_accuracy)
+            assert float((one.predicted != other.predicted).double().mean()) < FEW
+            assert float((one.inner_accuracy - other.inner_accuracy).abs().max()) < CLOSE
             assert float((one.information - other.information).mean(1).abs().max()) < CLOSE
 
 
