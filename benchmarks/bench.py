@@ -152,7 +152,7 @@ def tables(kept: Mapping[str, Any]) -> list[str]:
         where = {key: slope.keys[key] for key in ("grows", "side")}
         points = [f"{point.value.mean:.3g} ({point.keys['size']:,})" for point in findings.where("seconds", **where)]
         grown.append(f"| {where['grows']} | {where['side']} | {', '.join(points)} | {slope.value.mean:.2f} |")
-    return [*compared, "", *grown]
+    return [*compared, "", *grown] if findings.where("slope") else compared
 
 
 def size(value: float | None, unit: str) -> str:

@@ -2,8 +2,9 @@
 
     python figures/publish.py RUN_DIR …
 
-Of each run, its settings and its findings, in six digits and without line breaks, under docs/results/runs/NAME. A test
-holds the tables and sentences of the pages against them.
+Of each run, its settings and its findings, in six digits and without line breaks, under docs/results/runs/NAME; of a
+folder of `make bench`, what all of it measured, as bench.json. Tests hold the tables and sentences of the pages against
+them.
 """
 
 import json
@@ -18,6 +19,10 @@ RUNS = ROOT / "docs" / "results" / "runs"
 
 def main(runs: list[str]) -> None:
     for run in map(Path, runs):
+        if (measured := run / "index.json").is_file():
+            kept = six_digits(json.loads(measured.read_text(encoding="utf-8")))
+            (RUNS / "bench.json").write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+            continue
         folder = RUNS / run.name
         folder.mkdir(parents=True, exist_ok=True)
         metrics = six_digits(json.loads((run / "metrics.json").read_text(encoding="utf-8")))

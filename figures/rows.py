@@ -23,8 +23,8 @@ import numpy as np
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 RECORD = RESULTS / "rows.csv"
-LEFT_OUT = ("claims", "index")
-"""Pages that name no runs: their intervals are those of the pages that they link."""
+LEFT_OUT = ("claims", "index", "costs")
+"""Pages that name no runs: their intervals are those of the pages that they link, or of a benchmark."""
 NUMBER = r"[−+]?\d[\d,]*(?:\.\d+)?"
 INTERVAL = re.compile(
     rf"(?<![\w.,–/−+-])({NUMBER})(?:[^()|\d]{{0,60}}\(|(?: %| (?:points|nats|logits)[a-z ]*)?, )"

@@ -94,3 +94,11 @@ def test_a_script_yields_rows_that_are_read_back(scripts: dict[str, ModuleType],
     read = scripts["bench"].row_of(json.loads(json.dumps({**vars(rows[0]), "ratio": rows[0].ratio.record()})))
     assert (read.what, read.ratio.mean) == (rows[0].what, rows[0].ratio.mean)
     assert math.isnan(read.ratio.low)
+
+
+def test_the_page_of_costs_has_the_tables_of_what_was_measured(scripts: dict[str, ModuleType]):
+    results = BENCHMARKS.parent / "docs" / "results"
+    kept = json.loads((results / "runs" / "bench.json").read_text(encoding="utf-8"))
+    page = (results / "costs.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in page if line.startswith("|")] == [*filter(None, scripts["bench"].tables(kept))]
+    assert not [name for name, of in kept.items() if "failed" in of]
