@@ -3,7 +3,7 @@
 # make test-newest   the tests of what reads models, with the newest transformers and TransformerLens that kvprobe takes
 # make docs   the documentation as a site that opens from a folder: site/index.html
 # make engines   caches of vLLM, in and out, against transformers, in an environment of its own (minutes)
-# make bench   kvprobe beside what one would use instead, on one page: runs/bench/full (one to two hours), or quick with QUICK=1
+# make bench   kvprobe beside other libraries, on one page: runs/bench/full (one to two hours), or quick with QUICK=1
 # make notebooks   run notebooks/*.py and write them as .ipynb with what they show
 #
 # TORCH is what pip installs first; the build without CUDA, where PyPI's has it:

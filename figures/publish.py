@@ -21,6 +21,8 @@ def main(runs: list[str]) -> None:
     for run in map(Path, runs):
         if (measured := run / "index.json").is_file():
             kept = six_digits(json.loads(measured.read_text(encoding="utf-8")))
+            for of in kept.values():
+                of.get("environment", {}).pop("command", None)  # it names folders of the machine
             (RUNS / "bench.json").write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
             continue
         folder = RUNS / run.name
