@@ -1,6 +1,6 @@
 """Each conversation is answered with its payload in view and hidden, and with its pointer's slots exchanged."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 
@@ -12,12 +12,12 @@ from kvprobe.attention import attend
 from kvprobe.cache.cache import KVCache
 from kvprobe.experiments.parts import Parts
 from kvprobe.experiments.runs import Run
-from kvprobe.faults.scope import named_bands
+from kvprobe.faults.scope import EVERY_LAYER, named_bands
 from kvprobe.inference.forward import onwards
 from kvprobe.inference.model import Model, load
 from kvprobe.policies import RestartInPlace
 from kvprobe.studies.pointers import Config
-from kvprobe.studies.pointers.cases import FORMS, KNOWN, MOVED, RENAMED, PointerCase, binding, memo_case
+from kvprobe.studies.pointers.cases import FORMS, KNOWN, RENAMED, SHIFTED, PointerCase, binding, memo_case
 from kvprobe.text.tokens import Tokens
 from kvprobe.tidy import chosen
 
@@ -26,6 +26,7 @@ VIEW, LATE, RESTART, STAND_IN = "in view", "hidden after", "computed again", "st
 seen it; hidden, with the pointer of the `renamed` conversation."""
 ARMS, EXCHANGED, LOOKED, MASS = "arms", "exchanged", "looked", "mass"
 PARTS = ("K", "V", "KV")
+WHOLE = EVERY_LAYER, "KV"
 AT_ONCE = 8
 
 
@@ -60,23 +61,24 @@ def measure(model: Model, config: Config, case: tuple[str, int]) -> pd.DataFrame
 
 def read_case(model: Model, case: PointerCase, bands: int) -> pd.DataFrame:
     """All that is measured of one case; see `collect`."""
-    first = case.own.span(case.payload).start  # all three begin alike
+    first = case.own.span(case.payload).start  # all begin alike
     before = model.prefill(case.own[:first])
-    three = (case.own, case.moved, case.renamed)
-    own, moved, renamed = (model.extend(before, tokens[first : case.cut])[0] for tokens in three)
+    own = model.extend(before, case.own[first : case.cut])[0]
+    donors = {name: model.extend(before, tokens[first : case.cut])[0] for name, tokens in case.donors.items()}
     suffix = case.own[case.cut :]
     layers = named_bands(model.geometry.n_layers, bands)
     asked = partial(outcomes, model, suffix=suffix, case=case)
     hidden, again = own.mask(case.payload), model.apply(RestartInPlace(case.payload), own)
-    arms = {VIEW: own, LATE: hidden, RESTART: again, STAND_IN: hidden.patch(renamed, case.pointer)}
+    arms = {VIEW: own, LATE: hidden, RESTART: again, STAND_IN: hidden.patch(donors[RENAMED], case.pointer)}
     tables = [asked([cache]).assign(table=ARMS, arm=arm) for arm, cache in arms.items()]
     margin = tables[0]["margin"].item()
-    there = outcomes(model, [renamed], case.renamed[case.cut :], case)["margin"].item()
+    there = outcomes(model, [donors[RENAMED]], case.donors[RENAMED][case.cut :], case)["margin"].item()
     keys, patched = [], []
-    donors: Mapping[str, KVCache] = {MOVED: moved, RENAMED: renamed}
-    for (donor, cache), (band, where), part in product(donors.items(), layers.items(), PARTS):
+    for donor, band, part in product(donors, layers, PARTS):
+        if donor == SHIFTED and (band, part) != WHOLE:
+            continue
         keys.append({"donor": donor, "band": band, "part": part})
-        patched.append(own.patch(cache, case.pointer, layers=where, part=part))
+        patched.append(own.patch(donors[donor], case.pointer, layers=layers[band], part=part))
     rows = pd.concat([pd.DataFrame(keys), asked(patched)], axis=1)
     tables.append(rows.assign(table=EXCHANGED, own=margin, way=margin - there))
     blind = asked([own.mask(case.payload, layers=where) for where in layers.values()])

@@ -5,14 +5,13 @@ from typing import Any
 
 from kvprobe.experiments.estimands import HEADLINE, Difference, Estimand, Mean, Ratio, Share, measure
 from kvprobe.experiments.study import Conclusion, Control
-from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
 from kvprobe.stats import DIFFERENCE, SHARE
 from kvprobe.studies.pointers import Config
-from kvprobe.studies.pointers.cases import FORMS, KNOWN, MOVED, RENAMED, shown
-from kvprobe.studies.pointers.collect import ARMS, EXCHANGED, LATE, LOOKED, MASS, RESTART, VIEW
+from kvprobe.studies.pointers.cases import FORMS, KNOWN, MOVED, RENAMED, SHIFTED, shown
+from kvprobe.studies.pointers.collect import ARMS, EXCHANGED, LATE, LOOKED, MASS, RESTART, VIEW, WHOLE
 from kvprobe.tidy import Rows
 
 ABLE = 0.9
@@ -25,11 +24,11 @@ OF_ARMS: Sequence[Estimand] = (
     Difference(name="lost", of="right", where={"arm": VIEW}, less={"arm": LATE}, within=DIFFERENCE, **ONCE),
     Difference(name="kept", of="margin", where={"arm": LATE}, less={"arm": RESTART}, unit="logits", **ONCE),
 )
-WHOLE = {"band": EVERY_LAYER, "part": "KV"}
+WHOLLY = dict(zip(("band", "part"), WHOLE, strict=True))
 OF_EXCHANGES: Sequence[Estimand] = (
     *(
-        Ratio(name=name, of="turned", over="way", where={**WHOLE, "donor": donor}, **ONCE)
-        for name, donor in (("address", MOVED), ("content", RENAMED))
+        Ratio(name=name, of="turned", over="way", where={**WHOLLY, "donor": donor}, **ONCE)
+        for name, donor in (("address", MOVED), ("position", SHIFTED), ("content", RENAMED))
     ),
     *(
         Ratio(name=f"{name}_at", of="turned", over="way", by=("form", "part", "band"), where=where, cluster="case")
