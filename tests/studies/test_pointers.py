@@ -14,7 +14,19 @@ from kvprobe.experiments.study import Conclusion
 from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.inference.model import Model, load
 from kvprobe.studies.pointers import Config
-from kvprobe.studies.pointers.cases import FORMS, KNOWN, MOVED, OBJECT, PLACE, RENAMED, binding, memo_case
+from kvprobe.studies.pointers.cases import (
+    FORMS,
+    KNOWN,
+    MOVED,
+    OBJECT,
+    PLACE,
+    RENAMED,
+    SHIFTED,
+    WORDINGS,
+    PointerCase,
+    binding,
+    memo_case,
+)
 from kvprobe.studies.pointers.collect import (
     ARMS,
     EXCHANGED,
@@ -25,6 +37,7 @@ from kvprobe.studies.pointers.collect import (
     RESTART,
     STAND_IN,
     VIEW,
+    WHOLE,
     outcomes,
     read_case,
 )
@@ -55,23 +68,42 @@ def test_a_run_holds_every_number_and_finds_what_is_known_of_ordinal(finished: R
 
 @pytest.mark.parametrize("form", FORMS)
 def test_conversations_and_their_donors_have_one_layout_and_differ_as_they_say(smol: Model, form: str):
-    rng = np.random.default_rng(0)
-    for place in (0, 1, 0, 1):
+    rng, worded = np.random.default_rng(0), set()
+    for place in (0, 1) * 4:
         case = binding(smol, form, place, 1, rng)
-        texts = {name: smol.tokenizer.decode(getattr(case, name).ids) for name in ("own", MOVED, RENAMED)}
-        assert len({(tokens.segments, len(tokens)) for tokens in (case.own, case.moved, case.renamed)}) == 1
+        assert [*case.donors] == [MOVED, RENAMED, *[SHIFTED] * (form == OBJECT)]
+        assert {(donor.segments, len(donor)) for donor in case.donors.values()} == {(case.own.segments, len(case.own))}
+        every = {"own": case.own, **case.donors}
         listed, pointer = (
-            {name: read(smol, getattr(case, name), segment) for name in texts} for segment in ("list", "pointer")
+            {name: read(smol, tokens, segment) for name, tokens in every.items()} for segment in ("list", "pointer")
         )
-        pairs = {name: set(re.findall(r"The (\w+) is with (\w+)", text)) for name, text in listed.items()}
-        assert pairs["own"] == pairs[MOVED] != pairs[RENAMED]
-        assert listed["own"] != listed[MOVED]
+        pairs = {name: pairs_of(text) for name, text in listed.items()}
+        assert set(pairs["own"]) == set(pairs[MOVED]) != set(pairs[RENAMED])
+        assert pairs["own"] == pairs[MOVED][::-1]
         assert pointer["own"] == pointer[RENAMED]
         assert (pointer["own"] == pointer[MOVED]) == (form == OBJECT)
         right, wrong = (smol.tokenizer.decode([token]).strip() for token in (case.right, case.wrong))
         assert (listed["own"].index(right) < listed["own"].index(wrong)) == (place == 0)
         assert not {right, wrong} & set(pointer["own"].replace(".", " ").split())
-        assert texts["own"].endswith("We ask")
+        assert smol.tokenizer.decode(case.own.ids).endswith("We ask")
+        worded |= {at for at, (entry, _) in enumerate(WORDINGS) if entry.split()[2] in listed["own"]}
+        if form == OBJECT:
+            assert pairs["own"] == pairs[SHIFTED]
+            assert pointer["own"] == pointer[SHIFTED]
+            assert position(case, MOVED) == position(case, SHIFTED) != position(case, "own")
+            assert position(case, MOVED) == position(case, "own", case.wrong)
+    assert worded == {0, 1}
+
+
+def pairs_of(listed: str) -> list[tuple[str, str]]:
+    return re.findall(r"The (\w+) (?:is with|belongs to) (\w+)", listed)
+
+
+def position(case: PointerCase, name: str, person: int | None = None) -> int:
+    """Of a person in the list; by default the one who is meant."""
+    tokens = case.own if name == "own" else case.donors[name]
+    span = tokens.span(case.payload)
+    return span.start + [*tokens[span].ids].index(case.right if person is None else person)
 
 
 def read(model: Model, tokens: Any, segment: str) -> str:
@@ -82,7 +114,7 @@ def test_an_exchange_of_all_that_differs_is_the_other_conversation():
     """With the list exchanged too, the answer is that of the renamed conversation, whose way is the whole."""
     model = load("ordinal")
     case = memo_case(model, LOCATED, np.random.default_rng(3))
-    own, renamed = (model.prefill(tokens[: case.cut]) for tokens in (case.own, case.renamed))
+    own, renamed = (model.prefill(tokens[: case.cut]) for tokens in (case.own, case.donors[RENAMED]))
     table = read_case(model, case, 1)
     both = outcomes(model, [own.patch(renamed, case.payload, case.pointer)], case.own[case.cut :], case)
     row = chosen(table, {"table": EXCHANGED, "donor": RENAMED, "band": EVERY_LAYER, "part": "KV"})
@@ -96,8 +128,14 @@ def test_a_tokenizer_that_splits_names_is_refused(roomy: Model):
     refused(lambda: binding(roomy, PLACE, 1, 0, np.random.default_rng(0)), "'Anna' as several tokens")
 
 
+def test_a_sentence_that_is_not_as_long_as_an_entry_is_refused(smol: Model, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvprobe.studies.pointers.cases.SKY", "The sky is clear.")
+    refused(lambda: binding(smol, OBJECT, 1, 0, np.random.default_rng(0)), "fewer tokens than an entry")
+
+
 def made_up(
     address: float = 0.0,
+    position: float = 0.0,
     content: float = 0.0,
     right: float = 1.0,
     late: float = 0.5,
@@ -108,7 +146,7 @@ def made_up(
     cases, wave = np.arange(24), 0.02 * (-1.0) ** np.arange(24)
     tables: dict[str, list[dict[str, Any]]] = {name: [] for name in (ARMS, EXCHANGED, LOOKED, MASS)}
     for form in (*FORMS, *KNOWN):
-        turned = {MOVED: address, RENAMED: content}
+        turned = {MOVED: address, RENAMED: content} | ({SHIFTED: position} if form == OBJECT else {})
         if form in KNOWN:
             turned = {MOVED: known * (form == LOCATED), RENAMED: known * (form == COPIED)}
         keys = {"form": form, "case": cases}
@@ -118,7 +156,9 @@ def made_up(
             tables[ARMS].append(
                 {**keys, "arm": arm, "right": cases < share * len(cases), "margin": margin, "bits": bits}
             )
-        for donor, band, part in product((MOVED, RENAMED), ("0–1", EVERY_LAYER), PARTS):
+        for donor, band, part in product(turned, ("0–1", EVERY_LAYER), PARTS):
+            if donor == SHIFTED and (band, part) != WHOLE:
+                continue
             margin = 4.0 - 8.0 * turned[donor] + wave
             where = {"donor": donor, "band": band, "part": part}
             tables[EXCHANGED].append({**keys, **where, "margin": margin, "own": 4.0, "way": 8.0 + wave})
@@ -147,13 +187,14 @@ def noise(rng: np.random.Generator) -> Conclusion:
 
 
 def test_planted_numbers_are_found():
-    findings = concluded(address=0.25, content=0.5, late=0.75, kept=1.5).findings
+    findings = concluded(address=0.25, position=0.125, content=0.5, late=0.75, kept=1.5).findings
+    assert findings.at("position", form=OBJECT).mean == pytest.approx(0.125, abs=0.01)
     for name, value in (("address", 0.25), ("content", 0.5), ("lost", 0.25), ("kept", 1.5)):
         assert findings.at(name, form=PLACE).mean == pytest.approx(value, abs=0.01), name
     assert findings.at("content_at", form=OBJECT, part="V", band="0–1").mean == pytest.approx(0.5, abs=0.01)
     assert findings.at("looked", form=OBJECT, band="0–1").mean == pytest.approx(0.5, abs=0.01)
     assert {claim.finding: findings.where(claim.finding)[0].comparisons for claim in STUDY.claims} == dict.fromkeys(
-        ("address", "content", "lost", "kept"), 16
+        ("address", "position", "content", "lost", "kept"), 17
     )
 
 

@@ -112,11 +112,13 @@ def binding(model: Model, form: str, place: int, shots: int, rng: np.random.Gene
     """A random conversation of a form that points to the first or the second of two people.
 
     Raises:
-        UserError: the tokenizer splits a name or a thing, or the conversation and its donors are not of one layout.
+        UserError: the tokenizer splits a name or a thing, or the sentence about the sky is not as long as an entry.
     """
     if split := [word for word in (*PEOPLE, *THINGS, *ORDER) if len(_ids(model, word)) > 1]:
         raise UserError(f"{model.name} reads {split[0]!r} as several tokens, so that these conversations do not fit.")
     ends: tuple[Sky, Sky] = ("before", "after") if form == OBJECT else ("nowhere", "nowhere")
+    if any(len(_ids(model, entry.format("key", "Ben"))) != len(_ids(model, SKY)) for entry, _ in WORDINGS):
+        raise UserError(f"{model.name} reads {SKY!r} as more or fewer tokens than an entry of the list; write another.")
     wording = int(rng.integers(len(WORDINGS)))
     people, things = rng.permutation(PEOPLE).tolist(), rng.permutation(THINGS).tolist()
     pairs = [list(zip(things[at : at + 2], people[at : at + 2], strict=True)) for at in range(0, 2 * shots + 2, 2)]
@@ -140,10 +142,6 @@ def binding(model: Model, form: str, place: int, shots: int, rng: np.random.Gene
     }
     if form == OBJECT:
         donors[SHIFTED] = read(Listing(entries, place, elsewhere, wording))
-    if any(donor.segments != own.segments for donor in donors.values()):
-        raise UserError(
-            f"{model.name} reads the sentences of these lists as different numbers of tokens, so that they do not fit."
-        )
     right, wrong = (_ids(model, entries[at][1])[0] for at in (place, 1 - place))
     return PointerCase(own, donors, "list", "pointer", right, wrong)
 
