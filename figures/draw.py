@@ -80,6 +80,7 @@ FIGURES: dict[str, tuple[str, str | Figure]] = {
     "reliance_layers": ("reliance", "undone_by_band"),
     "leakage_by_amount": ("leakage_scaling", "for_ridge"),
     "leakage_by_world": ("leakage_scaling", "by_world"),
+    "leakage_used": ("leakage_scaling", "used"),
     "code_poisoning": ("code_poisoning-qwen1.5b", "code_poisoning"),
     "ghost_state": ("ghost_state", "reach"),
     "ghost_state_capacity": ("ghost_state", "capacity"),

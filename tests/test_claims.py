@@ -34,6 +34,7 @@ TOYS_OF_A_RUN = {"pointers-quick": {48}}
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_each_sentence_has_a_verdict_a_strength_and_what_it_rests_on(row: list[str]):
     _, verdict, strength, found, command = row
+    assert re.fullmatch(r"(holds|not here|undecided|untested|not testable here)([,:]? .+)?", verdict)
     assert ("○" in strength) == (verdict == "untested")
     if verdict not in ("untested", "not testable here"):
         assert command != "–"

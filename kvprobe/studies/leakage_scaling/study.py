@@ -3,6 +3,7 @@
 from typing import Any
 
 from kvprobe.experiments.study import Claim, Study
+from kvprobe.report.plots.dots import Dots, Panel
 from kvprobe.report.plots.lines import Lines, Style
 from kvprobe.studies.leakage_scaling import Config
 from kvprobe.studies.leakage_scaling.collect import CODES, GRAMMAR, SHARED, UNTRAINED, collect
@@ -43,6 +44,13 @@ LOOK: dict[str, Any] = {
     "panel": "arm",
     "styles": READERS,
     "size": (2.5, 3.0),
+}
+
+BEYOND_RESTART: dict[str, Any] = {
+    "down": "arm",
+    "line": "arm",
+    "styles": ARM_STYLES,
+    "level": ("as computed again (restart)", "", {}),
 }
 
 STUDY = Study(
@@ -112,6 +120,21 @@ STUDY = Study(
             rules={0.1: "chance"},
             y_label="digits read (share)",
             **{**LOOK, "line": "held_out", "styles": {}},
+        ),
+        Dots(
+            "used",
+            "What retaining the slots gives the model when it is asked for the number, and ridge probes on averages "
+            "that learned from the most conversations, beyond the same slots computed again without it. Bars: "
+            "intervals that hold together.",
+            (
+                Panel(label="the right code likelier (nats)", **BEYOND_RESTART, finding="used"),
+                Panel(
+                    label="digits read (share more)",
+                    **BEYOND_RESTART,
+                    finding="leak",
+                    where={"reader": "pooled", "held_out": KNOWN_WORDING},
+                ),
+            ),
         ),
     ),
     claims=(

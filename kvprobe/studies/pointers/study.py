@@ -62,6 +62,12 @@ STUDY = Study(
             unclear="holds no address that was detected",
         ),
         Claim(
+            "position",
+            above="turns the answer",
+            below="turns the answer the other way",
+            unclear="does not turn the answer as far as was detected",
+        ),
+        Claim(
             "content",
             above="holds whom it means",
             below="holds the opposite of whom it means",
@@ -90,7 +96,9 @@ STUDY = Study(
         },
     },
     written={
-        **dict.fromkeys(("right", "address", "content", "address_at", "content_at", "looked", "mass"), percent),
+        **dict.fromkeys(
+            ("right", "address", "position", "content", "address_at", "content_at", "looked", "mass"), percent
+        ),
         "lost": points,
         **dict.fromkeys(("margin", "kept"), formatted("+.2f")),
         "bits": formatted("+.3f"),
