@@ -59,7 +59,7 @@ def panel(axes: Any, operation: str, kind: str) -> None:
 
 
 def box(axes: Any, place: float, height: float, color: str, dashed: bool) -> None:
-    line = {"linestyle": (0, (2, 2)), "edgecolor": "#999999"} if dashed else {"edgecolor": "white"}
+    line: dict[str, Any] = {"linestyle": (0, (2, 2)), "edgecolor": "#999999"} if dashed else {"edgecolor": "white"}
     axes.add_patch(Rectangle((place, height), 0.8, 0.8, facecolor=color, lw=0.8, **line))
 
 

@@ -17,7 +17,7 @@ from functools import cache
 from itertools import groupby
 from math import isnan
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -78,7 +78,7 @@ def findings_of(page: str) -> dict[Bound, tuple[float, ...]]:
 def run_of(run: str) -> dict[tuple[str, str], tuple[float, ...]]:
     """By name and keys, mean and both ends: of the interval, or of the range where there is none."""
     with (RESULTS / "runs" / run / ("" if run.endswith(".csv") else "metrics.json")).open(encoding="utf-8") as file:
-        records = list(csv.DictReader(file)) if run.endswith(".csv") else json.load(file)["findings"]
+        records: list[Any] = [*csv.DictReader(file)] if run.endswith(".csv") else json.load(file)["findings"]
     findings = {}
     for record in records:
         keys = record.get("keys", {key: record[key] for key in record if key not in (*ENDS, "measure")})
@@ -108,7 +108,7 @@ def is_among(interval: str, findings: np.ndarray) -> np.ndarray:
     numbers = re.findall(NUMBER, interval)
     values = [float(number.replace("−", "-").replace(",", "")) for number in numbers]
     half = [0.5001 * 10.0 ** -len(number.partition(".")[2]) for number in numbers]
-    return (np.abs(findings - values) <= half).all(1)
+    return np.all(np.abs(findings - values) <= half, axis=1)
 
 
 @cache
