@@ -273,7 +273,7 @@ def served(
         cache: how K and V are stored.
         context: tokens that each slot may hold.
         slots: conversations that are held at once.
-        threads: that compute; one for each core that this process may use by default.
+        threads: that compute; as many as torch may use by default.
         portion: tokens that are read at once.
         flash: whether to compute flash attention; without it V is stored transposed and cannot be quantised.
         shift: whether a full slot forgets tokens and goes on, or stops; see `LlamaServer.complete`.
@@ -283,6 +283,8 @@ def served(
     Raises:
         UserError: xllamacpp is not installed, or it cannot load the file.
     """
+    import torch  # what asks a server that is running starts without it
+
     library = require_xllamacpp()
     if not gguf.is_file():
         raise UserError(f"There is no GGUF file at {gguf}; check the path.")
@@ -294,7 +296,7 @@ def served(
         kinds = library.llama_flash_attn_type
         params.flash_attn_type = getattr(kinds, f"LLAMA_FLASH_ATTN_TYPE_{'ENABLED' if flash else 'DISABLED'}")
         params.n_batch, params.n_ubatch = max(portion, params.n_batch), portion
-        params.cpuparams.n_threads = threads or len(os.sched_getaffinity(0))
+        params.cpuparams.n_threads = threads or torch.get_num_threads()
         params.kv_unified, params.swa_full, params.cache_ram_mib = False, whole, 0
         params.fit_params, params.warmup, params.verbosity = False, False, -1
         try:

@@ -10,6 +10,7 @@ from pathlib import Path
 from socketserver import StreamRequestHandler, ThreadingTCPServer
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch
 from kvprobe.engines import http
 from kvprobe.engines.server import Completion, LlamaServer, served
 from kvprobe.inference.model import Model
+from kvprobe.threads import one_thread
 from tests.models import llama, tiny_tokenizer
 from tests.models.gguf_file import write_gguf
 from tests.refusals import refused
@@ -214,6 +216,21 @@ def test_a_slot_that_is_not_there_or_full_is_refused(server: LlamaServer):
     refused(lambda: server.complete(IDS, slot=9), "no slot 9 and took slot 1")
     size = server.read(lambda reply: reply["default_generation_settings"]["n_ctx"], "/props")
     refused(lambda: server.complete([3] * (size - 4), 20), "4 of 20 tokens", "slot is full")
+
+
+def test_a_server_computes_on_as_many_threads_as_torch_or_as_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    library, path = MagicMock(), tmp_path / "model.gguf"
+    params = library.CommonParams.return_value
+    params.n_batch, library.Server.return_value.listening_address = 1, "http://127.0.0.1:1"
+    monkeypatch.setattr("kvprobe.engines.server.require_xllamacpp", lambda: library)
+    path.touch()
+    with one_thread():
+        torch.set_num_threads(3)
+        for asked, used in ((None, 3), (5, 5)):
+            with served(path, threads=asked):
+                assert params.cpuparams.n_threads == used
 
 
 def test_without_xllamacpp_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
