@@ -211,11 +211,11 @@ def _numbers_together(entries: Entries) -> Entries:
 
 
 def lines(kind: str, entries: Entries) -> Iterator[str]:
-    """All of one kind, a line each; one alone is written out, and many presets stand beside their study."""
+    """All of one kind, a line each; one alone is written out, and many presets stand by the beginning of their names."""
     if kind == "presets" and len(entries) > SCREEN:
         line = ""
-        for study, of_study in groupby(sorted(entries, key=itemgetter("study")), itemgetter("study")):
-            names = f"{study}: {' '.join(entry['name'].removeprefix(study) or study for entry in of_study)}"
+        for first, those in groupby(sorted(entries, key=_beginning), _beginning):
+            names = f"{first}: {' '.join(entry['name'].removeprefix(first) or first for entry in those)}"
             if line and len(f"{line} | {names}") > WIDTH:
                 yield line
                 line = ""
@@ -224,7 +224,7 @@ def lines(kind: str, entries: Entries) -> Iterator[str]:
             )
             yield from whole
         yield line
-        yield "\nkvprobe run STUDY-ENDING runs one; kvprobe ls presets STUDY: what each sets and how long it takes."
+        yield "\nkvprobe run FIRST-ENDING runs one; kvprobe ls presets FIRST: what each sets and how long it takes."
         return
     if kind == "models" and len(entries) > SCREEN:
         entries = _numbers_together(entries)
@@ -234,6 +234,12 @@ def lines(kind: str, entries: Entries) -> Iterator[str]:
         yield line if len(entries) == 1 else _cut(line)
     if not entries:
         yield f"There are no {kind} of such a name here."
+
+
+def _beginning(preset: Mapping[str, Any]) -> str:
+    """The study, or what a name has in its place."""
+    name, study = preset["name"], preset["study"]
+    return study if name.startswith(study) else name.partition("-")[0]
 
 
 def _cut(line: str) -> str:

@@ -17,7 +17,9 @@ from kvprobe.models.loading import resolve_folder
 from tests.checking import start_test
 from tests.models import ARCHITECTURES, tiny_tokenizer
 
-torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+THREADS = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+torch.set_num_threads(THREADS)
+os.environ["OMP_NUM_THREADS"] = str(THREADS)  # of processes that tests start
 # The same examples in each run: a failure can be repeated, and a pass means the same everywhere.
 hypothesis.settings.register_profile("kvprobe", deadline=None, database=None, derandomize=True)
 hypothesis.settings.load_profile("kvprobe")
