@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -211,7 +210,7 @@ def _numbers_together(entries: Entries) -> Entries:
 
 
 def lines(kind: str, entries: Entries) -> Iterator[str]:
-    """All of one kind, a line each; one alone is written out, and many presets stand by the beginning of their names."""
+    """All of one kind, a line each; one alone is written out, and many presets stand by the beginning of their name."""
     if kind == "presets" and len(entries) > SCREEN:
         line = ""
         for first, those in groupby(sorted(entries, key=_beginning), _beginning):
