@@ -25,6 +25,8 @@ RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 RECORD = RESULTS / "rows.csv"
 LEFT_OUT = ("claims", "index", "costs")
 """Pages that name no runs: their intervals are those of the pages that they link, or of a benchmark."""
+MAPS = ("site", "slot")
+"""Findings of every site: among thousands any interval is found by chance, and pages quote none of them."""
 NUMBER = r"[−+]?\d[\d,]*(?:\.\d+)?"
 INTERVAL = re.compile(
     rf"(?<![\w.,–/−+-])({NUMBER})(?:[^()|\d]{{0,60}}\(|(?: %| (?:points|nats|logits)[a-z ]*)?, )"
@@ -70,6 +72,7 @@ def findings_of(page: str) -> dict[Bound, tuple[float, ...]]:
         Bound(run, name, keys, times): (times * ends[0], *sorted(times * end for end in ends[1:]))
         for run in declared
         for (name, keys), ends in run_of(run).items()
+        if name not in MAPS
         for times in TIMES
     }
 
