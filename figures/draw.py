@@ -64,6 +64,7 @@ FIGURES: dict[str, tuple[str, str | Figure]] = {
     "noise_by_layer": ("bands-smollm2", "kl_by_layer"),
     "noise_by_band": ("bands-smollm2", "accuracy_by_band"),
     "robustness": ("robustness-smollm2", "accuracy_by_rate"),
+    "gsm8k_cliff": ("gsm8k-qwen2.5-coder-1.5b-cliff", "accuracy_by_rate"),
     "bitflips": ("bitflips-smollm2", "shares_by_bit"),
     "patching": ("patching", "layer_by_segment"),
     "patching_by_head": ("patching", "layer_by_head"),
