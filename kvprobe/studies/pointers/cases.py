@@ -80,7 +80,7 @@ class PointerCase:
 
 
 @dataclass(frozen=True)
-class Listing:
+class PointerTalk:
     """One conversation, without its answer: who has what, in which order, and who is meant.
 
     Attributes:
@@ -124,24 +124,24 @@ def binding(model: Model, form: str, place: int, shots: int, rng: np.random.Gene
     pairs = [list(zip(things[at : at + 2], people[at : at + 2], strict=True)) for at in range(0, 2 * shots + 2, 2)]
     before: list[Turn] = []
     for shot, entries in enumerate(pairs[1:], start=1):
-        example = Listing(entries, int(rng.integers(2)), ends[int(rng.integers(2))], wording)
+        example = PointerTalk(entries, int(rng.integers(2)), ends[int(rng.integers(2))], wording)
         turns = example.turns(form, f" {entries[example.place][1]}.")
         before += [(f"{name} of example {shot}", asked, reply) for name, asked, reply in turns]
 
-    def read(listing: Listing) -> Tokens:
+    def read(listing: PointerTalk) -> Tokens:
         tokens = talk(*before, *listing.turns(form)).tokens(model.tokenizer)
         lead = _ids(model, LEAD.split()[-1])[-1]
         return tokens[: max(slot for slot, token in enumerate(tokens.ids) if token == lead) + 1]
 
     entries, (sky, elsewhere) = pairs[0], ends[:: -1 if place == 0 else 1]  # see `shifted`
     (one, anna), (other, ben) = entries
-    own = read(Listing(entries, place, sky, wording))
+    own = read(PointerTalk(entries, place, sky, wording))
     donors = {
-        MOVED: read(Listing(entries[::-1], 1 - place, sky, wording)),
-        RENAMED: read(Listing([(one, ben), (other, anna)], place, sky, wording)),
+        MOVED: read(PointerTalk(entries[::-1], 1 - place, sky, wording)),
+        RENAMED: read(PointerTalk([(one, ben), (other, anna)], place, sky, wording)),
     }
     if form == OBJECT:
-        donors[SHIFTED] = read(Listing(entries, place, elsewhere, wording))
+        donors[SHIFTED] = read(PointerTalk(entries, place, elsewhere, wording))
     right, wrong = (_ids(model, entries[at][1])[0] for at in (place, 1 - place))
     return PointerCase(own, donors, "list", "pointer", right, wrong)
 
@@ -149,7 +149,7 @@ def binding(model: Model, form: str, place: int, shots: int, rng: np.random.Gene
 def shown(form: str) -> Transcript:
     """One conversation, for the page."""
     entries = list(zip(THINGS[:2], PEOPLE[:2], strict=True))
-    return talk(*Listing(entries, 1, "before" if form == OBJECT else "nowhere", 0).turns(form, f" {PEOPLE[1]}."))
+    return talk(*PointerTalk(entries, 1, "before" if form == OBJECT else "nowhere", 0).turns(form, f" {PEOPLE[1]}."))
 
 
 def _ids(model: Model, word: str) -> list[int]:
