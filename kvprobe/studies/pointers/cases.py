@@ -118,7 +118,10 @@ def binding(model: Model, form: str, place: int, shots: int, rng: np.random.Gene
         raise UserError(f"{model.name} reads {split[0]!r} as several tokens, so that these conversations do not fit.")
     ends: tuple[Sky, Sky] = ("before", "after") if form == OBJECT else ("nowhere", "nowhere")
     if any(len(_ids(model, entry.format("key", "Ben"))) != len(_ids(model, SKY)) for entry, _ in WORDINGS):
-        raise UserError(f"{model.name} reads {SKY!r} as more or fewer tokens than an entry of the list; write another.")
+        raise UserError(
+            f"{model.name} reads {SKY!r} as more or fewer tokens than an entry of the list, so these conversations do "
+            "not fit."
+        )
     wording = int(rng.integers(len(WORDINGS)))
     people, things = rng.permutation(PEOPLE).tolist(), rng.permutation(THINGS).tolist()
     pairs = [list(zip(things[at : at + 2], people[at : at + 2], strict=True)) for at in range(0, 2 * shots + 2, 2)]
@@ -128,8 +131,8 @@ def binding(model: Model, form: str, place: int, shots: int, rng: np.random.Gene
         turns = example.turns(form, f" {entries[example.place][1]}.")
         before += [(f"{name} of example {shot}", asked, reply) for name, asked, reply in turns]
 
-    def read(listing: PointerTalk) -> Tokens:
-        tokens = talk(*before, *listing.turns(form)).tokens(model.tokenizer)
+    def read(last: PointerTalk) -> Tokens:
+        tokens = talk(*before, *last.turns(form)).tokens(model.tokenizer)
         lead = _ids(model, LEAD.split()[-1])[-1]
         return tokens[: max(slot for slot, token in enumerate(tokens.ids) if token == lead) + 1]
 
