@@ -23,6 +23,8 @@ SHARE = (0.0, 1.0)
 """The natural range of a share."""
 DIFFERENCE = (-1.0, 1.0)
 """The natural range of a difference between shares, and of a correlation."""
+POSITIVE = (0.0, np.inf)
+"""The natural range of a divergence."""
 UNBOUNDED = (-np.inf, np.inf)
 _ENDS = ("low", "high", "smallest", "largest")
 

@@ -3,7 +3,6 @@ agree."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, product
-from math import inf
 from typing import Any, get_args
 
 import numpy as np
@@ -18,7 +17,7 @@ from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Finding, Findings, Key
 from kvprobe.report.published import add_published, published_facts
 from kvprobe.report.reported import reported
-from kvprobe.stats import DIFFERENCE, UNBOUNDED, Estimate, estimate, newcombe, statistic
+from kvprobe.stats import DIFFERENCE, POSITIVE, UNBOUNDED, Estimate, estimate, newcombe, statistic
 from kvprobe.studies import answers
 from kvprobe.studies.answers import NATS, SOUND
 from kvprobe.studies.bands import NEUTRAL, NOISES, PARTS, PRUNED, Config, Cut, Scale
@@ -40,12 +39,12 @@ PUBLISHED: dict[str, Key] = {"noise": "layer", "parts": "kv"}
 NOISE = ("task", "noise", "parts")
 BAND = (*NOISE, "band")
 LAYER = (*NOISE, "layer")
-POSITIVE = (0.0, inf)
-MEASURES: dict[str, tuple[Where, tuple[float, float], str]] = {
-    "kl": ({}, UNBOUNDED, NATS),
-    "lost": ({"able": True}, DIFFERENCE, ""),
+MEASURES: dict[str, tuple[Where, tuple[float, float], tuple[float, float], str]] = {
+    "kl": ({}, POSITIVE, UNBOUNDED, NATS),
+    "lost": ({"able": True}, DIFFERENCE, DIFFERENCE, ""),
 }
-"""What bands, and K and V, are compared by: which rows count, the natural range and the unit."""
+"""What bands, and K and V, are compared by: which rows count, the natural ranges of it and of differences, and the
+unit."""
 
 
 def levels(prefix: str, by: tuple[str, ...], where: Where) -> list[Estimand]:
@@ -53,7 +52,7 @@ def levels(prefix: str, by: tuple[str, ...], where: Where) -> list[Estimand]:
     return [
         Share(name=f"{prefix}accuracy", of="correct", by=by, where=where),
         Mean(name=f"{prefix}lost", of="lost", by=by, where=where, within=DIFFERENCE),
-        Mean(name=f"{prefix}kl", of="kl", by=by, where=where, unit=NATS),
+        Mean(name=f"{prefix}kl", of="kl", by=by, where=where, within=POSITIVE, unit=NATS),
         Share(name=f"{prefix}same", of="same", by=by, where=where),
         Total(name=f"{prefix}broken", of="broke", by=by, where=where),
     ]
@@ -61,11 +60,11 @@ def levels(prefix: str, by: tuple[str, ...], where: Where) -> list[Estimand]:
 
 def compared(of: str) -> Iterator[Estimand]:
     """By one measure: each band with all rates together, each two bands of a cut, and K less V in bands and layers."""
-    where, within, unit = MEASURES[of]
+    where, of_level, within, unit = MEASURES[of]
     keys: dict[str, Any]
     known: dict[str, Any] = {"within": within, "unit": unit}
     struck = {**where, "group": CUTS}
-    yield Mean(name=f"{of}_all", of=f"{of}_all", by=BAND, where=struck, **known)
+    yield Mean(name=f"{of}_all", of=f"{of}_all", by=BAND, where=struck, **{**known, "within": of_level})
     for cut in COMPARED:
         for first, second in combinations(names_of(cut), 2):
             pair: dict[str, Any] = {

@@ -14,7 +14,7 @@ from kvprobe.inference.model import Model
 from kvprobe.report.crossing import until_below
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
-from kvprobe.stats import DIFFERENCE, UNBOUNDED
+from kvprobe.stats import DIFFERENCE, POSITIVE, UNBOUNDED
 from kvprobe.studies import answers
 from kvprobe.studies.answers import NATS, SOUND
 from kvprobe.studies.bitflips import Config
@@ -61,7 +61,7 @@ def estimands() -> Iterator[Estimand]:
         for became in (*OF_ALL, *OF_RIGHT):
             where = {**SINGLE, **(COULD_BREAK if became in OF_RIGHT else {})}
             yield Share(name=f"{level}_share", of=became, by=by, where=where, keys={**keys, "became": became})
-        yield Pooled(name=f"{level}_kl", of="kl", by=by, where=SINGLE, keys=keys, unit=NATS)
+        yield Pooled(name=f"{level}_kl", of="kl", by=by, where=SINGLE, keys=keys, within=POSITIVE, unit=NATS)
         for count in ("flips", "nonfinite"):
             yield Total(name=f"{level}_{count}", of=count, by=by, where=SINGLE, keys=keys)
     for of, among, within in (("breaks", COULD_BREAK, DIFFERENCE), ("changed", {}, DIFFERENCE), ("kl", {}, UNBOUNDED)):
@@ -81,7 +81,7 @@ def estimands() -> Iterator[Estimand]:
     yield Mean(name="from_clean", of="from_clean", by=LEVEL, where=RATE, within=DIFFERENCE, together=())
     yield Share(name="changed", of="changed", by=LEVEL, where=RATE)
     yield Share(name="nonfinite", of="nonfinite", by=LEVEL, where=RATE)
-    yield Mean(name="kl", of="kl", by=LEVEL, where=RATE, unit=NATS)
+    yield Mean(name="kl", of="kl", by=LEVEL, where=RATE, within=POSITIVE, unit=NATS)
     yield Mean(name="struck", of="struck", by=LEVEL, where=RATE, unit="vectors")
     for count in ("nonfinite", "untouched"):
         yield Total(name=f"{count}_rows", of=count, by=LEVEL, where=RATE)

@@ -17,6 +17,7 @@ from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings, Key
+from kvprobe.stats import POSITIVE
 from kvprobe.studies.carriers import Config
 from kvprobe.studies.carriers.collect import CODES, DIRECTIONS, QUESTIONS
 from kvprobe.studies.carriers.groups import BEFORE, GROUPS, HIDDEN, SELF, TOKEN
@@ -58,7 +59,7 @@ ESTIMANDS: tuple[Estimand, ...] = (
         by=("direction", "group", "part", "band"),
         where={**KL, "question": BOTH, "banded": True},
     ),
-    Mean(name="distance", of="base", by=("question",), where={**ONCE, **KL}, unit="nats per token"),
+    Mean(name="distance", of="base", by=("question",), where={**ONCE, **KL}, within=POSITIVE, unit="nats per token"),
     *(
         Mean(name="logprob", of=of, by=("question",), where={**ONCE, **LOGPROB}, keys={"cache": cache}, unit="nats")
         for cache, of in (("full", "full"), ("retained", "donor"), ("recomputed", "base"))

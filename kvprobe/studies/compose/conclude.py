@@ -6,7 +6,7 @@ from kvprobe.experiments.estimands import Difference, Estimand, Mean, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.findings import Findings
-from kvprobe.stats import SHARE
+from kvprobe.stats import POSITIVE, SHARE
 from kvprobe.studies.compose import Config
 from kvprobe.studies.compose.collect import ALONE, DEVIATING, FIRST, JOINT, RANDOM, WAYS
 from kvprobe.studies.compose.documents import IN_FIRST, JUDGED, KNOWN, pairs, second_is_right
@@ -24,8 +24,15 @@ def estimands(config: Config) -> tuple[Estimand, ...]:
     return (
         Mean(name="right", of="right", by=each, where={"way": WAYS}, within=SHARE),
         Mean(name="flips", of="flipped", by=each, where={"way": WAYS}, within=SHARE),
-        Mean(name="apart", of="kl", by=each, where={"way": WAYS}, unit="nats"),
-        Mean(name="over_kinds", of="kl", by=("way", "share"), where={"way": WAYS, "share": both}, unit="nats"),
+        Mean(name="apart", of="kl", by=each, where={"way": WAYS}, within=POSITIVE, unit="nats"),
+        Mean(
+            name="over_kinds",
+            of="kl",
+            by=("way", "share"),
+            where={"way": WAYS, "share": both},
+            within=POSITIVE,
+            unit="nats",
+        ),
         Mean(name="joint", of="right", by=("kind",), where={"way": JOINT}, within=SHARE),
         Mean(
             name="second",

@@ -13,7 +13,7 @@ from kvprobe.inference.model import Model
 from kvprobe.report.document import AttentionView, chat_record
 from kvprobe.report.findings import Findings
 from kvprobe.report.views.patterns import patterns_view
-from kvprobe.stats import DIFFERENCE, SHARE
+from kvprobe.stats import DIFFERENCE, POSITIVE, SHARE
 from kvprobe.studies.dangling import Config
 from kvprobe.studies.dangling.collect import CLOSED, FULL, HIDDEN, MASKED, RANDOM, SHARED, TOP, arms_of, pairs_of, read
 from kvprobe.tasks.facts import conversation, facts
@@ -47,7 +47,7 @@ OF_HEADS = (
 )
 OF_ARMS = (
     Mean(name="margin", of="margin", by=("arm",), unit="logits"),
-    *(Mean(name=name, of=name, by=("arm",), unit="nats") for name in ("kl", "kl_masked")),
+    *(Mean(name=name, of=name, by=("arm",), within=POSITIVE, unit="nats") for name in ("kl", "kl_masked")),
     Mean(name="closing", of="regained", where={"arm": CLOSED}, unit="logits", together=()),
     Total(name="able", of="able", by=("arm",)),
 )

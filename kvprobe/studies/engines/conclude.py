@@ -18,7 +18,7 @@ from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
-from kvprobe.stats import SHARE
+from kvprobe.stats import POSITIVE, SHARE
 from kvprobe.studies.engines import Config
 from kvprobe.studies.engines.collect import CLOSED, CONTROL, FULL, HERE, HIDDEN, MASKED, NAIVE, PAIRS, RESTART, SHIFTED
 from kvprobe.tasks.facts import conversation, facts
@@ -37,7 +37,7 @@ BETWEEN = tuple(name for name in PAIRS if name != "rounding")
 OF_READINGS: tuple[Estimand, ...] = (
     Mean(name="margin", of="margin", by=("engine", "condition"), unit="nats"),
     Mean(name="answered", of="answered", by=("engine", "condition"), within=SHARE),
-    Mean(name="apart", of="kl", by=("engine", "condition"), unit="nats"),
+    Mean(name="apart", of="kl", by=("engine", "condition"), within=POSITIVE, unit="nats"),
     Mean(name="agrees", of="agrees", by=("engine", "condition"), within=SHARE),
     Mean(
         name="known", of="known", by=("engine", "condition"), where={"condition": WITHOUT, "engine": (HERE, *ROUNDING)},
@@ -53,7 +53,7 @@ OF_READINGS: tuple[Estimand, ...] = (
     ),
 )  # fmt: skip
 OF_PAIRS: tuple[Estimand, ...] = (
-    Mean(name="distance", of="kl", by=("engine", "pair"), unit="nats"),
+    Mean(name="distance", of="kl", by=("engine", "pair"), within=POSITIVE, unit="nats"),
     Mean(name="gap", of="gap", by=("engine", "pair"), where={"pair": BETWEEN, "engine": ROUNDING}, unit="nats"),
 )  # fmt: skip
 

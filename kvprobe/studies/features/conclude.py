@@ -14,7 +14,7 @@ from kvprobe.probing.intervals import LEVEL
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Finding, Findings
 from kvprobe.saes.quality import by_density
-from kvprobe.stats import DIFFERENCE, SHARE, estimate
+from kvprobe.stats import DIFFERENCE, POSITIVE, SHARE, estimate
 from kvprobe.studies.features import Config
 from kvprobe.studies.features.collect import DIGITS, EXCHANGED
 from kvprobe.studies.features.differences import compare_latents, fewest
@@ -40,7 +40,7 @@ QUALITY: tuple[Estimand, ...] = (
     Ratio(name="recovered", of="recovered", over="kl_mean", **TEXT),
     *(Ratio(name="loss", of=name, keys={"reading": name}, **LOSS) for name in ("clean", *SPLICES)),
     *(Ratio(name="loss_added", of=f"added_{name}", keys={"reading": name}, **LOSS) for name in SPLICES),
-    *(Ratio(name="kl", of=f"kl_{name}", keys={"reading": name}, **LOSS) for name in SPLICES),
+    *(Ratio(name="kl", of=f"kl_{name}", keys={"reading": name}, within=POSITIVE, **LOSS) for name in SPLICES),
 )
 RIGHT: dict[str, Any] = {"of": "right", "cluster": "context", "within": SHARE}
 DECODING: tuple[Estimand, ...] = (
@@ -50,7 +50,15 @@ DECODING: tuple[Estimand, ...] = (
 SETS = ("whole", "all", "differing", "random")
 APART: dict[str, Any] = {"over": "retained", "cluster": "context"}
 EXCHANGE: tuple[Estimand, ...] = (
-    Mean(name="distance", of="kl", by=("place",), where={"set": "retained"}, cluster="context", unit="nats"),
+    Mean(
+        name="distance",
+        of="kl",
+        by=("place",),
+        where={"set": "retained"},
+        cluster="context",
+        within=POSITIVE,
+        unit="nats",
+    ),
     Ratio(name="carried", of="gone", by=("segment", "place", "set"), where={"set": SETS}, **APART),
 )
 LEAD: dict[str, Any] = {"of": "lead", "by": ("place",), "cluster": "context", "within": DIFFERENCE}

@@ -8,7 +8,7 @@ from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
-from kvprobe.stats import SHARE, UNBOUNDED
+from kvprobe.stats import POSITIVE, SHARE, UNBOUNDED
 from kvprobe.studies.forgetting import Config
 from kvprobe.studies.forgetting.cases import TURN, cases
 from kvprobe.studies.forgetting.collect import holds, ways
@@ -46,7 +46,7 @@ def estimands(partial: Sequence[str]) -> tuple[Estimand, ...]:
         Mean(name="use", of="use", by=("way",), unit="nats", together=()),
         Mean(name="use_by_kind", of="use", by=("kind", "way"), unit="nats"),
         Mean(name="used", of="used", by=("way",), within=UNBOUNDED),
-        *(Mean(name=name, of=name, by=("way",), unit="nats") for name in ("kl", "restarted", "moved")),
+        *(Mean(name=name, of=name, by=("way",), within=POSITIVE, unit="nats") for name in ("kl", "restarted", "moved")),
         Mean(name="cosine", of="cosine", by=("way",), within=(-1.0, 1.0)),
         Mean(name="spread", of="spread", by=("way",), within=UNBOUNDED),
         Mean(name="tokens", of="tokens", by=("way",), unit="tokens"),

@@ -5,7 +5,7 @@ from typing import Any
 from kvprobe.experiments.estimands import Difference, Estimand, Mean, Share, measure
 from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
-from kvprobe.stats import DIFFERENCE, SHARE
+from kvprobe.stats import DIFFERENCE, POSITIVE, SHARE
 from kvprobe.studies.answers import NATS
 from kvprobe.studies.guard import Config
 from kvprobe.studies.guard.collect import DAMAGED, GUARDS, KNOWN, SOUND, TASK, TENFOLD
@@ -33,7 +33,7 @@ OF_SOUND: tuple[Estimand, ...] = (
         for arm in GUARDS
         for estimand in (
             Share(name="guarded", of="right", keys={"arm": arm}, where={"arm": arm}),
-            Mean(name="kl_guarded", of="kl", keys={"arm": arm}, where={"arm": arm}, unit=NATS),
+            Mean(name="kl_guarded", of="kl", keys={"arm": arm}, where={"arm": arm}, within=POSITIVE, unit=NATS),
             Difference(
                 name="cost", of="right", keys={"arm": arm}, where={"arm": DAMAGED}, less={"arm": arm},
                 within=DIFFERENCE, together=(),
@@ -43,7 +43,7 @@ OF_SOUND: tuple[Estimand, ...] = (
 )  # fmt: skip
 OF_DAMAGED: tuple[Estimand, ...] = (
     Share(name="accuracy", of="right", by=(*CASE, "arm")),
-    Mean(name="kl", of="kl", by=(*CASE, "arm"), unit=NATS),
+    Mean(name="kl", of="kl", by=(*CASE, "arm"), within=POSITIVE, unit=NATS),
     Mean(name="broken", of="broken", by=(*CASE, "arm"), within=SHARE),
     Mean(name="found", of="found", by=(*CASE, "arm"), where={"arm": GUARDS}, within=SHARE),
     *(gains("right", arm, within=DIFFERENCE) for arm in (*GUARDS, KNOWN)),

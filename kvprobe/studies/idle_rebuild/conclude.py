@@ -12,7 +12,7 @@ from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
-from kvprobe.stats import SHARE, UNBOUNDED
+from kvprobe.stats import POSITIVE, SHARE, UNBOUNDED
 from kvprobe.studies.idle_rebuild import Config
 from kvprobe.studies.idle_rebuild.collect import CONTROLS
 from kvprobe.studies.idle_rebuild.removals import AFTER, REMOVALS, Removal
@@ -56,7 +56,7 @@ OF_TURNS = (
     _less(
         "nearer_to_kept", "kl", *({"run": run, "reference": "kept"} for run in ("rebuilt", "compacted")), unit="nats"
     ),
-    Mean(name="kl", of="kl", by=("turns", "reference", "run"), unit="nats"),
+    Mean(name="kl", of="kl", by=("turns", "reference", "run"), within=POSITIVE, unit="nats"),
     Mean(name="agreement", of="agrees", by=("turns", "reference", "run"), within=SHARE),
     Mean(name="surprise", of="nll", by=("turns", "run"), where=COMPACTED, unit="nats"),
 )
@@ -68,31 +68,47 @@ OF_EACH_TURN = (
             by=("run", "turn"),
             where={"reference": of_what},
             keys={"measure": measure},
+            within=within,
             unit="nats",
         )
-        for measure, of, of_what in (
-            ("from_compacted", "kl", "compacted"),
-            ("from_kept", "kl", "kept"),
-            ("added", "added", "compacted"),
+        for measure, of, of_what, within in (
+            ("from_compacted", "kl", "compacted", POSITIVE),
+            ("from_kept", "kl", "kept", POSITIVE),
+            ("added", "added", "compacted", UNBOUNDED),
         )
     ),
     Mean(name="surprise_by_turn", of="nll", by=("run", "turn"), where=COMPACTED, unit="nats"),
 )
 OF_REBUILDS = (
-    Mean(name="matrix", of="kl", by=("before", "turn"), where=COMPACTED, keys={"run": "rebuilt"}, unit="nats"),
+    Mean(
+        name="matrix",
+        of="kl",
+        by=("before", "turn"),
+        where=COMPACTED,
+        keys={"run": "rebuilt"},
+        within=POSITIVE,
+        unit="nats",
+    ),
 )
 ASKED: Where = {"turn": AFTER[1:]}
 OF_EARLY = (
     Ratio(name="healing", of="kl_by_read", over="spread", keys={"turns": "all"}, **ANSWER),
     Ratio(name="cost_healing", of="added_by_read", over="spread", unit="nats"),
-    Mean(name="asked", of="kl", by=("turn", "read"), keys={"run": "rebuilt"}, unit="nats"),
-    Mean(name="asked_at", of="kl", by=("place",), where={**ASKED, "place": ("summary", "own")}, unit="nats"),
+    Mean(name="asked", of="kl", by=("turn", "read"), keys={"run": "rebuilt"}, within=POSITIVE, unit="nats"),
+    Mean(
+        name="asked_at",
+        of="kl",
+        by=("place",),
+        where={**ASKED, "place": ("summary", "own")},
+        within=POSITIVE,
+        unit="nats",
+    ),
     Difference(
         name="change", of="kl", where={**ASKED, "place": "own"}, less={**ASKED, "place": "summary"}, unit="nats"
     ),
 )
 OF_OWN = (
-    Mean(name="own_kl", of="kl", by=("reference", "run"), unit="nats"),
+    Mean(name="own_kl", of="kl", by=("reference", "run"), within=POSITIVE, unit="nats"),
     Mean(name="own_agreement", of="agrees", by=("reference", "run"), within=SHARE),
     Mean(name="own_alike", of="alike", by=("reference", "run"), unit="tokens"),
     Mean(name="own_identical", of="identical", by=("reference", "run"), within=SHARE),
@@ -103,7 +119,7 @@ ALONG: Where = {
     "reply": ("scripted", "own"),
     "turn": AFTER,
 }
-OF_TOKENS = (Pooled(name="along", of="kl", by=("reply", "run", "token"), unit="nats"),)
+OF_TOKENS = (Pooled(name="along", of="kl", by=("reply", "run", "token"), within=POSITIVE, unit="nats"),)
 # Where K and V cannot differ, all distances are 0: not shares, of which 0 would leave up to a fifth open.
 OF_LAYERS = (Mean(name="distance", of="distance", by=("family", "layer", "segment"), within=UNBOUNDED),)
 

@@ -13,7 +13,7 @@ from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Finding, Findings
-from kvprobe.stats import DIFFERENCE, SHARE, Estimate
+from kvprobe.stats import DIFFERENCE, POSITIVE, SHARE, Estimate
 from kvprobe.studies.memento_toy import Config
 from kvprobe.studies.memento_toy.closing import ERASED, OPEN, STAND_IN
 from kvprobe.studies.memento_toy.collect import CHECKPOINT, MAIN, SEED, UNTRAINED
@@ -151,7 +151,7 @@ CHANGED = partial(Mean, by=("model", "condition", "part"), cluster="trace")
 OF_CHANGED: tuple[Estimand, ...] = (
     CHANGED(name="after", of="right", where={"condition": (OWN, *EXCHANGED)}, within=SHARE),
     CHANGED(name="turned", of="turned", where={"condition": EXCHANGED}, within=SHARE),
-    CHANGED(name="kl", of="kl", where={"condition": EXCHANGED}, unit="nats"),
+    CHANGED(name="kl", of="kl", where={"condition": EXCHANGED}, within=POSITIVE, unit="nats"),
     CHANGED(name="margin", of="margin", where={"condition": (OWN, "sum", DONOR)}, unit="nats"),
     Mean(name="used", of="turned", by=("model",), where={"condition": "digits", "part": BOTH}, within=SHARE, **ANSWER),
     Ratio(name="way", of="moved", over="whole", by=("model", "part"), where={"condition": "sum"}, cluster="trace"),

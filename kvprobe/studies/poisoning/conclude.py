@@ -11,7 +11,7 @@ from kvprobe.experiments.study import Conclusion, Control
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
-from kvprobe.stats import DIFFERENCE, SHARE
+from kvprobe.stats import DIFFERENCE, POSITIVE, SHARE
 from kvprobe.studies.poisoning import Config
 from kvprobe.studies.poisoning.collect import ALL, EXAMPLES, drawn, has_remarks, problems_of
 from kvprobe.tasks.steps import LATER
@@ -49,7 +49,7 @@ EDITS: tuple[Estimand, ...] = (
     Mean(name="poison", of="poison", where={"edit": "slip"}, unit="logits"),
     Ratio(name="ghost", of="ghost", over="poison", **HEADLINE),
     Mean(name="margin", of="margin", by=("edit",), where={"layer": ALL}, unit="logits"),
-    Mean(name="kl", of="kl", by=("edit",), where={"layer": ALL}, unit="nats"),
+    Mean(name="kl", of="kl", by=("edit",), where={"layer": ALL}, within=POSITIVE, unit="nats"),
     Mean(name="prefers_right", of="right", by=("edit",), where={"layer": ALL}, within=SHARE),
     Ratio(name="undone", of="undone", over="poison", by=("edit",), where={"layer": ALL}),
     Ratio(name="undone_layer", of="undone", over="poison", by=("layer",), where={"one": True}),

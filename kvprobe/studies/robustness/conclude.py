@@ -15,7 +15,7 @@ from kvprobe.report.crossing import until_below
 from kvprobe.report.document import Passage, chat_record
 from kvprobe.report.findings import Findings, Key
 from kvprobe.report.published import add_published, published_facts
-from kvprobe.stats import DIFFERENCE, FEWEST
+from kvprobe.stats import DIFFERENCE, FEWEST, POSITIVE
 from kvprobe.studies import answers
 from kvprobe.studies.answers import NATS
 from kvprobe.studies.robustness import Config
@@ -59,12 +59,12 @@ ESTIMANDS: tuple[Estimand, ...] = (
     Mean(name="lost", of="lost", by=LEVEL, where=STRUCK, within=DIFFERENCE),
     Mean(name="beyond_half", of="beyond_half", by=LEVEL, where={**STRUCK, "able": True}, within=DIFFERENCE),
     Share(name="same", of="same", by=LEVEL, where=STRUCK),
-    Mean(name="kl", of="kl", by=LEVEL, where=STRUCK, unit=NATS),
+    Mean(name="kl", by=LEVEL, where=STRUCK, within=POSITIVE, **KL),
     *(Total(name=name, of=name, by=LEVEL, where=STRUCK) for name in ("rows", "broken_rows", "untouched_rows")),
     Mean(name="harm", by=("task", "fault"), where=RANKED, together=(), **LOST),
-    Mean(name="harm_kl", by=("task", "fault"), where=RANKED_BY_KL, together=(), **KL),
+    Mean(name="harm_kl", by=("task", "fault"), where=RANKED_BY_KL, within=POSITIVE, together=(), **KL),
     Share(name="reading", of="correct", by=READING, where=READ),
-    Mean(name="reading_kl", of="kl", by=READING, where=READ, unit=NATS),
+    Mean(name="reading_kl", by=READING, where=READ, within=POSITIVE, **KL),
     Mean(name="reading_lost", of="beyond_usual", by=READING, where=READ, within=DIFFERENCE, together=READING[:2]),
 )
 """Of a fault at a rate; of a fault, averaged over rates with equal weight; of canarypwn's faults in every reading."""

@@ -13,7 +13,7 @@ from kvprobe.faults.scope import EVERY_LAYER
 from kvprobe.inference.model import Model
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
-from kvprobe.stats import SHARE
+from kvprobe.stats import POSITIVE, SHARE
 from kvprobe.studies.use import Config
 from kvprobe.studies.use.collect import chosen_places
 from kvprobe.studies.use.effects import BOTH, CONTROL, DONOR, ERASE, ITSELF, SITES, SWAP
@@ -42,7 +42,7 @@ OF_EDITS = (
     Share(name="said", of="intact_said", by=("view",)),
     Mean(name="way", of="way", by=("view",), unit=LOGITS),
     Mean(name="lost", of="lost", by=("band", *EDIT), where=ERASED, unit=NATS),
-    Mean(name="kl", of="kl", by=("band", *EDIT), where=ERASED, unit=NATS),
+    Mean(name="kl", of="kl", by=("band", *EDIT), where=ERASED, within=POSITIVE, unit=NATS),
     Share(name="still_said", of="said", by=("band", *EDIT), where=ERASED),
     Mean(name="beyond", of="lost_beyond", by=("site", "band", "part"), where={**ERASED, **ALONG}, unit=NATS),
     Mean(name="used", of="lost_beyond", by=("site",), where={**ALONG, **EVERYWHERE, **ERASED}, unit=NATS, together=()),
