@@ -44,7 +44,8 @@ MEASURES: dict[str, tuple[str, dict[str, Key]]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """In percent: the value of one training; or without a `seed`, how much more mixtures have than a dense shape."""
+    """In percent: the value of one training; or without a `seed`, the mean and the range of many, or how much more
+    mixtures have than a dense shape."""
 
     measure: str
     shape: str
@@ -69,7 +70,7 @@ def main() -> None:
         (row for row in known.values() if row.seed is not None),
         key=lambda row: ([*SHAPES].index(row.shape), row.seed, [*MEASURES].index(row.measure)),
     )
-    rows = [*values, *differences(values)]
+    rows = [*values, *ranges(values), *differences(values)]
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, asdict(rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -93,6 +94,14 @@ def values_of(folder: Path) -> Iterator[Row]:
             for measure, (name, keys) in MEASURES.items():
                 seed = int(model.name.rpartition("-")[2])
                 yield Row(measure, shape, seed, round(100 * findings.at(name, **keys).mean, 4))
+
+
+def ranges(values: Sequence[Row]) -> Iterator[Row]:
+    """The mean of a shape's seeds and their range, where they are more than three."""
+    for shape in SHAPES:
+        for measure in MEASURES:
+            if len(seeds := means(values, measure, shape)) > 3:
+                yield Row(measure, shape, None, round(float(np.mean(seeds)), 4), min(seeds), max(seeds))
 
 
 def differences(values: Sequence[Row]) -> Iterator[Row]:
@@ -127,15 +136,14 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def cell(rows: Sequence[Row]) -> str:
-    """Each seed's value, of many the mean and the range; or a difference with its interval."""
-    first, *others = rows
-    if first.seed is None:
-        interval = "" if first.low is None else f" ({first.low:z.1f} to {first.high:z.1f})"
-        return f"{first.mean:+z.1f}{interval}"
-    values = [row.mean for row in rows]
-    if len(others) < 3:
-        return ", ".join(f"{value:z.1f}" for value in values)
-    return f"{np.mean(values):.1f} (range {min(values):.1f} to {max(values):.1f})"
+    """Each seed's value; of many the mean and the range; or a difference with its interval."""
+    last = rows[-1]
+    if last.seed is not None:
+        return ", ".join(f"{row.mean:z.1f}" for row in rows)
+    if len(rows) > 1:
+        return f"{last.mean:z.1f} (range {last.low:z.1f} to {last.high:z.1f})"
+    interval = "" if last.low is None else f" ({last.low:z.1f} to {last.high:z.1f})"
+    return f"{last.mean:+z.1f}{interval}"
 
 
 if __name__ == "__main__":
