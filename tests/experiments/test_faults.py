@@ -25,6 +25,7 @@ from kvprobe.experiments.status import status
 from kvprobe.files import refuse_damaged
 from kvprobe.inference.model import Model
 from kvprobe.processes import _end_threads
+from kvprobe.progress import silence
 from tests.models import any_model
 from tests.refusals import refused
 
@@ -67,10 +68,12 @@ def assert_same(run: Run, sound: Run) -> None:
 
 
 def forked(work: Callable[[], object]) -> int:
-    """Do this in a process of its own."""
+    """Do this in a process of its own. It draws no bars: all processes share the lock of these, and one that is killed
+    while it holds the lock never gives it back."""
     _end_threads()
     if process := os.fork():
         return process
+    silence()
     try:
         torch.set_num_threads(1)
         work()
