@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
 from importlib import import_module
+from inspect import isfunction, isgeneratorfunction, signature, unwrap
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ import pytest
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from kvprobe import studies
 from kvprobe.experiments import running
+from kvprobe.experiments.estimands import Difference, Estimand, Mean
 from kvprobe.experiments.page import answer, write_page
 from kvprobe.experiments.runs import Run
 from kvprobe.experiments.settings import Settings
 from kvprobe.experiments.study import Conclusion, Study
+from kvprobe.stats import POSITIVE
 from kvprobe.studies import STUDIES, find
 from tests.experiments.made_up import page_of
 from tests.frozen import MODULES
@@ -189,6 +193,31 @@ def test_nothing_may_be_claimed_that_does_not_hold_together(name: str):
         findings = conclusion.findings.where(claim.finding)
         assert findings, claim
         assert all(finding.comparisons > 0 for finding in findings), claim
+
+
+def declared_estimands(value: Any) -> Iterator[Estimand]:
+    """Those in a module's constants, and of its functions that need nothing."""
+    if isinstance(value, Estimand):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from declared_estimands(each)
+    elif isfunction(value) and isgeneratorfunction(unwrap(value)) and not signature(value).parameters:
+        yield from declared_estimands([*value()])
+
+
+def test_the_interval_of_a_mean_kl_ends_at_0():
+    folders = {file.parent.name for file in Path(studies.__path__[0]).glob("*/conclude.py")}
+    modules = [import_module(f"kvprobe.studies.{name}.conclude") for name in folders]
+    means = {
+        (module.__name__, each.name, each.of): each.within
+        for module in modules
+        for value in vars(module).values()
+        for each in declared_estimands(value)
+        if isinstance(each, Mean) and not isinstance(each, Difference) and re.fullmatch("kl(_all|_masked)?", each.of)
+    }
+    assert len(means) > 15
+    assert {kind for kind, within in means.items() if within != POSITIVE} == set()
 
 
 @pytest.mark.parametrize("name", STUDIES)

@@ -14,7 +14,7 @@ from kvprobe.probing.ridge import VARIANCE_FLOOR
 from kvprobe.probing.splits import SPLITS
 from kvprobe.report.document import chat_record
 from kvprobe.report.findings import Findings
-from kvprobe.stats import DIFFERENCE, SHARE
+from kvprobe.stats import DIFFERENCE, POSITIVE, SHARE, UNBOUNDED
 from kvprobe.studies.multihop import Config
 from kvprobe.studies.multihop.hops import TURN_NAMES, conversation, sessions
 from kvprobe.studies.multihop.reading import ALL, ARMS, DISTANCES, PLACES, lowest_layer
@@ -85,8 +85,8 @@ def estimands() -> Iterator[Estimand]:
         for way in ("open", "skip"):
             direct = family("direct", (split, way) == ("paired", "skip"))
             yield HeldOut(name="direct", of="direct", by=AT, where={**place, "arm": way}, within=DIFFERENCE, **direct)
-    for name in ("logprob", "margin", "kl", "token_accuracy"):
-        known: dict[str, Any] = {"unit": "nats"} if name != "token_accuracy" else {"within": SHARE}
+    for name, within in {"logprob": UNBOUNDED, "margin": UNBOUNDED, "kl": POSITIVE, "token_accuracy": SHARE}.items():
+        known: dict[str, Any] = {"within": within, "unit": "nats" if within != SHARE else ""}
         yield Mean(name=name, of=name, by=("condition",), where={"kind": "use"}, cluster="context", **known)
     for name in ARMS:
         masked, restarted = ({"kind": "use", "condition": condition} for condition in (name, f"restart, {name}"))
