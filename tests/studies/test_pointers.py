@@ -203,7 +203,7 @@ def test_planted_numbers_are_found():
     [
         ({}, ("holds no address that was detected", "holds nothing that was detected of whom it means")),
         ({}, ("Hiding the list then costs right answers", "nothing of the hidden list was detected in the answer")),
-        ({"address": 0.5}, ("other positions, it does not turn the answer as far as was detected (0.0 %",)),
+        ({"address": 0.5}, ("other positions, it was not seen to turn the answer (0.0 %",)),
         ({"position": 0.5}, ("other positions, it turns the answer (50.0 %",)),
         ({"address": 0.5, "content": 0.5}, ("A pointer by its thing holds an address", "and holds whom it means")),
         ({"right": 0.75}, ("fewer than nine in ten, so what was not detected is undecided",)),

@@ -65,7 +65,7 @@ STUDY = Study(
             "position",
             above="turns the answer",
             below="turns the answer the other way",
-            unclear="does not turn the answer as far as was detected",
+            unclear="was not seen to turn the answer",
         ),
         Claim(
             "content",
