@@ -124,6 +124,17 @@ def test_an_exchange_of_all_that_differs_is_the_other_conversation():
     )
 
 
+def test_each_donor_gives_its_own_slots(smol: Model):
+    case = binding(smol, OBJECT, 1, 0, np.random.default_rng(0))
+    table = chosen(read_case(smol, case, 1), {"table": EXCHANGED, "band": EVERY_LAYER, "part": "KV"})
+    own = smol.prefill(case.own[: case.cut])
+    for donor, tokens in case.donors.items():
+        patched = own.patch(smol.prefill(tokens[: case.cut]), case.pointer)
+        margin = outcomes(smol, [patched], case.own[case.cut :], case)["margin"].item()
+        assert chosen(table, {"donor": donor})["margin"].item() == pytest.approx(margin, abs=1e-3)
+    assert len({round(margin, 2) for margin in table["margin"]}) == len(case.donors)
+
+
 def test_a_tokenizer_that_splits_names_is_refused(roomy: Model):
     refused(lambda: binding(roomy, PLACE, 1, 0, np.random.default_rng(0)), "'Anna' as several tokens")
 
