@@ -39,6 +39,8 @@ PUBLISHED: dict[str, Key] = {"noise": "layer", "parts": "kv"}
 NOISE = ("task", "noise", "parts")
 BAND = (*NOISE, "band")
 LAYER = (*NOISE, "layer")
+PLACES = (("", CUTS, "band"), ("layer_", SINGLES, "layer"))
+"""Before a finding's name, which rows it is of, and where they are struck."""
 MEASURES: dict[str, tuple[Where, tuple[float, float], tuple[float, float], str]] = {
     "kl": ({}, POSITIVE, UNBOUNDED, NATS),
     "lost": ({"able": True}, DIFFERENCE, DIFFERENCE, ""),
@@ -79,11 +81,11 @@ def compared(of: str) -> Iterator[Estimand]:
             yield Difference(name=f"pair_{of}_at", of=of, by=at, together=family, **pair)
     keys = {"where": {**struck, "noise": "zeros"}, "less": {**struck, "noise": "scaffold"}, **known}
     yield Difference(name=f"zeros_{of}", of=f"{of}_all", by=("task", "parts", "band"), together=(), **keys)
-    for prefix, group, place in (("", CUTS, "band"), ("layer_", SINGLES, "layer")):
+    for prefix, group, place in PLACES:
         by = ("task", "noise", place)
         struck = {**where, "group": group}
         keys = {"where": {**struck, "parts": "k"}, "less": {**struck, "parts": "v"}, **known}
-        yield Difference(name=f"{prefix}keys_{of}", of=f"{of}_all", by=by, together=(), **keys)
+        yield Difference(name=f"{prefix}keys_{of}", of=f"{of}_all", by=by, together=None if of == "kl" else (), **keys)
         if group == CUTS:
             yield Difference(name=f"keys_{of}_at", of=of, by=(*by, "rate"), **keys)
 
@@ -94,9 +96,20 @@ ESTIMANDS: tuple[Estimand, ...] = (
     *levels("layer_", LAYER, {"group": SINGLES}),
     *compared("kl"),
     *compared("lost"),
+    *(
+        Share(
+            name=f"{prefix}keys_more",
+            of="keys_more",
+            by=("task", "noise", place),
+            where={"group": group, "parts": "k"},
+            together=(),
+        )
+        for prefix, group, place in PLACES
+    ),
 )
 """Intervals of differences between bands hold together over the pairs of a cut, all noises and all tasks; those of K
-less V over all bands (or layers), noises and tasks."""
+beside V over all bands (or layers), noises and tasks. Of K's KL beside V's only the sign is claimed: a few items whose
+KL is thousands of times that of others decide the means, and a spread as large makes their logarithms undecided."""
 
 
 def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
@@ -135,7 +148,8 @@ def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
 
 
 def prepared(table: Rows, tasks: Sequence[Task]) -> Rows:
-    """A row for each answer; a broken row is wrong whatever it said, and has no KL."""
+    """A row for each answer; a broken row is wrong whatever it said, and has no KL. `keys_more` is whether an item's KL,
+    the mean over rates, is larger with noise in K than in V."""
     broke = table["broken"] != ""
     rows = table.assign(
         correct=(table["right"].astype(bool) & ~broke).astype(float),
@@ -144,13 +158,16 @@ def prepared(table: Rows, tasks: Sequence[Task]) -> Rows:
         layer=table["first"].fillna(-1).astype(int),
     )
     lost = beside(rows, "correct", SOUND, ("task", "sample")) - rows["correct"]
-    return rows.assign(
+    rows = rows.assign(
         able=answers.able(rows, tasks, "correct"),
         lost=lost,
         lost_all=lost,
         kl=complete(rows, ("case",)),
         kl_all=complete(rows, ("group", "noise", "parts", "band")),
     )
+    item = ("task", "sample", "group", "noise", "band")
+    k, v = (beside(rows, "kl_all", {"parts": part}, item) for part in ("k", "v"))
+    return rows.assign(keys_more=(k > v).astype(float).where((k - v).abs() > 0))
 
 
 def complete(rows: Rows, by: tuple[str, ...]) -> Rows:

@@ -116,8 +116,9 @@ STUDY = Study(
     claims=(
         *(Claim(f"pair_{of}", above="{first}", below="{second}") for of in ("kl", "lost")),
         *(
-            Claim(name, above="K costs more", below="V costs more")
-            for name in ("keys_kl", "keys_lost", "layer_keys_kl", "layer_keys_lost")
+            Claim(f"{prefix}{name}", above="K costs more", below="V costs more", against=against)
+            for prefix in ("", "layer_")
+            for name, against in (("keys_more", 0.5), ("keys_lost", 0.0))
         ),
         *(
             Claim(name, above="raises KL", below="lowers KL", unclear="does not detectably change KL", against=1.0)
