@@ -148,8 +148,10 @@ def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
 
 
 def prepared(table: Rows, tasks: Sequence[Task]) -> Rows:
-    """A row for each answer; a broken row is wrong whatever it said, and has no KL. `keys_more` is whether an item's KL,
-    the mean over rates, is larger with noise in K than in V."""
+    """A row for each answer; a broken row is wrong whatever it said, and has no KL.
+
+    `keys_more` is whether an item's mean KL over rates is larger with noise in K than in V.
+    """
     broke = table["broken"] != ""
     rows = table.assign(
         correct=(table["right"].astype(bool) & ~broke).astype(float),
