@@ -342,8 +342,10 @@ def test_in_how_many_items_k_costs_more_does_not_depend_on_a_few_with_a_large_kl
     assert at(conclusion, "keys_kl", noise="channel", band="all").mean > 1e4
     assert at(conclusion, "keys_more", noise="channel", band="all").mean == 1 / 16
     assert conclusion.findings.get("keys_more", task="retrieve", noise="layer", band="all") is None
-    said = answer(STUDY, page_of(STUDY, MADE_UP, conclusion, tmp_path))
+    run = page_of(STUDY, MADE_UP, conclusion, tmp_path)
+    said, page = answer(STUDY, run), run.read("report.html")
     assert "significantly more than in V alone in 0 of 7 bands with channel covariance (less in 7)." in said
+    assert re.search(r"half 1</td><td>6\.25 % \([\d.]+ to [\d.]+\)</td>.*<td>V costs more</td>", page)
 
 
 def test_bands_are_not_ranked_by_accuracy_on_a_task_that_the_model_cannot_do(tmp_path: Path):

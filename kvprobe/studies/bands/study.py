@@ -13,7 +13,7 @@ from kvprobe.studies.bands import NEUTRAL, PRUNED, Config
 from kvprobe.studies.bands.collect import collect
 from kvprobe.studies.bands.conclude import conclude
 from kvprobe.tasks.task import shown_task
-from kvprobe.wording import count, formatted, points
+from kvprobe.wording import count, formatted, percent, points
 
 PART_LABELS = {"kv": "K and V", "k": "K alone", "v": "V alone"}
 BAND_STYLES = {
@@ -145,6 +145,7 @@ STUDY = Study(
         **by_measure(
             formatted("+.2g"), points, "pair_{}", "zeros_{}", "keys_{}", "pair_{}_at", "keys_{}_at", "layer_keys_{}"
         ),
+        **dict.fromkeys(("keys_more", "layer_keys_more"), percent),
         "broken": count,
         "self_agreement": lambda rho: f"{rho.mean:.2f}",
     },
