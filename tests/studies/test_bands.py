@@ -194,7 +194,9 @@ def numbers(config: Config = MADE_UP, **columns: Any) -> Conclusion:
 def example() -> tuple[Config, Conclusion]:
     config = replace(MADE_UP, noises=FACTORIAL, parts=("k", "v"))
     return config, numbers(
-        config, right=lambda labels, item: float(item < 6 if "4" in str(labels["band"]) else item < 12)
+        config,
+        kl=lambda labels, item: louder(labels) * (2.0 if labels["parts"] == "k" else 1.0),
+        right=lambda labels, item: float(item < 6 if "4" in str(labels["band"]) else item < 12),
     )
 
 
