@@ -346,7 +346,7 @@ def test_in_how_many_items_k_costs_more_does_not_depend_on_a_few_with_a_large_kl
     assert conclusion.findings.get("keys_more", task="retrieve", noise="layer", band="all") is None
     run = page_of(STUDY, MADE_UP, conclusion, tmp_path)
     said, page = answer(STUDY, run), run.read("report.html")
-    assert "significantly more than in V alone in 0 of 7 bands with channel covariance (less in 7)." in said
+    assert "costs more KL than in V alone in 0 of 7 bands with channel covariance (less in 7)." in said
     assert re.search(r"half 1</td><td>6\.25 % \([\d.]+ to [\d.]+\)</td>.*<td>V costs more</td>", page)
 
 

@@ -56,7 +56,7 @@ class Config(AnswerSettings):
         reported: a table to print beside what was measured, such as canarypwn-bands-7b; none by default.
     """
 
-    samples: int = ranged(14, 2, 100_000)
+    samples: int = ranged(32, 2, 100_000)
     bands: tuple[Cut, ...] = ("quarters", "halves", "all")
     rates: tuple[float, ...] = (1.0, 2.0, 4.0)
     single: float = ranged(10.0, 0, 100)

@@ -108,8 +108,8 @@ ESTIMANDS: tuple[Estimand, ...] = (
     ),
 )
 """Intervals of differences between bands hold together over the pairs of a cut, all noises and all tasks; those of K
-beside V over all bands (or layers), noises and tasks. Of K's KL beside V's only the sign is claimed: a few items whose
-KL is thousands of times that of others decide the means, and a spread as large makes their logarithms undecided."""
+beside V over all bands (or layers), noises and tasks. Of K's KL beside V's only the sign is claimed: KLs of items
+differ by factors of thousands, so that a few may decide the means, and logarithms decide little."""
 
 
 def conclude(table: Rows, config: Config, model: Model) -> Conclusion:
