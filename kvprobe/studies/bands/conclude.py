@@ -39,8 +39,6 @@ PUBLISHED: dict[str, Key] = {"noise": "layer", "parts": "kv"}
 NOISE = ("task", "noise", "parts")
 BAND = (*NOISE, "band")
 LAYER = (*NOISE, "layer")
-PLACES = (("", CUTS, "band"), ("layer_", SINGLES, "layer"))
-"""Before a finding's name, which rows it is of, and where they are struck."""
 MEASURES: dict[str, tuple[Where, tuple[float, float], tuple[float, float], str]] = {
     "kl": ({}, POSITIVE, UNBOUNDED, NATS),
     "lost": ({"able": True}, DIFFERENCE, DIFFERENCE, ""),
@@ -81,11 +79,13 @@ def compared(of: str) -> Iterator[Estimand]:
             yield Difference(name=f"pair_{of}_at", of=of, by=at, together=family, **pair)
     keys = {"where": {**struck, "noise": "zeros"}, "less": {**struck, "noise": "scaffold"}, **known}
     yield Difference(name=f"zeros_{of}", of=f"{of}_all", by=("task", "parts", "band"), together=(), **keys)
-    for prefix, group, place in PLACES:
+    for prefix, group, place in (("", CUTS, "band"), ("layer_", SINGLES, "layer")):
         by = ("task", "noise", place)
         struck = {**where, "group": group}
         keys = {"where": {**struck, "parts": "k"}, "less": {**struck, "parts": "v"}, **known}
         yield Difference(name=f"{prefix}keys_{of}", of=f"{of}_all", by=by, together=None if of == "kl" else (), **keys)
+        if of == "kl":
+            yield Share(name=f"{prefix}keys_more", of="keys_more", by=by, where=keys["where"], together=())
         if group == CUTS:
             yield Difference(name=f"keys_{of}_at", of=of, by=(*by, "rate"), **keys)
 
@@ -96,16 +96,6 @@ ESTIMANDS: tuple[Estimand, ...] = (
     *levels("layer_", LAYER, {"group": SINGLES}),
     *compared("kl"),
     *compared("lost"),
-    *(
-        Share(
-            name=f"{prefix}keys_more",
-            of="keys_more",
-            by=("task", "noise", place),
-            where={"group": group, "parts": "k"},
-            together=(),
-        )
-        for prefix, group, place in PLACES
-    ),
 )
 """Intervals of differences between bands hold together over the pairs of a cut, all noises and all tasks; those of K
 beside V over all bands (or layers), noises and tasks. Of K's KL beside V's only the sign is claimed: KLs of items
